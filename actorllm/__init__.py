@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from actorllm.types.outputs import CompletionOutput, RequestOutput
     from actorllm.types.params import PoolingParams, RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from actorllm.types.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
@@ -54,6 +56,8 @@ __all__ = (
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -96,6 +100,8 @@ _HOME = {
     "BeamSearchParams": "api.beam_search",
     "BeamSearchSequence": "api.beam_search",
     "CompletionOutput": "types.outputs",
+    "ClassificationOutput": "types.pooling_outputs",
+    "ClassificationRequestOutput": "types.pooling_outputs",
     "EmbeddingOutput": "types.pooling_outputs",
     "EmbeddingRequestOutput": "types.pooling_outputs",
     "EmbedsPrompt": "types.prompts",

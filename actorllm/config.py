@@ -35,6 +35,7 @@ from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -668,10 +669,6 @@ def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
     return paths
 
 
-MAX_VECTOR_BYTES = 16 << 20
-"""Of the vectors of one step, which are one message."""
-
-
 def _check_pooling(
     pooler: Pooler, given: dict[str, Any], max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
@@ -689,10 +686,10 @@ def _check_pooling(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}: a prompt goes "
                 f"through an encoder in one step; raise the one or lower the other"
             )
-    most = MAX_VECTOR_BYTES // (4 * pooler.embedding_size)
+    most = MAX_VECTOR_BYTES // (4 * pooler.vector_size)
     if max_num_seqs > most:
         raise ConfigError(
-            f"max_num_seqs={max_num_seqs} vectors of {pooler.embedding_size} numbers are more than one step may return; use "
+            f"max_num_seqs={max_num_seqs} vectors of {pooler.vector_size} numbers are more than one step may return; use "
             f"max_num_seqs={most} or fewer"
         )
 

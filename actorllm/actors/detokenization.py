@@ -150,6 +150,7 @@ class OutputRows:
             ends=self.ends,
             vector_rows=np.array(self.vector_rows, np.int32) if self.vectors else NO_I32,
             vectors=np.concatenate(self.vectors) if self.vectors else NO_F32,
+            vector_ends=np.cumsum([v.size for v in self.vectors], dtype=np.int32) if self.vectors else NO_I32,
             **(self._logprob_columns() if self.spans else {}),
             cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
             emitted=emitted,

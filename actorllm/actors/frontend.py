@@ -585,9 +585,10 @@ class FrontendActor(Actor):
 
     @staticmethod
     def _vectors(outputs: Outputs) -> dict[int, Any]:
-        rows = outputs.vector_rows.tolist()
-        of_rows = outputs.vectors.reshape(len(rows), -1)
-        return {row: vector.copy() for row, vector in zip(rows, of_rows, strict=True)}  # none keeps the others alive
+        of_rows = np.split(outputs.vectors, outputs.vector_ends[:-1])
+        return {  # none keeps the others alive
+            row: vector.copy() for row, vector in zip(outputs.vector_rows.tolist(), of_rows, strict=True)
+        }
 
     def _wake(self, consumers: list[Consumer]) -> None:
         by_host: dict[HostLoop, list[Consumer]] = {}

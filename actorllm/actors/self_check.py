@@ -27,12 +27,12 @@ def check_policy(config: EngineConfig) -> None:
     """Take a made-up request from its arrival to its end. An exception of a policy is reported when a real request meets it."""
     try:
         scheduler = Scheduler(policy=build_policy(config.scheduler), **scheduler_arguments(config, (), None))
-        _run(scheduler, is_pooled=config.model.pooler is not None)
+        _run(scheduler, 0 if config.model.pooler is None else config.model.pooler.vector_size)
     except Exception:  # of a policy: anything; it is the finding
         logger.exception("a scheduler could not schedule a request of its own")
 
 
-def _run(scheduler: Scheduler, is_pooled: bool) -> None:
+def _run(scheduler: Scheduler, vector_size: int) -> None:
     submit = Submit(
         rid=1,
         arrival=0.0,
@@ -40,19 +40,19 @@ def _run(scheduler: Scheduler, is_pooled: bool) -> None:
         max_tokens=NUM_TOKENS,
         ignore_eos=True,
         detokenize=False,
-        pooling="last" if is_pooled else None,
+        pooling="last" if vector_size else None,
     )
     scheduler.submit(0, submit, 0.0)
     for number in range(NUM_TOKENS):
         plan = scheduler.schedule(number + 0.5)
         if plan is None:
             return
-        scheduler.update(_result(plan, is_pooled), number + 1.0)
+        scheduler.update(_result(plan, vector_size), number + 1.0)
 
 
-def _result(plan: StepPlan, is_pooled: bool) -> StepResult:
+def _result(plan: StepPlan, vector_size: int) -> StepResult:
     """Of a step with one row."""
-    if is_pooled:
+    if vector_size:
         none = np.zeros(1, np.int32)  # no token, of row 0
-        return StepResult(step=plan.step, counts=none, vector_rows=none, vectors=np.zeros(1, np.float32))
+        return StepResult(step=plan.step, counts=none, vector_rows=none, vectors=np.zeros(vector_size, np.float32))
     return StepResult(step=plan.step, tokens=np.zeros(1, np.int32))

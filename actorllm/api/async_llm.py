@@ -19,6 +19,7 @@ from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
@@ -30,14 +31,13 @@ from actorllm.types.model_files import check_weights_exist
 from actorllm.types.objective import SLO
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
-from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams
+from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, with_task
 from actorllm.types.pooling_outputs import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    paired,
-    scored,
 )
 
 
@@ -414,6 +414,20 @@ class AsyncLLM:
         (output,) = await self._pool([prompt], pooling_params, extras)
         return EmbeddingRequestOutput.from_base(output)
 
+    async def classify(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
+    ) -> ClassificationRequestOutput:
+        """The probabilities of a classifier's labels for a prompt, as a list of floats.
+
+        Arguments:
+            prompt, pooling_params, extras: as in `encode`.
+
+        Raises:
+            InvalidParameterError: the model has no head for prompts; everything else as in `encode`.
+        """
+        (output,) = await self._pool([prompt], with_task(pooling_params, "classify"), extras)
+        return ClassificationRequestOutput.from_base(output)
+
     async def score(
         self,
         data_1: Prompt | Sequence[Prompt],
@@ -421,7 +435,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         **extras: Any,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+        """How alike texts are: one text and all of data_2, or each of data_1 with its own. By what, as in `LLM`.
 
         Arguments:
             data_1: one prompt, or as many as data_2 has.
@@ -436,9 +450,9 @@ class AsyncLLM:
             print(output.outputs.score)
         """
         first, second = as_batch(data_1), as_batch(data_2)
-        paired(len(first), len(second))
-        outputs = await self._pool([*first, *second], pooling_params, extras)
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        outputs = await self._pool(scoring.prompts, scoring.params, extras)
+        return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
     async def _pool(
         self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]

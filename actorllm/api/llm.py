@@ -18,6 +18,7 @@ from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -26,14 +27,13 @@ from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
-from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout
+from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout, with_task
 from actorllm.types.pooling_outputs import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    paired,
-    scored,
 )
 
 O = TypeVar("O")  # noqa: E741
@@ -241,7 +241,8 @@ class LLM(BlockingDoor):
             pooling_params: one for all, or one per prompt; None: the engine's own way.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
             lora_request: accepted at None, or a list with None per prompt.
-            pooling_task: "embed", which is the only one; None: the same.
+            pooling_task: "embed" or "token_embed"; of models with a head "classify", "score" or "token_classify"; None: what
+                pooling_params say, or the first of these that the model has. Token tasks give a tensor [num_tokens, size].
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
             priority: one number per prompt; None: 0.
             timeout: seconds for the whole call; a prompt that has no vector by then has an `error`. None: no limit.
@@ -257,8 +258,8 @@ class LLM(BlockingDoor):
         """
         batch = as_batch(prompts)
         params = _params_per_prompt(pooling_params, len(batch))
-        if pooling_task not in (None, "embed"):
-            raise InvalidParameterError(f"pooling_task={pooling_task!r:.80} is not supported; only 'embed' is")
+        if pooling_task is not None:
+            params = [with_task(one, pooling_task) for one in params]
         extras: dict[str, Any] = {
             "tokenization_kwargs": tokenization_kwargs,
             "deadline": _deadline(timeout),
@@ -311,6 +312,64 @@ class LLM(BlockingDoor):
         )
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Sequence[None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of a classifier's labels for every prompt, as a list of floats.
+
+        Arguments:
+            prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs, priority, timeout: as in `encode`.
+
+        Raises:
+            InvalidParameterError: the model has no head for prompts; everything else as in `encode`.
+        """
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+            timeout=timeout,
+        )
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Sequence[None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The scores of every token of every prompt, as a tensor [num_tokens, num_labels], of a model with such a head.
+
+        Arguments:
+            prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs: as in `encode`.
+
+        Raises:
+            InvalidParameterError: the model has no head for tokens; everything else as in `encode`.
+        """
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="token_classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
     def score(
         self,
         data_1: Prompt | Sequence[Prompt],
@@ -323,7 +382,9 @@ class LLM(BlockingDoor):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: None = None,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+        """How alike texts are: one text and all of data_2, or each of data_1 with its own.
+
+        By the cosine of their vectors; with task="token_embed" by late interaction (MaxSim); by the label of a cross-encoder.
 
         Arguments:
             data_1: one prompt, or as many as data_2 has.
@@ -340,15 +401,15 @@ class LLM(BlockingDoor):
         """
         check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
-        paired(len(first), len(second))
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
         outputs = self.encode(
-            [*first, *second],
-            pooling_params,
+            scoring.prompts,
+            scoring.params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+        return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends.

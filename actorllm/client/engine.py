@@ -550,6 +550,7 @@ class Engine:
             raise InvalidParameterError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
         params = params.checked_copy()
         pooling = pooler.resolved(params, model.name)
+        pooler.check_room(pooling, self.config.scheduler.max_num_batched_tokens)
         skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
         maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)

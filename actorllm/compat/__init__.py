@@ -68,6 +68,7 @@ MODULES: dict[str, dict[str, str]] = {
     "logprobs": _LOGPROBS,
     "outputs": {
         **_same("actorllm", "RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
+        **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
         **_same("actorllm", "EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     },
     "pooling_params": _same("actorllm", "PoolingParams"),

@@ -18,14 +18,29 @@ from numpy.typing import NDArray
 
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name, shown
-from actorllm.messages import I32, U8, no_u8
+from actorllm.messages import I32, NO_I32, U8, no_u8
 from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
 from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
 
-Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
-"""Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a model reads as one prompt: a question and what may answer it."""
+
+    first: str
+    second: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.first) + len(self.second)
+
+
+Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation | TextPair
+"""Text, token ids, a mapping as in vLLM (PROMPT_KEYS), a conversation for the model's chat template, or a pair of texts.
+
+A mapping may hold a pair, too."""
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
@@ -74,6 +89,8 @@ class TokenizedPrompt:
     """Requests share cached blocks only with those of the same salt."""
     embeds: U8 = field(default_factory=no_u8)
     """The rows of the positions whose id is EMBEDDED."""
+    pair_start: int = 0
+    """Where the second text of a pair begins; 0: there is none, or the model does not tell them apart."""
     shown_ids: list[int] | None = None
     """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
 
@@ -148,8 +165,11 @@ class PromptReader:
         if isinstance(prompt, Conversation):
             prompt = text = self._render(prompt, workplace)
             add_special_tokens = bool(add_special_tokens)
+        pair_start = 0
         if embeds is not None:
             pass
+        elif isinstance(prompt, TextPair):
+            ids, pair_start = self._encode_pair(prompt, num_kept, truncation_side, workplace)
         elif isinstance(prompt, str):
             self._check_length(prompt, is_truncated=num_kept is not None)
             ids = self._encode(prompt, add_special_tokens is not False, num_kept, truncation_side, workplace)
@@ -172,7 +192,7 @@ class PromptReader:
                 f"{most} or fewer{instead}"
             )
         if embeds is None:
-            return TokenizedPrompt(ids, text, salt)
+            return TokenizedPrompt(ids, text, salt, pair_start=pair_start)
         rows = encode_rows(embeds[ids == EMBEDDED], self._model.dtype)
         if rows.size > MAX_PROMPT_BYTES:
             most = MAX_PROMPT_BYTES // self._model.embedding_bytes
@@ -180,7 +200,7 @@ class PromptReader:
                 f"prompt_embeds of {rows.size} bytes are more than a request may carry ({MAX_PROMPT_BYTES}): shorten "
                 f"them to {most} tokens or fewer"
             )
-        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids)
+        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids=shown_ids)
 
     def ids_of(self, prompt: str | Conversation, adds_special: bool, workplace: Workplace | None = None) -> list[int]:
         """The token ids of a text, or of a conversation, however many the model has room for. Raises as `tokenize`."""
@@ -197,6 +217,8 @@ class PromptReader:
         """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
         if isinstance(prompt, Mapping):
             prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
+        if isinstance(prompt, TextPair):
+            return LARGE_TEXT < prompt.num_characters <= self._model.max_prompt_characters
         if isinstance(prompt, Conversation):
             return prompt.has_own_template or prompt.num_characters > LARGE_TEXT
         return isinstance(prompt, str) and LARGE_TEXT < len(prompt) <= self._model.max_prompt_characters
@@ -244,6 +266,18 @@ class PromptReader:
             return workplace.encode(tokenizer, method, *arguments)
         ids: I32 = getattr(tokenizer, method)(*arguments)
         return ids
+
+    def _encode_pair(
+        self, pair: TextPair, most: int | None, side: Side | None, workplace: Workplace | None
+    ) -> tuple[I32, int]:
+        """Each text is encoded for itself, as every tokenizer does, and the special tokens are put around both."""
+        if not isinstance(pair.first, str) or not isinstance(pair.second, str):
+            raise InvalidPromptError("a cross-encoder compares texts; token ids are not supported")
+        self.check_characters(pair.num_characters)
+        first, second = (
+            self._encode(text, False, None, side, workplace) if text else NO_I32 for text in (pair.first, pair.second)
+        )
+        return self.tokenizer.pair_layout.joined(first, second, most, side or self.tokenizer.truncation_side)
 
     def _kept_tokens(self, truncate_prompt_tokens: int | None) -> int | None:
         """How many tokens of a prompt are left at most; None: all of them."""
@@ -311,7 +345,7 @@ def too_many_characters(num_characters: int, most: int) -> str:
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of token ids is one prompt, a list of anything else is many."""
-    if isinstance(prompts, str | Mapping | Conversation):
+    if isinstance(prompts, str | Mapping | Conversation | TextPair):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")

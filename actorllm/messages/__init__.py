@@ -137,6 +137,8 @@ class Submit:
     """The caller's request_id, where the scheduler is recorded: for readers of the recording."""
     processor_params: U8 = field(default_factory=no_u8)
     """What the engine's logits processors are told of it (`actorllm.types.logits_processors.travel`); empty: nothing."""
+    pair_start: int = 0
+    """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
 
     @property
     def has_started(self) -> bool:
@@ -257,9 +259,9 @@ class StepFailed:
 # To a worker, from the scheduler --------------------------------------------------------------------------------------
 
 
-POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3}
+POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3, "all": 4}
 """How a plan says what becomes of the final states of a prompt: a token is sampled from the last one, or they are made a
-vector, which is the last one, their mean, or the first one. Part of the wire format."""
+vector, which is the last one, their mean, or the first one, or one vector each. Part of the wire format."""
 
 
 class NewRow(NamedTuple):
@@ -282,7 +284,7 @@ class NewRow(NamedTuple):
     num_stop_ids: int = 0
     adapter_id: int = 0
     pooling: int = 0
-    """0: it samples; else it gives a vector (`POOLING_CODES`)."""
+    """0: it samples; else it gives a vector: the lowest 8 bits are one of `POOLING_CODES`, the others `Submit.pair_start`."""
     source: int = -1
     """Of a fork: the slot of the prefill row, ending in this step, whose prompt it shares."""
 
@@ -417,6 +419,8 @@ class Outputs:
     cached: I32 = field(default_factory=no_i32)
     """Pairs (rid, tokens) of requests whose first token is here: how much of the prompt was found in the prefix cache."""
     emitted: float = 0.0
+    vector_ends: I32 = field(default_factory=no_i32)
+    """Where the vector of each of `vector_rows` ends in `vectors`."""
 
 
 DEADLINE_PASSED = "deadline"

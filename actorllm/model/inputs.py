@@ -74,6 +74,8 @@ class StepInputs:
     embedded: I64 | None = None  # [num_rows] which tokens have an embedding that the prompt brought
     embeds: U8 = field(default_factory=no_u8)
     """Those embeddings, in the bytes of the model's dtype."""
+    pair_starts: list[int] = field(default_factory=list)
+    """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class Columns:
     sample_index: I32
     pooling: NDArray[np.uint8]
     """How its vector is made (`messages.POOLING_CODES`); 0: it samples."""
+    pair_start: I32
+    """Where the second text of its prompt begins; 0: it has one, or the model does not tell them apart."""
 
 
 _COLUMN_TYPES: dict[str, Any] = {
@@ -112,6 +116,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "seeds": np.uint64,
     "sample_index": np.int32,
     "pooling": np.uint8,
+    "pair_start": np.int32,
 }
 
 
@@ -349,7 +354,8 @@ class PersistentBatch:
         columns.top_k[slots] = new["top_k"]
         columns.seeds[slots] = new["seed"]
         columns.sample_index[slots] = new["sample_index"]
-        columns.pooling[slots] = new["pooling"]
+        columns.pooling[slots] = new["pooling"] & 0xFF
+        columns.pair_start[slots] = new["pooling"] >> 8
         self.num_slot_blocks[:, slots] = counts.T
         # Ragged parts, row by row: tokens, blocks and stop ids of all rows follow each other.
         token_ends = np.cumsum(num_tokens)
@@ -429,6 +435,7 @@ class PersistentBatch:
             inputs.prefill_starts.append(start)
             inputs.prefill_counts.append(count)
             inputs.prefill_first.append(first)
+            inputs.pair_starts.append(int(columns.pair_start[slot]))
             inputs.prefill_tables.append(tables[slot].copy())
             start += count
             if end == columns.num_known[slot]:

@@ -1,9 +1,9 @@
-"""`PooledStates`: from the final states of prompts, which come in chunks, to one vector per prompt.
+"""`PooledStates`: from the final states of prompts, which come in chunks, to one vector per prompt, or per token.
 
 The last state of a prompt is what a step gives for its result rows anyway. For the mean of all states, and for the first one,
 something is kept by slot from chunk to chunk. It begins with a prompt's first token, since such a prompt never reads the prefix
 cache. It is dropped when its vector is made or its slot is freed. Sums are float32, in the order of the tokens, and depend on
-nothing else in the batch. Called by the runner, under inference mode.
+nothing else in the batch. All states are kept only of prompts that come whole. Called by the runner, under inference mode.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from actorllm.model.inputs import StepInputs
 
 I64 = NDArray[np.int64]
 
-LAST, MEAN, CLS = (POOLING_CODES[kind] for kind in ("last", "mean", "cls"))
+LAST, MEAN, CLS, ALL = (POOLING_CODES[kind] for kind in ("last", "mean", "cls", "all"))
 
 
 class PooledStates:
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
-        """By slot, float32 [hidden_size]: the sum of all states so far, or the first one."""
+        """By slot, float32 [hidden_size]: the sum of all states so far, or the first one; or all, [num_tokens, hidden_size]."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -48,6 +48,14 @@ class PooledStates:
             if not inputs.prefill_first[row]:
                 first = np.array([inputs.prefill_starts[row]], np.int64)
                 self._kept[inputs.prefill_slots[row]] = final(first)[0].float()
+        for row in np.flatnonzero(pooling == ALL).tolist():
+            if inputs.prefill_first[row]:
+                raise ValueError(
+                    f"slot {inputs.prefill_slots[row]} is to give a vector of each token, and is not whole"
+                )
+            start = inputs.prefill_starts[row]
+            where = np.arange(start, start + inputs.prefill_counts[row])
+            self._kept[inputs.prefill_slots[row]] = final(where).float()
         rows = np.flatnonzero(pooling == MEAN).tolist()
         if not rows:
             return
@@ -71,13 +79,18 @@ class PooledStates:
                 )
 
     def take(self, slots: I32, pooling: NDArray[np.uint8], num_tokens: I32, last: torch.Tensor) -> torch.Tensor:
-        """The vectors of slots whose prompts are through, [num_slots, hidden_size].
+        """The vectors of slots whose prompts are through, [num_vectors, hidden_size]: one each, or one per token.
 
-        pooling, num_tokens: codes and lengths by slot. last: their last final states, float32 of the same shape, which is what
-        is returned, with other rows in place of those that are pooled otherwise.
+        pooling, num_tokens: codes and lengths by slot. last: their last final states, float32 [num_slots, hidden_size], which
+        is what is returned, with other rows in place of those that are pooled otherwise.
         """
+        parts: list[torch.Tensor] = []
         for i, (slot, code) in enumerate(zip(slots.tolist(), pooling.tolist(), strict=True)):
             if code != LAST:
                 kept = self._kept.pop(slot)
+                if code == ALL:
+                    parts.append(kept)
+                    continue
                 last[i] = kept / int(num_tokens[i]) if code == MEAN else kept
-        return last
+            parts.append(last[i : i + 1])
+        return torch.cat(parts) if (pooling == ALL).any() else last

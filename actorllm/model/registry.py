@@ -17,6 +17,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
+from actorllm.types.pooling_head import SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
     from actorllm.model.hf.encoder import EncoderPlan
@@ -36,7 +37,10 @@ FAMILIES = {
 """The file of each architecture in `families/`."""
 
 FAMILY_OF = {f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES}
-"""Of models that were saved without a head."""
+"""Of models that were saved without a head, or with one for labels."""
+FAMILY_OF |= {
+    f"{name.removesuffix('ForCausalLM')}{head}": name for name in FAMILIES for head in (SEQUENCE_HEAD, TOKEN_HEAD)
+}
 FAMILY_OF["Gemma3TextModel"] = FAMILY_OF.pop("Gemma3Model")  # which takes images
 
 
@@ -65,6 +69,10 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
     is_encoder = model.pooler is not None and model.pooler.is_encoder
     if model.pooler is not None and not rules_of(backend.name).makes_vectors:
         raise UnsupportedModelError(f"device={backend.name!r} makes no vectors of prompts; use device='cpu'")
+    if model.pooler is not None and model.pooler.head is not None and backend.name != "cpu":
+        raise UnsupportedModelError(
+            f"architecture {model.architecture!r} classifies, which device={backend.name!r} does not; use device='cpu'"
+        )
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
         try:

@@ -465,8 +465,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
             pooled = handle.pooled
             per_row = np.zeros(len(handle.inputs.result_slots), np.int32)
             per_row[rows] = 1
-            is_bad = ~np.isfinite(vectors).all(1)
-            is_bad |= np.isin(handle.inputs.result_slots[pooled], list(self.batch.bad_slots))
+            columns, slots = self.batch.columns, handle.inputs.result_slots[pooled]
+            is_whole = columns.pooling[slots] == POOLING_CODES["all"]
+            sizes = np.where(is_whole, columns.num_known[slots], 1)  # vectors of each row
+            is_bad = np.add.reduceat(~np.isfinite(vectors).all(1), np.cumsum(sizes) - sizes) > 0
+            is_bad |= np.isin(slots, list(self.batch.bad_slots))
             void = np.concatenate((rows[void], pooled[is_bad]))
             order = np.argsort(void)
             void, counts = void[order], np.concatenate((counts, np.ones(is_bad.sum(), np.int32)))[order]

@@ -137,7 +137,7 @@ def _new_columns(
                 submit.min_tokens,
                 len(ids),
                 submit.adapter_id,
-                POOLING_CODES[submit.pooling],
+                POOLING_CODES[submit.pooling] | submit.pair_start << 8,
                 sources.get(sequence, -1) if sources else -1,
             )
         )

@@ -12,6 +12,7 @@ later steps are computed again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,7 @@ class Results:
         *,
         vocab_size: int,
         max_tokens_per_row: int,
+        vector_size: int,
         batch: Batch,
         kv: KVCacheManager,
         ledger: Ledger,
@@ -73,6 +75,7 @@ class Results:
         self._view = view
         self._vocab_size = vocab_size
         self._max_tokens_per_row = max_tokens_per_row
+        self._vector_size = vector_size
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
@@ -181,9 +184,9 @@ class Results:
                 return str(error)
         return None
 
-    @staticmethod
-    def _wrong_vectors(result: StepResult, record: StepRecord) -> str | None:
-        """Of rows that want a vector, each has one, which is finite, and no token; unless nothing of the row is finite."""
+    def _wrong_vectors(self, result: StepResult, record: StepRecord) -> str | None:
+        """Of rows that want a vector, each has one of the model's size, which is finite, and no token; unless nothing of
+        the row is finite."""
         sequences, num_decode = record.rows.sequences, record.num_decode
         # A prompt that becomes a vector ends with it, and is no decode row.
         pooled = {row for row, s in enumerate(sequences[num_decode:], num_decode) if s.submit.pooling is not None}
@@ -202,12 +205,17 @@ class Results:
             return f"tokens of rows {with_tokens}, which want vectors"
         if not with_vector:
             return None
-        if not result.vectors.size or result.vectors.size % len(with_vector):
-            return f"{result.vectors.size} numbers for {len(with_vector)} vectors"
-        is_finite = np.isfinite(result.vectors.reshape(len(with_vector), -1))
-        if wrong := [row for i, row in enumerate(with_vector) if row not in bad and not is_finite[i].all()]:
+        sizes = self._vector_sizes([sequences[row] for row in with_vector])
+        if result.vectors.size != sum(sizes):
+            return f"{result.vectors.size} numbers for {len(sizes)} vectors of {sum(sizes)} numbers in all"
+        vectors = zip(with_vector, _parts(result.vectors, sizes), strict=True)
+        if wrong := [row for row, vector in vectors if row not in bad and not np.isfinite(vector).all()]:
             return f"NaN or infinity in the vectors of rows {wrong}"
         return None
+
+    def _vector_sizes(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Numbers of what these give."""
+        return [self._vector_size * (s.num_prompt if s.submit.pooling == "all" else 1) for s in sequences]
 
     def _logprob_spans(self, result: StepResult, record: StepRecord) -> list[LogprobSpan]:
         """The spans of the log-probabilities of a result. Raises ContradictionError when they are not of its plan."""
@@ -281,10 +289,9 @@ class Results:
         told: dict[int, str] = {}
         if result.errors.size:
             told = dict(zip(bad, decode_errors(result.errors, len(bad)), strict=True))
-        width = result.vectors.size // max(1, result.vector_rows.size)
-        vectors = {
-            row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
-        }
+        with_vector = result.vector_rows.tolist()
+        sizes = self._vector_sizes(rows.sequences[row] for row in with_vector)
+        vectors = dict(zip(with_vector, _parts(result.vectors, sizes), strict=True))
         got: list[tuple[Sequence, I32, int]] = []
         ends: list[End] = []
         pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
@@ -406,6 +413,14 @@ class Results:
         """End a request if this token, its num_outputs-th, is one to end at."""
         end = self._stopping.end_of(sequence, token, num_outputs)
         return None if end is None else self._table.end(sequence, *end)
+
+
+def _parts(vectors: NDArray[np.float32], sizes: list[int]) -> Iterator[NDArray[np.float32]]:
+    """Vectors of these sizes, one after the other."""
+    start = 0
+    for size in sizes:
+        yield vectors[start : start + size]
+        start += size
 
 
 def _wrong_rows(rows: I32, num_rows: int) -> str | None:

@@ -89,12 +89,13 @@ class Scheduler:
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         pools_only: bool = False,
+        vector_size: int = 0,
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
-        samples. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
-        made; not with prefix caching."""
+        samples. vector_size: numbers of the vectors that prompts become; 0: none does. is_simulated: the contents of
+        plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -141,6 +142,7 @@ class Scheduler:
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
             pools_only=pools_only,
+            vector_size=vector_size,
         )
         self._table = RequestTable(
             self,
@@ -162,6 +164,7 @@ class Scheduler:
             self,
             vocab_size=vocab_size,
             max_tokens_per_row=1 + num_lookahead_tokens,
+            vector_size=vector_size,
             batch=batch,
             kv=kv,
             ledger=self.ledger,

@@ -17,6 +17,10 @@ from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES
+
+MAX_PAIR_START = 1 << 24
+"""It travels in 24 bits (`NewRow.pooling`)."""
 
 
 class SubmitValidation:
@@ -32,10 +36,13 @@ class SubmitValidation:
         silent_ids: frozenset[int],
         embedding_bytes: int,
         pools_only: bool = False,
+        vector_size: int = 0,
     ) -> None:
-        """pools_only: no request samples, so that a step never holds a decode row."""
+        """pools_only: no request samples, so that a step never holds a decode row. vector_size: numbers of a vector; 0: no
+        request is pooled."""
         self._limits = limits
         self._pools_only = pools_only
+        self._vector_size = vector_size
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -70,6 +77,17 @@ class SubmitValidation:
             return "the prompt is empty"
         if submit.pooling not in POOLING_CODES:
             return f"there is no pooling {submit.pooling!r:.40}"
+        if submit.pooling is not None and not self._vector_size:
+            return "this engine generates text and makes no vectors"
+        if submit.pair_start and (submit.pooling is None or not 0 < submit.pair_start < min(size, MAX_PAIR_START)):
+            return f"pair_start={submit.pair_start} is no place in a pooled prompt of {size} tokens"
+        if submit.pooling == "all":
+            if submit.is_chunkable:
+                return "a vector of every token needs the prompt as a whole"
+            if 4 * self._vector_size * self._limits.max_tokens > MAX_VECTOR_BYTES:
+                return "the vectors of all tokens of a step may be more than one message holds"
+        if submit.pooling is None and self._pools_only:
+            return "this engine makes vectors and does not generate"
         if size + (submit.pooling is None) > self._limits.max_model_len:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:

@@ -1,6 +1,6 @@
-"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts, and how alike texts are by the cosine of theirs.
+"""`POST /v1/embeddings`, `/classify`, `/pooling`, `/v1/score` and `/v1/rerank`: vectors of texts, labels, and how alike texts are.
 
-Bodies and answers are OpenAI's and vLLM's (for models that embed), the latter's being those of Jina and Cohere. One engine
+Bodies and answers are OpenAI's and vLLM's, the latter's being those of Jina and Cohere. One engine
 request per text; what goes around them (status, disconnects, errors) is `answer`'s.
 """
 
@@ -11,13 +11,14 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
 from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.scoring import TextScoring
 from actorllm.errors import ActorLLMError, InvalidParameterError
 from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
@@ -32,7 +33,10 @@ from actorllm.server.state import ServerState
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import MAX_N, PoolingParams
-from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput, paired, scored
+from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
+
+Asked: TypeAlias = "tuple[list[Prompt], PoolingParams, PooledShape]"
+"""The prompts, how they are pooled, and the shape of the answer."""
 
 router = APIRouter()
 
@@ -85,6 +89,25 @@ class EmbeddingRequest(Pooled):
     dimensions: int | None = None
 
 
+class ClassifyRequest(Pooled):
+    """`POST /classify`."""
+
+    TOKEN_FIELDS = ("input",)
+
+    input: Prompts
+
+
+class PoolingRequest(Pooled):
+    """`POST /pooling`: what `encode` gives, of any task."""
+
+    TOKEN_FIELDS = ("input",)
+
+    input: Prompts
+    task: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
 class ScoreRequest(Pooled):
     """`POST /v1/score`: two sides, by any of the pairs of names that vLLM knows; a text each, or one text and several."""
 
@@ -106,7 +129,7 @@ class RerankRequest(Pooled):
     return_documents: bool | None = None
 
 
-BODIES = (EmbeddingRequest, ScoreRequest, RerankRequest)
+BODIES = (EmbeddingRequest, ClassifyRequest, PoolingRequest, ScoreRequest, RerankRequest)
 
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -115,16 +138,45 @@ SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 async def embeddings(request: Request) -> Response:
     """A vector for each text."""
     body = await read_admitted(request, EmbeddingRequest)
-    if body.encoding_format not in (None, "float", "base64"):
-        raise ApiError(
-            400, f"encoding_format={body.encoding_format!r:.80} must be 'float' or 'base64'", "encoding_format"
-        )
+    _check_format(body.encoding_format)
 
-    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
+    def ask(characters: int, params: PoolingParams) -> Asked:
         prompts = prompts_of(body.input, characters, body.truncate_prompt_tokens)
-        return prompts, EmbeddingShape(body, "embd")
+        return prompts, params, EmbeddingShape(body, "embd")
 
-    return await _answer(request, body, ask, "input", dimensions=body.dimensions)
+    return await _answer(request, body, ask, "input", dimensions=body.dimensions, task="embed")
+
+
+@router.post("/classify", openapi_extra=takes(ClassifyRequest))
+async def classify(request: Request) -> Response:
+    """The probabilities of a classifier's labels for each text."""
+    body = await read_admitted(request, ClassifyRequest)
+    pooler = state_of(request).engine.config.model.pooler
+    labels = () if pooler is None or pooler.head is None else pooler.head.labels
+
+    def ask(characters: int, params: PoolingParams) -> Asked:
+        prompts = prompts_of(body.input, characters, body.truncate_prompt_tokens)
+        return prompts, params, ClassifyShape(body, "classify", labels)
+
+    return await _answer(request, body, ask, "input", task="classify")
+
+
+@router.post("/pooling", openapi_extra=takes(PoolingRequest))
+async def pool(request: Request) -> Response:
+    """A vector for each text, or for each token of it."""
+    body = await read_admitted(request, PoolingRequest)
+    _check_format(body.encoding_format)
+
+    def ask(characters: int, params: PoolingParams) -> Asked:
+        prompts = prompts_of(body.input, characters, body.truncate_prompt_tokens)
+        return prompts, params, PoolingShape(body, "pool")
+
+    return await _answer(request, body, ask, "input", dimensions=body.dimensions, task=body.task)
+
+
+def _check_format(encoding_format: str | None) -> None:
+    if encoding_format not in (None, "float", "base64"):
+        raise ApiError(400, f"encoding_format={encoding_format!r:.80} must be 'float' or 'base64'", "encoding_format")
 
 
 @router.post("/score", include_in_schema=False)
@@ -132,17 +184,18 @@ async def embeddings(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """How alike two texts are, or one text and each of several, or pairs of texts."""
     body = await read_admitted(request, ScoreRequest)
+    pooler = state_of(request).engine.config.model.pooler
     sides = [names for names in SIDES if all(getattr(body, name) is not None for name in names)]
     if len(sides) != 1:
         told = "is needed" if not sides else "is needed, and there are more"
         raise ApiError(400, f"one of {', '.join(' and '.join(names) for names in SIDES)} {told}", SIDES[0][0])
 
-    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
+    def ask(characters: int, params: PoolingParams) -> Asked:
         first, second = (_texts(getattr(body, name)) for name in sides[0])
-        paired(len(first), len(second))
+        scoring = TextScoring.of(pooler, first, second, params)
         for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
-        return [*first, *second], ScoreShape(body, "score", len(first))
+        return scoring.prompts, scoring.params, ScoreShape(body, "score", scoring)
 
     return await _answer(request, body, ask, sides[0][0])
 
@@ -156,12 +209,13 @@ async def rerank(request: Request) -> Response:
     if body.top_n is not None and body.top_n < 0:
         raise ApiError(400, f"top_n={body.top_n} must be at least 0, which is all of them", "top_n")
     documents = [_text_of(document) for document in body.documents]
+    pooler = state_of(request).engine.config.model.pooler
 
-    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
-        paired(1, len(documents))
+    def ask(characters: int, params: PoolingParams) -> Asked:
+        scoring = TextScoring.of(pooler, [body.query], documents, params)
         for text in [body.query, *documents] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
-        return [body.query, *documents], RerankShape(body, "rerank", documents)
+        return scoring.prompts, scoring.params, RerankShape(body, "rerank", scoring, documents)
 
     return await _answer(request, body, ask, "documents")
 
@@ -182,7 +236,7 @@ def _text_of(document: str | dict[str, Any]) -> str:
 
 
 async def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **params: Any) -> Response:
-    """ask: from the characters that a text may have to the prompts, and the shape of the answer."""
+    """ask: from the characters that a text may have and the parameters to what the engine is asked for."""
     state = state_of(request)
     model = state.check_model(body.model)
     name_request(body, request.headers)
@@ -190,8 +244,7 @@ async def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, *
     try:
         extras = _extras(body, request)
         wanted = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
-        pooling = PoolingParams(**wanted, **params)
-        prompts, shape = ask(state.defaults.max_prompt_characters)
+        prompts, pooling, shape = ask(state.defaults.max_prompt_characters, PoolingParams(**wanted, **params))
         if len(prompts) > MAX_N:
             raise InvalidParameterError(
                 f"{prompt_field}: {len(prompts)} texts are more than {MAX_N}; send fewer at a time"
@@ -305,14 +358,38 @@ class EmbeddingShape(PooledShape):
         return {**self._head(usage), "data": data}
 
 
-class ScoreShape(PooledShape):
-    def __init__(self, body: Pooled, prefix: str, num_first: int) -> None:
+class ClassifyShape(PooledShape):
+    def __init__(self, body: ClassifyRequest, prefix: str, labels: Sequence[str]) -> None:
         super().__init__(body, prefix)
-        self._num_first = num_first
+        self._labels = labels
+
+    def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
+        data = []
+        for index, output in enumerate(outputs):
+            probs = output.outputs.array
+            label = self._labels[int(probs.argmax())]
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": probs.size})
+        return {**self._head(usage), "data": data}
+
+
+class PoolingShape(PooledShape):
+    def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
+        in_base64 = isinstance(self._body, PoolingRequest) and self._body.encoding_format == "base64"
+        data = []
+        for index, output in enumerate(outputs):
+            vector = output.outputs.array
+            shown: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector
+            data.append({"index": index, "object": "pooling", "data": shown})
+        return {**self._head(usage), "data": data}
+
+
+class ScoreShape(PooledShape):
+    def __init__(self, body: Pooled, prefix: str, scoring: TextScoring) -> None:
+        super().__init__(body, prefix)
+        self._scoring = scoring
 
     def _scores(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[float]:
-        found = scored(outputs[: self._num_first], outputs[self._num_first :], None)
-        return [output.outputs.score for output in found]
+        return [output.outputs.score for output in self._scoring.outputs(outputs, None)]
 
     def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(self._scores(outputs))]
@@ -320,8 +397,8 @@ class ScoreShape(PooledShape):
 
 
 class RerankShape(ScoreShape):
-    def __init__(self, body: RerankRequest, prefix: str, documents: list[str]) -> None:
-        super().__init__(body, prefix, 1)
+    def __init__(self, body: RerankRequest, prefix: str, scoring: TextScoring, documents: list[str]) -> None:
+        super().__init__(body, prefix, scoring)
         self._most = body.top_n or len(documents)
         self._shows_documents = body.return_documents is not False
         self._documents = documents

@@ -27,7 +27,7 @@ OPERATIONS = {
     "chatcmpl": "chat",
     "cmpl": "text_completion",
     **dict.fromkeys(("resp", "msg"), "chat"),
-    **dict.fromkeys(("embd", "score", "rerank"), "embeddings"),
+    **dict.fromkeys(("embd", "classify", "pool", "score", "rerank"), "embeddings"),
 }
 """By the prefix of the id that a client is told."""
 
@@ -37,7 +37,18 @@ OPERATIONS_OF_PATHS = {
         ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/chat/completions/batch"), "chat"
     ),
     **dict.fromkeys(
-        ("/v1/embeddings", "/api/embed", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "embeddings"
+        (
+            "/v1/embeddings",
+            "/api/embed",
+            "/classify",
+            "/pooling",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+        ),
+        "embeddings",
     ),
 }
 """Of a request that was refused before it had an id. Other paths have no spans."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +34,39 @@ EXTRA_SPECIAL_NAMES = ("additional_special_tokens", "extra_special_tokens")
 
 OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 """What transformers can make a tokenizer from when there is no tokenizer.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """Special tokens of a pair of texts."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    has_types: bool
+    """The tokens from the second text on are of another type."""
+
+    def joined(self, first: I32, second: I32, most: int | None, side: Side) -> tuple[I32, int]:
+        """One prompt of two texts with `most` tokens at most, and where the second one begins; 0: it is not told apart.
+
+        Of texts that are too long, the longer one is shortened first, at this side, as transformers does.
+        """
+        num_special = len(self.before) + len(self.between) + len(self.after)
+        if most is not None and first.size + second.size + num_special > most:
+            room = max(0, most - num_special)
+            short, long = sorted((first.size, second.size))
+            long = short if short > room else max(short, room - short)
+            if short + long > room:
+                short = room // 2
+                long = room - short
+            sizes = (short, long) if first.size <= second.size else (long, short)
+            first, second = (
+                ids[ids.size - size :] if side == "left" else ids[:size]
+                for ids, size in zip((first, second), sizes, strict=True)
+            )
+        parts = [self.before, first, self.between, second, self.after]
+        start = len(self.before) + first.size + len(self.between)
+        return np.concatenate([np.asarray(part, np.int32) for part in parts]), start if self.has_types else 0
 
 
 class Tokenizer:
@@ -128,6 +162,22 @@ class Tokenizer:
         if num_special:
             encoding = self.backend.post_process(encoding, None, True)
         return np.array(encoding.ids[:most], np.int32)
+
+    @functools.cached_property
+    def pair_layout(self) -> PairLayout:
+        """The special tokens around and between two texts that are one prompt, as the model's author has set them."""
+        encoding = self.backend.encode("a", "b")
+        places = {number: [i for i, s in enumerate(encoding.sequence_ids) if s == number] for number in (0, 1)}
+        first, second = places[0], places[1]
+        ids = encoding.ids
+        if not first or not second or first[-1] > second[0]:  # the post-processor of another kind of model
+            return PairLayout([], [], [], has_types=False)
+        return PairLayout(
+            ids[: first[0]],
+            ids[first[-1] + 1 : second[0]],
+            ids[second[-1] + 1 :],
+            has_types=encoding.type_ids[second[0]] == 1,
+        )
 
     def decode(self, ids: Sequence[int] | I32, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are left out."""

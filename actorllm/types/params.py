@@ -478,14 +478,10 @@ PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
 POOLING_TYPES: tuple[PoolingType, ...] = ("LAST", "MEAN", "CLS")
 """Of the final states of a prompt: the last one, their mean, the first one."""
 
-POOLING_TASKS = ("embed",)
+POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 VLLM_POOLING_TASKS = (
-    "classify",
-    "token_embed",
-    "token_classify",
     "plugin",
     "embed&token_classify",
-    "score",
     "encode",
     "reward",
 )
@@ -498,11 +494,11 @@ class PoolingParams:
     """How to make a vector of one prompt, where it is not to be the engine's own way (`PoolerConfig`), which is None.
 
     Arguments:
-        use_activation: scale it to length 1.
+        use_activation: scale it to length 1; of scores, make probabilities of them.
         normalize: the older name of use_activation.
         dimensions: only the first so many numbers, of models that are trained for that (Matryoshka); then scaled.
         pooling_type: "LAST", "MEAN" or "CLS": the last final state, their mean, or the first.
-        task: "embed".
+        task: "embed", "classify", "score", "token_embed" or "token_classify", as far as the model has it; None: its first.
         skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
         truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes.
         output_kind: FINAL_ONLY.
@@ -538,7 +534,8 @@ class PoolingParams:
             self.pooling_type = check_pooling_type(self.pooling_type)
         if self.task is not None and self.task not in POOLING_TASKS:
             instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
-            raise InvalidParameterError(f"task={shown(self.task)} is not supported; only 'embed' is{instead}")
+            known = ", ".join(map(repr, POOLING_TASKS))
+            raise InvalidParameterError(f"task={shown(self.task)} is not supported; use {known}{instead}")
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
@@ -559,6 +556,17 @@ class PoolingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+def with_task(params: PoolingParams | None, task: str) -> PoolingParams:
+    """The same parameters for a task. Raises InvalidParameterError for a task that is unknown, or not theirs."""
+    if params is None:
+        return PoolingParams(task=task)
+    if params.task not in (None, task):
+        raise InvalidParameterError(f"task={params.task!r} of pooling_params contradicts pooling_task={shown(task)}")
+    params = copy.copy(params)
+    params.task = task
+    return params.checked_copy()
 
 
 def check_pooling_type(value: Any, where: str = "") -> PoolingType:

@@ -6,7 +6,7 @@ of the vectors. torch is imported only when a tensor is asked for. Called by `st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -88,8 +88,32 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """The scores of a prompt's labels, as probabilities unless that was not wanted."""
+
+    probs: list[float]
+
+    @staticmethod
+    def from_base(pooling_output: PoolingOutput) -> ClassificationOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            pooling_output: as `encode` gives it.
+        """
+        return ClassificationOutput(pooling_output.array.tolist())
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+    def __repr__(self) -> str:
+        return f"ClassificationOutput(num_classes={self.num_classes})"
+
+
+@dataclass(slots=True)
 class ScoringOutput:
-    """How alike two texts are: the cosine of their vectors."""
+    """How alike two texts are: the cosine of their vectors, or what a cross-encoder says of them."""
 
     score: float
 
@@ -107,7 +131,7 @@ class ScoringOutput:
         return ScoringOutput(float(pooling_output.array.reshape(())))
 
 
-O = TypeVar("O", PoolingOutput, EmbeddingOutput, ScoringOutput)  # noqa: E741
+O = TypeVar("O", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)  # noqa: E741
 
 
 @dataclass(slots=True)
@@ -144,6 +168,22 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 @dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The same with a list of probabilities; an empty one with `error`."""
+
+    @staticmethod
+    def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            request_output: as `encode` gives it.
+        """
+        return ClassificationRequestOutput(
+            outputs=ClassificationOutput.from_base(request_output.outputs), **request_output._fields()
+        )
+
+
+@dataclass(slots=True)
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """The same with a score; 0.0 with `error`."""
 
@@ -163,17 +203,35 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def shaped(vector: Vector, pooling: Pooling) -> Vector:
-    """A pooled vector as the request wants it; another array."""
+    """A pooled vector as the request wants it, or of every token one, [num_tokens, size]; another array."""
+    if pooling.is_of_tokens:
+        vector = vector.reshape(-1, pooling.size)
     if pooling.dimensions is not None:
-        vector = vector[: pooling.dimensions]
-    if not pooling.is_scaled:
-        return vector.copy()
-    return np.asarray(vector / max(float(np.linalg.norm(vector)), SMALLEST_LENGTH), np.float32)
+        vector = vector[..., : pooling.dimensions]
+    match pooling.activation:
+        case "length":
+            if vector.ndim == 1:
+                return np.asarray(vector / max(float(np.linalg.norm(vector)), SMALLEST_LENGTH), np.float32)
+            lengths = np.linalg.norm(vector, axis=-1, keepdims=True)
+            return np.asarray(vector / np.maximum(lengths, SMALLEST_LENGTH), np.float32)
+        case "softmax" if pooling.size > 1:
+            powers = np.exp(vector - vector.max(-1, keepdims=True))
+            return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
+        case "softmax" | "sigmoid":
+            return np.asarray(
+                np.where(vector >= 0, 1, np.exp(-np.abs(vector))) / (1 + np.exp(-np.abs(vector))), np.float32
+            )
+    return vector.copy()
 
 
 def cosine(one: Vector, other: Vector) -> float:
     lengths = max(float(np.linalg.norm(one)), SMALLEST_LENGTH) * max(float(np.linalg.norm(other)), SMALLEST_LENGTH)
     return float(np.dot(one, other)) / lengths
+
+
+def max_similarity(one: Vector, other: Vector) -> float:
+    """Of two texts with a vector per token: for each token of the one the most similar of the other, summed (MaxSim)."""
+    return float((one @ other.T).max(1).sum())
 
 
 def paired(num_first: int, num_second: int) -> list[tuple[int, int]]:
@@ -191,8 +249,9 @@ def scored(
     first: Sequence[PoolingRequestOutput[PoolingOutput]],
     second: Sequence[PoolingRequestOutput[PoolingOutput]],
     separator: int | None,
+    compare: Callable[[Vector, Vector], float] = cosine,
 ) -> list[ScoringRequestOutput]:
-    """The cosines of pairs. separator: the padding token, which stands between the ids of two texts as in vLLM."""
+    """What `compare` says of pairs. separator: the padding token, which stands between the ids of two texts as in vLLM."""
     between = [] if separator is None else [separator]
     outputs = []
     for i, j in paired(len(first), len(second)):
@@ -201,7 +260,7 @@ def scored(
         outputs.append(
             ScoringRequestOutput(
                 f"{one.request_id}_{other.request_id}",
-                ScoringOutput(0.0 if failed.error is not None else cosine(one.outputs.array, other.outputs.array)),
+                ScoringOutput(0.0 if failed.error is not None else compare(one.outputs.array, other.outputs.array)),
                 [*one.prompt_token_ids, *between, *other.prompt_token_ids],
                 one.num_cached_tokens + other.num_cached_tokens,
                 finished=True,

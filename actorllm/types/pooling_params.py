@@ -18,6 +18,7 @@ import orjson
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
 from actorllm.types.model_files import read_json, read_object
 from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES, Head, read_head
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")
@@ -43,13 +44,8 @@ POOLING_ARCHITECTURES = ("Model", "ForTextEncoding")
 """What the names of architectures without a head for text end with."""
 WRITING_ARCHITECTURES = ("LMHeadModel", "ChatModel", "ForCausalLM")
 """Of those that have one."""
-CLASSIFIERS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ClassificationModel",
-    "RewardModel",
-    "ForRewardModeling",
-)
+OTHER_HEADS = ("ClassificationModel", "RewardModel", "ForRewardModeling")
+"""Of those whose heads are shaped otherwise than `pooling_head` knows."""
 
 SENTENCE_CONFIGS = (
     *("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"),
@@ -75,7 +71,7 @@ class PoolerConfig:
     """vLLM's: how an engine with runner="pooling" makes vectors. None (default): as the model's folder says.
 
     Arguments:
-        task: "embed".
+        task: one of the tasks of the model (`Pooler.tasks`).
         pooling_type, seq_pooling_type: "LAST", "MEAN" or "CLS": the last final state, their mean, or the first.
         use_activation: vectors have length 1.
         normalize: the older name of use_activation.
@@ -96,9 +92,9 @@ class Pooler:
 
     pooling_type: PoolingType
     use_activation: bool
-    """They are scaled to length 1."""
+    """They are scaled to length 1, or the scores of a head become probabilities."""
     embedding_size: int
-    """Numbers of a vector that is not shortened."""
+    """Numbers of a state."""
     dimensions: int | None = None
     """Only the first so many; None: all."""
     matryoshka: tuple[int, ...] | None = None
@@ -109,27 +105,79 @@ class Pooler:
     """Texts are, before they become tokens."""
     max_length: int | None = None
     """Tokens of a prompt that the model's author allows."""
+    head: Head | None = None
+    """What makes scores of states; None: the states are the vectors."""
+    task: str | None = None
+    """What is meant where a request says nothing; None: the first of `tasks`."""
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a vector that is not shortened."""
+        return self.embedding_size if self.head is None else self.head.size
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What a request may ask for, by vLLM's names; the first one is meant where it says nothing."""
+        if self.head is None:
+            return ("embed", "token_embed")
+        if self.head.is_of_tokens:
+            return ("token_classify",)
+        # The head of an encoder is more than one product, and is made for the one pooled state.
+        return ("classify",) if self.is_encoder else ("classify", "token_classify")
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """It scores a pair of texts that it reads as one prompt."""
+        return self.head is not None and self.head.size == 1 and not self.head.is_of_tokens
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any] | None) -> Pooler | None:
         """From what `dataclasses.asdict` and JSON make of one."""
         if tree is None:
             return None
-        lengths = tree.pop("matryoshka")
-        return cls(**tree, matryoshka=None if lengths is None else tuple(lengths))
+        lengths, head = tree.pop("matryoshka"), Head.from_tree(tree.pop("head"))
+        return cls(**tree, matryoshka=None if lengths is None else tuple(lengths), head=head)
 
     def resolved(self, params: PoolingParams, model: str) -> Pooling:
         """What is to be done for one request. model: for messages. Raises InvalidParameterError."""
-        if params.task not in (None, "embed"):
-            raise InvalidParameterError(f"task={params.task!r:.80} is not supported; this engine's task is 'embed'")
+        task = self._task(params.task)
         kind = self.pooling_type if params.pooling_type is None else params.pooling_type
+        if task.startswith("token_"):
+            kind = "ALL"
         dimensions = self.dimensions if params.dimensions is None else params.dimensions
         if dimensions is not None:
             self.check_dimensions(dimensions, model)
-        scaled = self.use_activation if params.use_activation is None else params.use_activation
-        return Pooling(kind.lower(), scaled, dimensions)
+        is_active = self.use_activation if params.use_activation is None else params.use_activation
+        activation = "identity"
+        if is_active:
+            activation = "length" if self.head is None else self.head.activation
+        return Pooling(kind.lower(), activation, dimensions, self.vector_size)
+
+    def _task(self, wanted: str | None) -> str:
+        tasks = self.tasks
+        if wanted is None:
+            return self.task or tasks[0]
+        if wanted == "score" and (self.head is None or self.is_cross_encoder):
+            return tasks[0]  # by the cosine of two vectors, or by the score of a pair
+        if wanted in tasks:
+            return wanted
+        told = f"tasks are {' and '.join(map(repr, tasks))}" if len(tasks) > 1 else f"task is {tasks[0]!r}"
+        raise InvalidParameterError(f"task={wanted!r:.80} is not supported; this engine's {told}")
+
+    def check_room(self, pooling: Pooling, max_num_batched_tokens: int) -> None:
+        """Raises InvalidParameterError where the vectors of a step's tokens may be more than one message holds."""
+        most = MAX_VECTOR_BYTES // (4 * self.vector_size)
+        if pooling.is_of_tokens and max_num_batched_tokens > most:
+            raise InvalidParameterError(
+                f"vectors of every token have {self.vector_size} numbers each, and one step returns {most} of them at most: "
+                f"build the engine with max_num_batched_tokens={most} or less"
+            )
 
     def check_dimensions(self, dimensions: int, model: str) -> None:
+        if self.head is not None:
+            raise InvalidParameterError(
+                f"dimensions={dimensions}: model {model!r} gives scores, which cannot be shortened; leave dimensions out"
+            )
         if self.matryoshka is None:
             raise InvalidParameterError(
                 f"dimensions={dimensions}: model {model!r} does not support Matryoshka embeddings, so that its vectors have "
@@ -153,10 +201,17 @@ class Pooling:
 
     kind: str
     """One of `messages.POOLING_CODES`."""
-    is_scaled: bool
-    """To length 1."""
+    activation: str
+    """"length": it is scaled to length 1; else one of `Head.activation`."""
     dimensions: int | None
     """Only the first so many numbers."""
+    size: int
+    """Numbers of a vector, or of each token's."""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Every token has a vector."""
+        return self.kind == "all"
 
     @property
     def needs_all_states(self) -> bool:
@@ -201,7 +256,8 @@ def read_pooler(
     is_encoder = kind in ENCODERS and not hf.get("is_decoder") and not writes
     files = None if runner == "generate" else _read_sentence_files(path)
     has_no_head = architecture.endswith(POOLING_ARCHITECTURES) and not writes
-    is_made_for_it = is_encoder or files is not None or has_no_head
+    head = read_head(architecture, hf)
+    is_made_for_it = is_encoder or files is not None or has_no_head or head is not None
     if runner == "generate" and is_encoder:
         raise ConfigError(f"runner='generate': {architecture} is an encoder and writes no text; leave runner at 'auto'")
     pools = runner == "pooling" or (runner == "auto" and (convert == "embed" or is_made_for_it))
@@ -211,10 +267,10 @@ def read_pooler(
             if value is not None:
                 raise ConfigError(f"{name}={value!r:.200} needs runner='pooling'; this engine generates text")
         return None
-    if architecture.endswith(CLASSIFIERS):
+    if architecture.endswith(OTHER_HEADS):
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported: it classifies (a cross-encoder, a reward model), and engines "
-            f"pool embeddings only"
+            f"architecture {architecture!r} is not supported: of the heads that classify, those of ...ForSequenceClassification "
+            f"and ...ForTokenClassification are"
         )
     # A generating model pools only when it is converted.
     if convert == "none" and not is_made_for_it:
@@ -230,8 +286,14 @@ def read_pooler(
         dimensions=given.dimensions,
         matryoshka=matryoshka,
         is_encoder=is_encoder,
+        head=head,
+        task=given.task,
         **_read_sentence_config(path),
     )
+    if given.task is not None and given.task not in pooler.tasks:
+        raise ConfigError(
+            f"pooler_config: task={given.task!r:.80} is not supported; this model's are {', '.join(map(repr, pooler.tasks))}"
+        )
     # What a request may ask for is checked with each request; the default for all of them is checked here.
     if given.dimensions is not None:
         try:
@@ -287,8 +349,6 @@ def _pooler_config(given: Any) -> PoolerConfig:
     number = given.dimensions
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise ConfigError(f"pooler_config: dimensions={number!r:.80} must be a positive integer, or None")
-    if given.task not in (None, "embed"):
-        raise ConfigError(f"pooler_config: task={given.task!r:.80} is not supported; only 'embed' is")
     if given.pooling_type is not None and given.seq_pooling_type is not None:
         raise ConfigError("pooler_config: pooling_type and seq_pooling_type say the same; leave one out")
     return given

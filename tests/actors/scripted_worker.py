@@ -44,13 +44,14 @@ class ScriptedRunner:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size
         self.rank = rank
+        self.vector_size = 2 if config.model.pooler is None else config.model.pooler.vector_size
         self.worker: ScriptedWorker
 
     def profile_num_blocks(self) -> int:
         return 100 - 20 * self.rank
 
     def allocate(self, num_blocks: int) -> None:
-        self.worker = ScriptedWorker(self.block_size, num_blocks, vocab=VOCAB)
+        self.worker = ScriptedWorker(self.block_size, num_blocks, vocab=VOCAB, vector_size=self.vector_size)
 
     def forget_requests(self) -> None:
         self.allocate(self.worker.num_blocks)
@@ -228,6 +229,10 @@ class LyingWorkerActor(WorkerActor):
                 return [replace(true, tokens=np.ones(1, np.int32), counts=np.ones(1, np.int32))]
             case "an empty vector":
                 return [replace(true, vectors=true.vectors[:0])]
+            case "a narrow vector":
+                return [replace(true, vectors=true.vectors[:-1])]
+            case "a wide vector":
+                return [replace(true, vectors=np.append(true.vectors, np.float32(0)))]
             case "not finite":
                 return [replace(true, vectors=true.vectors * np.float32(np.nan))]
             case wrong if "=" in wrong:

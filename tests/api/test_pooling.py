@@ -141,7 +141,9 @@ def test_what_cannot_be_is_told_by_name(llm: LLM) -> None:
         llm.embed("a fox", pooling_params=SamplingParams())  # type: ignore[arg-type]
     with pytest.raises(InvalidParameterError, match="dimensions=8: model 'storyteller' does not support Matryoshka"):
         llm.embed("a fox", pooling_params=PoolingParams(dimensions=8))
-    with pytest.raises(InvalidParameterError, match="pooling_task='classify'"):
+    with pytest.raises(
+        InvalidParameterError, match="task='classify' is not supported; this engine's tasks are 'embed' and"
+    ):
         llm.encode("a fox", pooling_task="classify")
     with pytest.raises(InvalidParameterError, match="2 pooling_params for 1 prompts"):
         llm.embed("a fox", pooling_params=[PoolingParams()] * 2)
@@ -152,7 +154,7 @@ def test_what_cannot_be_is_told_by_name(llm: LLM) -> None:
         ({"dimensions": 0}, "dimensions=0 must be >= 1"),
         ({"use_activation": 1}, "use_activation=1 must be True, False or None"),
         ({"use_activation": True, "normalize": False}, "contradict"),
-        ({"task": "classify"}, "task='classify' is not supported; only 'embed' is"),
+        ({"task": "classifi"}, "task='classifi' is not supported; use 'embed', 'classify', .*did you mean 'classify'"),
         ({"normalise": True}, "no parameter 'normalise'.*normalize"),
         ({"step_tag_id": 3}, "step_tag_id=3 is not supported"),
     ):
@@ -394,8 +396,8 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             EngineConfig.from_arguments("storyteller", **arguments)
-    with pytest.raises(UnsupportedModelError, match="it classifies"):
-        pooler_of(folder_like(tmp_path, architectures=["LlamaForSequenceClassification"]), runner="pooling")
+    with pytest.raises(UnsupportedModelError, match="of the heads that classify"):
+        pooler_of(folder_like(tmp_path, architectures=["LlamaForRewardModel"]), runner="pooling")
     config = EngineArgs("storyteller", runner="pooling", pooler_config={"pooling_type": "MEAN"}).create_engine_config()
     assert EngineConfig.from_json(config.to_json()) == config
 

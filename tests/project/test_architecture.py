@@ -254,6 +254,8 @@ def test_the_public_names_are_these() -> None:
         "BeamSearchOutput",
         "BeamSearchParams",
         "BeamSearchSequence",
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
         "CompletionOutput",
         "EmbedsPrompt",
         "EngineArgs",

@@ -61,6 +61,7 @@ class ScriptedWorker:
     block_size: int
     num_blocks: int
     vocab: int = VOCAB
+    vector_size: int = 2
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     decode: list[int] = field(default_factory=list)
@@ -101,7 +102,7 @@ class ScriptedWorker:
             if row.computed == len(row.tokens):
                 if row.pooling:
                     vector_rows.append(len(counts))
-                    vectors += [float(row.tokens[0]), float(len(row.tokens))]
+                    vectors += [float(row.tokens[0]), float(len(row.tokens)), *[0.0] * (self.vector_size - 2)]
                     counts.append(0)
                 else:
                     got = self._sample(slot, row)

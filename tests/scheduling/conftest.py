@@ -27,6 +27,7 @@ def make_scheduler(**overrides: Any) -> Scheduler:
         "primary_eos_token_id": EOS,
         "policy": load_policy("fcfs"),
         "depth": 2,
+        "vector_size": 2,
     }
     return Scheduler(**(arguments | overrides))
 

@@ -14,6 +14,7 @@ from actorllm.scheduling.policy import Budget, KeyPolicy
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
+from tests.scheduling.conftest import make_scheduler, make_submit
 
 EOS = 5
 
@@ -240,6 +241,8 @@ def test_a_result_that_contradicts_its_plan_changes_nothing(
         {"counts": [0]},
         {"counts": [0], "vector_rows": [0]},
         {"counts": [0], "vector_rows": [0], "vectors": []},
+        {"counts": [0], "vector_rows": [0], "vectors": [0.5]},
+        {"counts": [0], "vector_rows": [0], "vectors": [0.5, 0.5, 0.5]},
         {"counts": [0], "vector_rows": [0, 0], "vectors": [0.5, 0.5]},
         {"counts": [0], "vector_rows": [0], "vectors": [0.5, np.nan]},
         {"counts": [0], "vector_rows": [0], "vectors": [np.inf, 0.5]},
@@ -390,3 +393,17 @@ def test_steady_decode_sends_no_rows_and_no_tokens(build_engine: Callable[..., A
     assert all(plan.decode_slots is None for plan in steady)
     assert sum(plan.extended_slots.size for plan in steady) <= len(steady) + 4, "a block per row and block_size steps"
     assert all(plan.new_tokens.size == 0 and plan.prefill_slots.size == 0 for plan in steady)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pooling", "told"),
+    [
+        ({"vector_size": 0}, "last", "this engine generates text and makes no vectors"),
+        ({"pools_only": True}, None, "this engine makes vectors and does not generate"),
+    ],
+)
+def test_a_request_of_the_other_kind_is_refused(arguments: dict[str, Any], pooling: str | None, told: str) -> None:
+    """A program that has joined the engine may send what its front door would not."""
+    end = make_scheduler(**arguments).submit(0, make_submit(1, [1, 2, 3], pooling=pooling), 0.0)
+    assert end is not None
+    assert end.error == told

@@ -237,7 +237,9 @@ VECTORS = {
     "a token for a vector": r"step \d+: no vectors of rows \[0\]",
     "neither": r"step \d+: no vectors of rows \[0\]",
     "both": r"step \d+: tokens of rows \[0\], which want vectors",
-    "an empty vector": r"step \d+: 0 numbers for 1 vectors",
+    "an empty vector": r"step \d+: 0 numbers for 1 vectors of 256 numbers each",
+    "a narrow vector": r"step \d+: 255 numbers for 1 vectors of 256 numbers each",
+    "a wide vector": r"step \d+: 257 numbers for 1 vectors of 256 numbers each",
     "not finite": r"step \d+: NaN or infinity in the vectors of rows \[0\]",
     "vectors=null": r"step \d+: StepResult.vectors=None",
 }
@@ -252,8 +254,8 @@ async def test_a_prompt_has_its_vector_whatever_a_worker_says_of_it(
     file = tmp_path / "lies"
     file.write_text("\n".join(VECTORS))
     monkeypatch.setenv("ACTORLLM_TEST_LIES", str(file))
-    llm = make_llm("LyingWorkerActor", runner="pooling")
-    as_it_is = PoolingParams(normalize=False)
+    llm = make_llm("LyingWorkerActor", runner="pooling", hf_overrides={"is_matryoshka": True})
+    as_it_is = PoolingParams(normalize=False, dimensions=2)
     with caplog.at_level(logging.ERROR, "actorllm"):
         for number in range(9 * len(VECTORS) + 5):  # the tenth of each worker is wrong, and is computed again
             assert (await llm.embed([7 + number, 5, 6], as_it_is)).outputs.embedding == [7.0 + number, 3.0]

@@ -23,6 +23,7 @@ from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.layers import widens
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.heads import read_linear
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
@@ -102,6 +103,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self._is_encoder = config.model.pooler is not None and config.model.pooler.is_encoder
         self.decoder: CausalLM
+        self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """From pooled states, float32 [num_vectors, hidden_size], to scores, float32 [num_vectors, num_labels]."""
         self.cache: KVCache
         self._team: Team
         self.num_threads = threads.num_threads(self.config)
@@ -139,11 +142,15 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
+                if model.pooler is not None and model.pooler.head is not None:
+                    self._head = read_linear(model.pooler.head, plan, model, weights)
                 return Decoder(plan, weights, model.max_model_len, self.ranks)
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
-            return encoder.load(cast("EncoderPlan", plan), model, self.dtype, self._show_progress)
+            loaded = encoder.load(cast("EncoderPlan", plan), model, self.dtype, self._show_progress)
+            self._head = loaded.head
+            return loaded
         from actorllm.model.hf import transformers_backend
 
         return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress)
@@ -372,9 +379,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         pooled, columns = handle.pooled, self.batch.columns
         slots = handle.inputs.result_slots[pooled]
         last = handle.hidden.index_select(0, torch.from_numpy(pooled)).float()  # [num_pooled, hidden_size]
-        vectors: NDArray[np.float32] = self._pooled.take(
-            slots, columns.pooling[slots], columns.num_known[slots], last
-        ).numpy()
+        states = self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last)
+        vectors: NDArray[np.float32] = (states if self._head is None else self._head(states)).numpy()
         return vectors
 
     @staticmethod

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
@@ -26,6 +26,7 @@ from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
 from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
+from actorllm.types.pooling_head import Head
 from actorllm.types.pooling_params import position_offset
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -34,7 +35,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 PROBED = (7, 12)
 """Tokens of the prompts that a loaded model is checked with."""
 
-Model: Any = AutoModel  # it is not typed
+Model: Any = AutoModel  # these are not typed
+Classifier: Any = AutoModelForSequenceClassification
+TokenClassifier: Any = AutoModelForTokenClassification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,15 @@ class EncoderPlan:
     head_dim: int
     position_offset: int
     """The position of a prompt's first token."""
+    head: Head | None = None
+    """What makes scores of pooled states."""
+
+    @property
+    def auto(self) -> Any:
+        """The class of transformers that makes the model."""
+        if self.head is None:
+            return Model
+        return TokenClassifier if self.head.is_of_tokens else Classifier
 
 
 class EncoderStep(AttentionStep):
@@ -102,14 +114,42 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> EncoderPlan:
         num_kv_heads=num_heads,
         head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
         position_offset=position_offset(hf),
+        head=None if model.pooler is None else model.pooler.head,
     )
     with quiet(), torch.device("meta"), torch.inference_mode():
         try:
-            made = Model.from_config(copy.deepcopy(config), attn_implementation=ATTENTION)
+            made = plan.auto.from_config(copy.deepcopy(config), attn_implementation=ATTENTION)
         except Exception as error:
             raise refused(model.architecture, f"it cannot be built: {type(error).__name__}: {error}") from error
         Encoder(plan, made)._run(np.zeros(3, np.int64), np.arange(3), [(0, 1), (1, 3)])
     return plan
+
+
+class EncoderHead:
+    """From pooled states to scores, by the modules of transformers around the body."""
+
+    def __init__(self, model: Any, plan: EncoderPlan) -> None:
+        """model: with its head. Raises UnsupportedModelError for a head of an unknown form."""
+        self._pooler: Any = getattr(model.base_model, "pooler", None)
+        self._before: list[Any] = [getattr(model, name) for name in ("pre_classifier", "head") if hasattr(model, name)]
+        if self._before and hasattr(model, "pre_classifier"):
+            self._before.append(torch.nn.ReLU())
+        self._classifier: Any = getattr(model, "classifier", None)
+        if self._classifier is None:
+            raise refused(plan.architecture, "its head is not named 'classifier'")
+        self._takes_prompts = not isinstance(self._classifier, torch.nn.Linear)
+        self._dtype = next(self._classifier.parameters()).dtype
+        self._is_of_tokens = plan.head is not None and plan.head.is_of_tokens
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """states: float32 [num_states, hidden_size]. Returns float32 [num_states, num_labels]."""
+        states = states.to(self._dtype)
+        if self._pooler is not None and not self._is_of_tokens:
+            states = self._pooler(states.unsqueeze(1))  # prompts of one token: the state that is pooled
+        for module in self._before:
+            states = module(states)
+        scores: torch.Tensor = self._classifier(states.unsqueeze(1) if self._takes_prompts else states)
+        return scores.float()
 
 
 class Encoder:
@@ -117,12 +157,16 @@ class Encoder:
 
     def __init__(self, plan: EncoderPlan, model: Any) -> None:
         """model: the transformers model; from now on it belongs to this object."""
+        model = model.eval().requires_grad_(False)
         self.config = plan
-        self.model = model.eval().requires_grad_(False)
+        self.head = None if plan.head is None else EncoderHead(model, plan)
+        self.model = model if plan.head is None else model.base_model
         self.dtype: torch.dtype = model.dtype
-        if "position_ids" not in inspect.signature(model.forward).parameters:
+        parameters = inspect.signature(self.model.forward).parameters
+        self._takes_types = "token_type_ids" in parameters and getattr(plan.config, "type_vocab_size", 0) > 1
+        if "position_ids" not in parameters:
             raise refused(plan.architecture, "it takes no position_ids")
-        embedding = model.get_input_embeddings()
+        embedding = self.model.get_input_embeddings()
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding.weight)
         """Bytes of weights that one step reads."""
 
@@ -142,16 +186,30 @@ class Encoder:
         bounds = [
             (start, start + count) for start, count in zip(inputs.prefill_starts, inputs.prefill_counts, strict=True)
         ]
-        return self._run(inputs.token_ids, inputs.positions, bounds)
+        types = None
+        if any(inputs.pair_starts):
+            types = np.zeros(len(inputs.token_ids), np.int64)
+            for (start, end), pair_start in zip(bounds, inputs.pair_starts, strict=True):
+                if pair_start:
+                    types[start + pair_start : end] = 1
+        return self._run(inputs.token_ids, inputs.positions, bounds, types)
 
-    def _run(self, token_ids: Any, positions: Any, bounds: list[tuple[int, int]]) -> torch.Tensor:
+    def _run(
+        self, token_ids: Any, positions: Any, bounds: list[tuple[int, int]], types: Any | None = None
+    ) -> torch.Tensor:
+        """types: of each token, 1 in the second text of a pair; None: every one is 0."""
         device = self.model.device
+        more = {}
+        if types is not None:
+            if not self._takes_types:
+                raise ValueError("the model does not tell the texts of a pair apart")
+            more["token_type_ids"] = torch.from_numpy(types).to(device).unsqueeze(0)
         ids, where = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
         step = EncoderStep(bounds)
         try:
             with step.under_way():
                 output = self.model(
-                    input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset
+                    input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset, **more
                 )
         except Exception as error:
             raise refused(
@@ -187,13 +245,33 @@ def load(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progres
         prompts = [np.where(ids == padding, (padding + 1) % plan.vocab_size, ids) for ids in prompts]
     with torch.inference_mode():
         loaded.set_attn_implementation("eager")
-        stock = torch.cat([loaded(input_ids=torch.from_numpy(ids)[None]).last_hidden_state[0] for ids in prompts])
+        asked = [{"input_ids": torch.from_numpy(ids)[None]} for ids in prompts]
+        stock = torch.cat([encoder.model(**one).last_hidden_state[0] for one in asked])
+        scores = None if encoder.head is None else torch.cat([loaded(**one).logits[0] for one in asked])
         loaded.set_attn_implementation(ATTENTION)
+    if encoder.head is not None and scores is not None:
+        _check_head(encoder, prompts, stock, scores)
     _check(encoder, prompts, stock)
     with torch.inference_mode(False), torch.no_grad():
         encoder.pack()
     _check(encoder, prompts, stock)
     return encoder
+
+
+@torch.inference_mode()
+def _check_head(encoder: Encoder, prompts: list[Any], stock: torch.Tensor, scores: torch.Tensor) -> None:
+    """stock: states of all prompts; scores: what transformers makes of them, of prompts or of tokens."""
+    head, plan = encoder.head, encoder.config
+    assert head is not None
+    assert plan.head is not None
+    firsts = np.cumsum([0, *[len(ids) for ids in prompts[:-1]]])
+    states = stock if plan.head.is_of_tokens else stock[torch.from_numpy(firsts)]
+    found, wanted = head(states.float()), scores.float().reshape(-1, plan.head.size)
+    if found.shape != wanted.shape:
+        raise refused(plan.architecture, f"its head gives scores of shape {tuple(found.shape)}")
+    distance = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    if not distance <= TOLERANCES[encoder.dtype]:
+        raise refused(plan.architecture, f"its scores differ from transformers' own (by {distance:.2g} of the largest)")
 
 
 @torch.inference_mode()
@@ -212,13 +290,13 @@ def _check(encoder: Encoder, prompts: list[Any], stock: torch.Tensor) -> None:
 
 def _read(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
     if model.load_format == "dummy":
-        return drawn(Model, plan.config, ATTENTION, dtype, model.seed)
-    loaded, report = from_checkpoint(Model, plan.config, ATTENTION, dtype, model.path, show_progress)
+        return drawn(plan.auto, plan.config, ATTENTION, dtype, model.seed)
+    loaded, report = from_checkpoint(plan.auto, plan.config, ATTENTION, dtype, model.path, show_progress)
     parts = {name for name, _ in loaded.named_children()}
     check_tensors(
         model.path,
         # A head that the states were trained with is no part of the model, and a pooler is not used.
-        [key for key in report["missing_keys"] if not key.startswith("pooler.")],
+        [key for key in report["missing_keys"] if plan.head is not None or not key.startswith("pooler.")],
         [key for key in report["unexpected_keys"] if key.split(".")[0] in parts and not key.endswith("_ids")],
         report["mismatched_keys"],
     )

@@ -1,0 +1,70 @@
+"""How texts are scored against each other: what is asked of the engine for that, and what is made of its answers.
+
+A model that embeds compares two vectors by their cosine, or the vectors of all tokens (late interaction). A cross-encoder
+reads two texts as one prompt. Called by the front doors and by the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from actorllm.errors import InvalidParameterError
+from actorllm.intake.tokenization import Prompt, TextPair
+from actorllm.types.params import PoolingParams
+from actorllm.types.pooling_outputs import (
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    cosine,
+    max_similarity,
+    paired,
+    scored,
+)
+from actorllm.types.pooling_params import Pooler
+
+
+@dataclass(frozen=True, slots=True)
+class TextScoring:
+    """One call's prompts, in the order in which their outputs are expected."""
+
+    prompts: list[Prompt]
+    params: PoolingParams
+    num_first: int | None
+    """So many are of the first side; None: every prompt is a pair."""
+
+    @classmethod
+    def of(
+        cls, pooler: Pooler | None, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams | None
+    ) -> TextScoring:
+        """pooler: of the engine; None: it generates text. Raises InvalidParameterError."""
+        pairs = paired(len(first), len(second))
+        params = PoolingParams() if params is None else params
+        task = None if params.task == "score" else params.task
+        if pooler is None or pooler.head is None:
+            task = task or (pooler.task if pooler is not None else None) or "embed"
+            return cls([*first, *second], replace(params, task=task), len(first))
+        if not pooler.is_cross_encoder:
+            raise InvalidParameterError(
+                f"score compares texts by embeddings, or by a model with one label; this one has {pooler.head.size}"
+                f"{' for every token' if pooler.head.is_of_tokens else ''}: use classify() or encode()"
+            )
+        return cls(
+            [_pair(pooler, first[i], second[j]) for i, j in pairs], replace(params, task=task or "classify"), None
+        )
+
+    def outputs(
+        self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], separator: int | None
+    ) -> list[ScoringRequestOutput]:
+        """separator: the padding token, which stands between the ids of two texts as in vLLM."""
+        if self.num_first is None:
+            return [ScoringRequestOutput.from_base(output) for output in outputs]
+        compare = max_similarity if self.params.task == "token_embed" else cosine
+        return scored(outputs[: self.num_first], outputs[self.num_first :], separator, compare)
+
+
+def _pair(pooler: Pooler, first: Prompt, second: Prompt) -> Prompt:
+    if not isinstance(first, str) or not isinstance(second, str):
+        raise InvalidParameterError("a cross-encoder compares texts; other kinds of prompts are not supported")
+    # A head that is made of a head for text belongs to a model that was trained on one text, as vLLM has it.
+    return first + second if pooler.head is not None and pooler.head.tokens else TextPair(first, second)

@@ -1,0 +1,123 @@
+"""Labels, vectors of tokens and scores of cross-encoders over HTTP, from small models with random weights."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from actorllm import AsyncLLM
+from actorllm.server import create_app
+from tests.model.hf.small_encoders import LABELS, save_encoder
+from tests.server.conftest import client_of
+
+TOLERANCE = 1e-5
+TEXTS = ["w1 w2 w3", "w60", "w5 w4 w3 w2 w1 w0"]
+
+
+def served(folder: Any, make: Any, **changes: Any) -> Iterator[tuple[AsyncLLM, Any, Any]]:
+    model = save_encoder(folder, make, **changes)
+    engine = AsyncLLM(folder, topology="inline", num_threads=1, dtype="float32")
+    anyio.run(engine.start)
+    yield engine, model, transformers.AutoTokenizer.from_pretrained(str(folder))
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Any, Any]]:
+    yield from served(tmp_path_factory.mktemp("c"), transformers.BertForSequenceClassification, **LABELS)
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Any, Any]]:
+    yield from served(tmp_path_factory.mktemp("t"), transformers.BertForTokenClassification, **LABELS)
+
+
+@pytest.fixture(scope="module")
+def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Any, Any]]:
+    yield from served(tmp_path_factory.mktemp("x"), transformers.BertForSequenceClassification, num_labels=1)
+
+
+def logits(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**tokenizer(*texts, return_tensors="pt")).logits[0]
+    return found
+
+
+async def answer(engine: AsyncLLM, path: str, status: int = 200, **body: Any) -> Any:
+    async with client_of(create_app(engine, served_model_name="small")) as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def test_labels_of_texts(classifier: tuple[AsyncLLM, Any, Any]) -> None:
+    llm, model, tokenizer = classifier
+    tree = await answer(llm, "/classify", model="small", input=TEXTS)
+    assert tree["object"] == "list"
+    assert tree["model"] == "small"
+    assert tree["id"].startswith("classify-")
+    assert tree["usage"]["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
+    for i, (text, entry) in enumerate(zip(TEXTS, tree["data"], strict=True)):
+        wanted = logits(model, tokenizer, text).softmax(0)
+        assert np.abs(wanted.numpy() - entry["probs"]).max() < TOLERANCE
+        assert (entry["index"], entry["num_classes"]) == (i, 3)
+        assert entry["label"] == LABELS["id2label"][int(wanted.argmax())]
+    raw = await answer(llm, "/classify", input=TEXTS[0], use_activation=False)
+    assert np.abs(logits(model, tokenizer, TEXTS[0]).numpy() - raw["data"][0]["probs"]).max() < TOLERANCE
+    output = await llm.classify(TEXTS[0])
+    assert output.outputs.probs == pytest.approx(tree["data"][0]["probs"], abs=TOLERANCE)
+
+
+async def test_vectors_of_tokens(tagger: tuple[AsyncLLM, Any, Any]) -> None:
+    llm, model, tokenizer = tagger
+    wanted = logits(model, tokenizer, TEXTS[0]).softmax(-1).numpy()
+    for task in ("token_classify", None):
+        tree = await answer(llm, "/pooling", input=TEXTS[0], task=task)
+        (entry,) = tree["data"]
+        assert entry["object"] == "pooling"
+        assert np.abs(wanted - entry["data"]).max() < TOLERANCE
+    coded = await answer(llm, "/pooling", input=TEXTS[0], encoding_format="base64")
+    flat = np.frombuffer(base64.b64decode(coded["data"][0]["data"]), "<f4")
+    assert np.abs(wanted.reshape(-1) - flat).max() < TOLERANCE
+    error = await answer(llm, "/classify", 400, input=TEXTS[0])
+    assert "task='classify' is not supported; this engine's task is 'token_classify'" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_scores_of_a_cross_encoder(cross: tuple[AsyncLLM, Any, Any], path: str) -> None:
+    llm, model, tokenizer = cross
+    tree = await answer(llm, path, queries=TEXTS[0], documents=TEXTS)
+    wanted = [float(logits(model, tokenizer, TEXTS[0], text).sigmoid()[0]) for text in TEXTS]
+    assert np.abs(np.subtract(wanted, [entry["score"] for entry in tree["data"]])).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_by_a_cross_encoder(cross: tuple[AsyncLLM, Any, Any], path: str) -> None:
+    llm, model, tokenizer = cross
+    tree = await answer(llm, path, query=TEXTS[0], documents=TEXTS, top_n=2)
+    wanted = [float(logits(model, tokenizer, TEXTS[0], text).sigmoid()[0]) for text in TEXTS]
+    best = sorted(range(3), key=lambda i: -wanted[i])[:2]
+    assert [result["index"] for result in tree["results"]] == best
+    assert [result["document"]["text"] for result in tree["results"]] == [TEXTS[i] for i in best]
+    for result in tree["results"]:
+        assert result["relevance_score"] == pytest.approx(wanted[result["index"]], abs=TOLERANCE)
+
+
+async def test_what_does_not_fit_the_model_is_a_400(classifier: tuple[AsyncLLM, Any, Any]) -> None:
+    llm, _, _ = classifier
+    for path, body, told in (
+        ("/score", {"text_1": "w1", "text_2": "w2"}, "a model with one label; this one has 3: use classify"),
+        ("/v1/embeddings", {"input": "w1"}, "task='embed' is not supported; this engine's task is 'classify'"),
+        ("/pooling", {"input": "w1", "task": "plugin"}, "task='plugin' is not supported"),
+        ("/pooling", {"input": "w1", "encoding_format": "hex"}, "encoding_format='hex' must be"),
+        ("/pooling", {"input": "w1", "dimensions": 2}, "gives scores, which cannot be shortened"),
+    ):
+        error = await answer(llm, path, 400, **body)
+        assert told in error["error"]["message"]
