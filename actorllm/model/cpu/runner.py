@@ -28,6 +28,7 @@ from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
+from actorllm.model.quantization import form_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
@@ -138,8 +139,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
             )
         if isinstance(plan, DecoderConfig):
+            form = form_of(model)
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                return Decoder(plan, weights, model.max_model_len, self.ranks)
+                return Decoder(plan, weights, model.max_model_len, self.ranks, form)
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
