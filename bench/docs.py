@@ -35,7 +35,7 @@ from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
-    *("embedding", "calls"),
+    *("embedding", "calls", "quantization"),
     *("parameters", "structured", "simulation"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

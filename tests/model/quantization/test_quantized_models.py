@@ -95,6 +95,7 @@ def test_streams_are_equal_in_every_batch_depth_and_topology() -> None:
     assert run(max_num_seqs=3) == expected
 
 
+@pytest.mark.slow(reason="ranks as processes; parts of a weight are checked without")
 def test_ranks_share_a_quantized_model(tmp_path: Path) -> None:
     """Each has scales of its own for what it sums, so that streams of several ranks are near those of one, not equal."""
     folder = model_folder(tmp_path)
