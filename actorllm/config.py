@@ -37,6 +37,7 @@ from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
+from actorllm.types.quantization import read_method
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
@@ -96,6 +97,8 @@ class ModelConfig:
     """Where a worker finds those of the application (actorllm.types.logits_processors.paths)."""
     structured_outputs: dict[str, bool] = field(default_factory=dict, hash=False)
     """Options that hold for every structured output, those that are on (structured_outputs_config)."""
+    quantization: str | None = None
+    """How the weights of the linear layers are quantized (`actorllm.types.quantization`); None: not at all."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -342,6 +345,7 @@ class EngineConfig:
         max_model_len = _max_model_len(
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
+        given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
         block_size = _positive("block_size", rules.block_size if given["block_size"] is None else given["block_size"])
@@ -384,6 +388,7 @@ class EngineConfig:
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
+                quantization=_quantization(given, pooler),
                 module=module,
             ),
             cache=CacheConfig(
@@ -730,6 +735,15 @@ def _stretched(hf: dict[str, Any], positions: int) -> int:
     if not isinstance(factor, int | float) or not isinstance(trained, int) or trained > positions:
         return 0  # a model that says it is shorter than what it was trained for is cut short on purpose
     return int(factor * trained)
+
+
+def _quantization(given: dict[str, Any], pooler: Pooler | None) -> str | None:
+    if given["quantization"] is not None and pooler is not None and pooler.is_encoder:
+        raise ConfigError(
+            f"quantization={given['quantization']!r}: encoders are not computed with quantized weights; leave it at None"
+        )
+    method: str | None = given["quantization"]
+    return method
 
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:

@@ -63,6 +63,7 @@ BENCHES = (
         {"--peer-python": "vllm", "--peer-python-other": "other"},
     ),
     Bench("calls", ()),
+    Bench("quantization", ("--models", "135M")),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),
 )
 

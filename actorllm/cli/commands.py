@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cyclopts import App
 
@@ -100,25 +100,34 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 @app.command
-def info(model: str = "storyteller", /, *, device: bool = False) -> None:
+def info(
+    model: str = "storyteller",
+    /,
+    *,
+    quantization: Literal["int8", "compressed-tensors"] | None = None,
+    device: bool = False,
+) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.
 
     Parameters
     ----------
+    quantization
+        As for an engine: say what the weights become.
     device
         Say also what the checks of this machine's GPU have found, for all models; `actorllm doctor` runs them.
     """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
+    from actorllm.model.quantization.description import described
     from actorllm.model.registry import model_plan, way_of
 
     path, hf = read_model_folder(model)
     length: int | None = None
     try:
-        config = EngineConfig.from_arguments(model)
+        config = EngineConfig.from_arguments(model, quantization=quantization)
         length = config.model.max_model_len
     except ConfigError:  # no length is said: what is wrong with the model beside that comes first
-        config = EngineConfig.from_arguments(model, max_model_len=1)
+        config = EngineConfig.from_arguments(model, quantization=quantization, max_model_len=1)
     backend = backends.load(config.device)
     plan = model_plan(config.model, hf, backend)  # raises what the worker would
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -136,6 +145,7 @@ def info(model: str = "storyteller", /, *, device: bool = False) -> None:
         "dtype": config.model.dtype,
         "weights": f"{size / 1e6:.1f} MB" if size else "none in the folder",
     }
+    rows |= described(plan, config.model)
     if (pooler := config.model.pooler) is not None:
         scaled = ", scaled to length 1" if pooler.use_activation else ""
         rows["vectors"] = f"{pooler.embedding_size} numbers, pooled by {pooler.pooling_type}{scaled}"

@@ -74,6 +74,7 @@ class EngineFlags:
     tokenizer: str | None = None
     dtype: str = "auto"
     load_format: str | None = None
+    quantization: str | None = None
     model_impl: str | None = None
     max_model_len: int | str | None = None
     max_num_seqs: int | None = None

@@ -47,8 +47,13 @@ class Weights(ABC):
         self.device = device or torch.device("cpu")
 
     @abstractmethod
-    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """The tensor `name` of this shape, or some of its rows or columns, in the target type; owned by the caller."""
+    def take(
+        self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor `name` of this shape, or some of its rows or columns; owned by the caller.
+
+        dtype: what it becomes, if not the target type; a type of integers must be the one that it has.
+        """
 
     @abstractmethod
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
@@ -90,7 +95,9 @@ class CheckpointWeights(Weights):
             leave=False,
         )
 
-    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         if name not in self._file_of and self._has_no_prefix:
             name = name.removeprefix(PREFIX)
         if name not in self._file_of:
@@ -111,12 +118,14 @@ class CheckpointWeights(Weights):
             )
         except (SafetensorError, OSError) as error:
             raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
-        if not tensor.is_floating_point():
-            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, floats are needed")
+        wanted = dtype or self.dtype
+        if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
+            needed = "floats are" if wanted.is_floating_point else f"{wanted} is"
+            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, {needed} needed")
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        return tensor.to(self.dtype)
+        return tensor.to(wanted)
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         unexpected = sorted(name for name in self._left if not is_ignorable(name))
@@ -145,7 +154,9 @@ class DummyWeights(Weights):
         super().__init__(dtype, device)
         self._seed = seed
 
-    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         tensor = self._draw(name, shape)
         if rows == ALL and columns == ALL:
             return tensor

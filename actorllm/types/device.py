@@ -47,6 +47,8 @@ class BackendRules:
     """What a block size must be a multiple of."""
     makes_vectors: bool = False
     """Prompts are pooled here (`runner="pooling"`)."""
+    quantizes: bool = False
+    """Quantized weights are computed with here."""
     has_own_memory: bool = False
     """The KV cache is not in the memory of the machine."""
     title: str = ""
@@ -63,6 +65,8 @@ class BackendRules:
         where = self.title or f"device={options['device']!r}"
         if pools and not self.makes_vectors:
             return f"runner={options['runner']!r}: vectors of prompts are not made on {where} yet; use a model that generates"
+        if options.get("quantization") is not None and not self.quantizes:
+            return f"quantization={options['quantization']!r} is not supported on {where} yet; leave it at None"
         if dtype_name(dtype) not in ("auto", *self.dtypes):
             known = ", ".join(map(repr, ("auto", *self.dtypes[:-1])))
             return f"dtype={dtype!r} is not supported on {where}; use {known} or {self.dtypes[-1]!r}"
@@ -75,7 +79,7 @@ class BackendRules:
 
 
 OWN_RULES = {
-    "cpu": BackendRules(dtypes=("float32", "bfloat16", "float16"), makes_vectors=True),
+    "cpu": BackendRules(dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True),
     "cuda": BackendRules(
         dtypes=("bfloat16", "float16"), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"
     ),

@@ -14,6 +14,7 @@ from actorllm.errors import ConfigError, UnsupportedModelError
 
 TAKES_THE_PLACE_OF = {
     "load_format": "auto",
+    "quantization": None,
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "model_impl": ("auto", "transformers"),

@@ -15,7 +15,6 @@ class VLLMOptions(TypedDict, total=False):
 
     tokenizer_mode: Literal["auto", "hf", "slow"]
     tokenizer_revision: Literal[None]
-    quantization: Literal[None]
     served_model_name: Annotated[Any, None]
     config_format: Literal["auto", "hf"]
     swap_space: Annotated[Any, None, 0, 4]

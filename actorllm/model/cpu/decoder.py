@@ -18,7 +18,7 @@ from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
 from actorllm.model.inputs import StepInputs
-from actorllm.model.linear import Linear
+from actorllm.model.linear import Form, Linear
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.rope import rotation_angles
@@ -143,11 +143,21 @@ class WholeQKNorm:
 class Decoder:
     """Embedding, layers, final norm and LM head of one model."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, ranks: Ranks | None = None) -> None:
-        """Takes this rank's part of all tensors from `weights`. max_positions: how long a sequence may get."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        max_positions: int,
+        ranks: Ranks | None = None,
+        form: Form = Dense,
+    ) -> None:
+        """Takes this rank's part of all tensors from `weights`.
+
+        max_positions: how long a sequence may get. form: of the weights of the linear layers.
+        """
         self.config = config
         self.ranks = ranks or Ranks()
-        tensors = DecoderTensors(config, weights, self.ranks)
+        tensors = DecoderTensors(config, weights, self.ranks, form)
         self.share = tensors.share
         self.dtype = weights.dtype
         self.rotary = [
@@ -165,7 +175,7 @@ class Decoder:
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
         self.lm_head: Linear | None = None
         if config.has_head:
-            self.lm_head = linear(tensors.head() or Dense(self.embedding))
+            self.lm_head = linear(tensors.head() or form.of(self.embedding))
         tensors.close()
 
     @property

@@ -15,6 +15,8 @@ import torch
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.linear import Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization.int8 import Int8
+from actorllm.model.quantization.onednn import Int8Linear
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _pack = torch.ops.mkldnn._reorder_linear_weight
@@ -64,6 +66,8 @@ def widens(dtype: torch.dtype) -> bool:
 
 def linear(weight: LinearWeight) -> Linear:
     """What computes with this weight here."""
+    if isinstance(weight, Int8):
+        return Int8Linear(weight)
     if not isinstance(weight, Dense):
         raise UnsupportedModelError(f"weights of the form {type(weight).__name__} are not supported on the CPU")
     form = WidenedLinear if widens(weight.weight.dtype) else PackedLinear

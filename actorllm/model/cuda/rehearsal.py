@@ -45,8 +45,15 @@ class MetaWeights(Weights):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("meta"))
 
-    def take(self, name: str, *shape: int, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        whole = torch.empty(shape, dtype=self.dtype, device="meta")
+    def take(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
         return (whole[rows, columns] if len(shape) > 1 else whole[rows]).contiguous()
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:

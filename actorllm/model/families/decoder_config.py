@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.rope import ROPE_TYPES
+from actorllm.types.quantization import read_checkpoint
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -107,9 +108,7 @@ class DecoderConfig:
         if activation not in ACTIVATIONS:
             known = " and ".join(repr(name) for name in ACTIVATIONS if name != "swish")
             raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only {known} are")
-        if hf.get("quantization_config") is not None:
-            method = hf["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
+        read_checkpoint(hf)  # raises what is not read of quantized weights
         head_dim = positive(hf, "head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim={head_dim} is odd; rotary embeddings need pairs")

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.weights import ALL, Weights
@@ -39,7 +39,7 @@ class LayerTensors:
 class DecoderTensors:
     """See the module docstring."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: type[LinearWeight] = Dense) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: Form = Dense) -> None:
         """config: of the whole model. form: of the weights of its linear layers."""
         self._config, self._weights, self._ranks, self._form = config, weights, ranks, form
         self.share = HeadShare(config.num_heads, config.num_kv_heads, config.head_dim, ranks)

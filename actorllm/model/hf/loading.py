@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
+from actorllm.types.quantization import COMPRESSED_TENSORS, read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
 
@@ -46,9 +47,10 @@ def check_release(architecture: str) -> None:
 def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
     """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
     architecture, kind = model.architecture, hf.get("model_type")
-    if hf.get("quantization_config") is not None:
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
+    if read_checkpoint(hf) is not None:
+        raise UnsupportedModelError(
+            f"quantized weights ({COMPRESSED_TENSORS}) are not supported through transformers; use the original model"
+        )
     if kind not in CONFIG_MAPPING:
         if hf.get("auto_map"):
             reason = "it needs the code in its folder (auto_map), and no code of a model is run"

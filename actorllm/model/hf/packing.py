@@ -12,34 +12,49 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from actorllm.model.cpu.layers import linear
+from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 
 
 class PackedModule(torch.nn.Module):
     """x @ weight.T + bias, for x of any number of dimensions."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: LinearWeight, dtype: torch.dtype) -> None:
+        """dtype: of the layer that it takes the place of."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.weight = torch.full((), torch.nan, dtype=dtype).expand(self.out_features, self.in_features)
         """Tells type and shape to code that asks. Each value is the same NaN, which takes no memory: what multiplies by it is
         found by the check of the logits. A product with a tensor on the meta device returns whatever the memory held."""
-        self._linear = linear(Dense(weight, bias))
+        self._linear = linear(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-def pack(model: torch.nn.Module) -> None:
-    """In place, and for good: the values of the original weights are gone."""
+ROUTERS = ("gate", "router")
+"""Names of layers that choose experts: a rounding there would choose others, so they stay dense."""
+
+
+def pack(model: torch.nn.Module, form: Form = Dense) -> int:
+    """In place, and for good: the values of the original weights are gone.
+
+    form: what the weights become. Returns how many bytes fewer a step reads of them.
+    """
     packed: dict[torch.nn.Module, PackedModule] = {}
+    num_saved = 0
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is torch.nn.Linear or type(child) is Conv1D:
                 if child not in packed:
                     weight = child.weight.detach()
                     bias = None if child.bias is None else child.bias.detach()
-                    packed[child] = PackedModule(weight.T if isinstance(child, Conv1D) else weight, bias)
+                    made = (Dense if name in ROUTERS else form).of(
+                        weight.T if isinstance(child, Conv1D) else weight, bias
+                    )
+                    num_saved += weight.numel() * weight.element_size() - made.num_bytes
+                    packed[child] = PackedModule(made, weight.dtype)
                     del child.weight
                 setattr(parent, name, packed[child])
+    return num_saved

@@ -39,6 +39,9 @@ NUM_NOISES = 3
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """By how much a value and its neighbour in the type differ at most."""
 
+MAX_QUANTIZED = 0.25
+"""Rounding to 8 bits costs 0.02 to 0.05; a layer that multiplies by its weight in another way costs 1 and more."""
+
 Tokens = NDArray[np.int64]
 
 
@@ -105,6 +108,18 @@ def check(decoder: Probed, stock: Stock) -> None:
         raise UnsupportedModelError(
             f"architecture {decoder.config.architecture!r} is not supported: in chunks its logits differ from "
             f"transformers' own (by {distance:.2g} standard deviations), so it keeps state outside of keys and values"
+        )
+
+
+@torch.inference_mode()
+def check_quantized(decoder: Probed, stock: Stock, method: str) -> None:
+    """Raises UnsupportedModelError if rounding the weights has changed more than it may, or if the decoder fails."""
+    with _refusing(decoder):
+        distance = relative_error(_in_chunks(decoder, *stock.sequences), stock.logits)
+    if not distance <= MAX_QUANTIZED:
+        raise UnsupportedModelError(
+            f"quantization={method!r}: the logits of architecture {decoder.config.architecture!r} change by {distance:.2g} "
+            f"standard deviations, and {MAX_QUANTIZED} is the most that rounding may do; leave it at None"
         )
 
 

@@ -54,6 +54,9 @@ from actorllm.model.hf.loading import (
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
+from actorllm.model.linear import Form
+from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization import form_of
 
 AutoModel: Any = AutoModelForCausalLM  # it is not typed
 
@@ -372,9 +375,9 @@ class TransformersDecoder:
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in tensors)
         """Bytes of weights that one decode step reads, experts that are not chosen included."""
 
-    def pack(self) -> None:
-        """Give the linear layers the weights in the form that is read fastest. There is no way back."""
-        packing.pack(self.model)
+    def pack(self, form: Form = Dense) -> None:
+        """Give the linear layers the weights in this form, as it is read fastest. There is no way back."""
+        self.num_bytes -= packing.pack(self.model, form)
         self._head = _with_part(self.model, self.config.body.split("."), self._given)
 
     @property
@@ -515,10 +518,15 @@ def _packed(
     plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
     """The model of a folder, with its linear layers in the form that is read fastest where they can be."""
-    from actorllm.model.hf.probe import check, probe
+    from actorllm.model.hf.probe import check, check_quantized, probe
 
     decoder = load_unchecked(plan, model, dtype, show_progress)
     stock = probe(decoder)
+    if model.quantization is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            decoder.pack(form_of(model))
+        check_quantized(decoder, stock, model.quantization)
+        return decoder
     try:
         with torch.inference_mode(False), torch.no_grad():
             decoder.pack()

@@ -2,14 +2,15 @@
 
 `LinearWeight` is a weight as a checkpoint has it. `sharded` reads a rank's part of it, `fused` puts several side by side. A
 backend makes a `Linear` of its own of it, in the layout that is fastest there (`model.cpu.layers.linear`,
-`model.cuda.linear.linear`). A new form of weight is a `LinearWeight` here, and what each backend makes of it.
+`model.cuda.linear.linear`). A new form of weight is a `LinearWeight`, and what each backend makes of it.
+`Form` says which one the layers of a model have.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -62,3 +63,26 @@ class LinearWeight(Linear):
     @abstractmethod
     def without_bias(self) -> Self:
         """The same, which adds nothing."""
+
+
+class Form(Protocol):
+    """What the layers of a model are read as: a class of `LinearWeight`, or what chooses one for each layer by its name."""
+
+    def of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        """Of a weight of floats that is in memory, such as an embedding that is also the head."""
+
+    def sharded(
+        self,
+        weights: Weights,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        has_bias: bool = False,
+    ) -> LinearWeight:
+        """As `LinearWeight.sharded`."""
+
+    def fused(self, parts: Sequence[Any]) -> LinearWeight:
+        """As `LinearWeight.fused`; parts: what `sharded` made."""

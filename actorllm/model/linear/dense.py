@@ -22,6 +22,10 @@ class Dense(LinearWeight):
         self.bias = bias  # [out_features]
 
     @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+        return cls(weight, bias)
+
+    @classmethod
     def sharded(
         cls,
         weights: Weights,

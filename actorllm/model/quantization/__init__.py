@@ -1,0 +1,27 @@
+"""Quantized weights: which form the linear layers of a model have (`model.linear`).
+
+`int8` is the arithmetic, in plain torch; `onednn` computes the same on a CPU. `compressed_tensors` reads a checkpoint of that
+format. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actorllm.config import ModelConfig
+from actorllm.model.linear import Form
+from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.int8 import Int8
+from actorllm.types.model_files import overridden, read_object
+from actorllm.types.quantization import read_checkpoint
+
+
+def form_of(model: ModelConfig) -> Form:
+    """What the linear layers of this model are read as. Raises ModelError for a scheme that is not known."""
+    if model.quantization is None:
+        return Dense
+    checkpoint = read_checkpoint(overridden(read_object(Path(model.path) / "config.json"), model.overrides))
+    if checkpoint is None or model.load_format == "dummy":
+        return Int8
+    return CompressedTensors(checkpoint)

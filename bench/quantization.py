@@ -1,0 +1,161 @@
+"""How much faster is a model with int8 weights than the same in bfloat16?
+
+Both run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights.
+Times are medians; of one thread its processor time, which a busy machine changes less.
+Run: python bench/quantization.py [--json FILE] [--threads 2] [--models 135M,0.6B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from model import SHAPES
+from report import command, environment
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SIDES = {"bfloat16": None, "int8": "int8"}
+TARGETS = {"decode 1": 1.5, "decode 16": 2.0, "prefill 512": 2.5}
+"""Times as fast as bfloat16."""
+
+CONTEXT, STEPS, PREFILL, PREFILLS = 128, 40, 512, 5
+
+
+def measure(model: str, num_threads: int) -> dict[str, dict[str, float]]:
+    """Of every figure the value of each side, in this process."""
+    import numpy as np
+
+    from actorllm.config import EngineConfig
+    from actorllm.messages import NewRow, StepPlan, pack_rows
+    from actorllm.model.cpu.runner import CpuRunner
+
+    clock = time.thread_time if num_threads == 1 else time.perf_counter
+    figures: dict[str, dict[str, float]] = {}
+    runners: dict[str, CpuRunner] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+        for side, method in SIDES.items():
+            config = EngineConfig.from_arguments(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_num_seqs=16,
+                max_num_batched_tokens=2048,
+                num_threads=num_threads,
+                quantization=method,
+            )
+            runners[side] = CpuRunner(config, show_progress=False)
+            began = clock()
+            runners[side].load()
+            figures.setdefault("load s", {})[side] = clock() - began
+            figures.setdefault("MB read in a step", {})[side] = runners[side].weight_bytes / 1e6
+
+    def start(runner: CpuRunner, batch: int, prompt: int, room: int) -> None:
+        per_row = -(-room // runner.config.cache.block_size)
+        runner.allocate(batch * per_row)
+        random = np.random.default_rng(0)
+        runner.execute(
+            StepPlan(
+                step=0,
+                new_rows=pack_rows(NewRow(row, prompt, seed=row, temperature=0.8) for row in range(batch)),
+                new_tokens=random.integers(0, runner.model_config.vocab_size, batch * prompt).astype(np.int32),
+                new_num_blocks=np.full(batch, per_row, np.int32),
+                new_blocks=random.permutation(batch * per_row).astype(np.int32),
+            )
+        )
+
+    def timed(runner: CpuRunner, plan: StepPlan) -> float:
+        began = clock()
+        runner.step(plan)
+        return 1e3 * (clock() - began)
+
+    def medians(name: str, times: dict[str, list[float]]) -> None:
+        figures[f"{name} ms"] = {side: statistics.median(values) for side, values in times.items()}
+
+    for batch in (1, 16):
+        rows = np.arange(batch, dtype=np.int32)
+        for runner in runners.values():
+            start(runner, batch, CONTEXT, CONTEXT + STEPS + 10)
+            runner.step(StepPlan(step=1, prefill_slots=rows, prefill_counts=np.full(batch, CONTEXT, np.int32)))
+            runner.step(StepPlan(step=2, decode_slots=rows))
+            for _ in range(4):
+                runner.step(StepPlan(step=2))
+        times: dict[str, list[float]] = {side: [] for side in SIDES}
+        for _ in range(STEPS):
+            for side, runner in runners.items():
+                times[side].append(timed(runner, StepPlan(step=2)))
+        medians(f"decode {batch}", times)
+    times = {side: [] for side in SIDES}
+    one, whole = np.zeros(1, np.int32), np.full(1, PREFILL, np.int32)
+    for turn in range(PREFILLS + 1):
+        for side, runner in runners.items():
+            start(runner, 1, PREFILL, PREFILL)
+            spent = timed(runner, StepPlan(step=1, prefill_slots=one, prefill_counts=whole))
+            if turn:  # the first time makes oneDNN's kernels for this shape
+                times[side].append(spent)
+    medians(f"prefill {PREFILL}", times)
+    return figures
+
+
+def instructions() -> list[str]:
+    """Those of the processor that matter here."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    flags = next((line.split(":")[1] for line in text.splitlines() if line.startswith("flags")), "").split()
+    wanted = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+    return [flag for flag in wanted if flag in flags]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--models", default="135M,0.6B")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        print(json.dumps(measure(arguments.measure, arguments.threads)))
+        return
+    from actorllm.config import EngineConfig
+    from actorllm.model.threads import worker_environment
+
+    before = list(os.getloadavg())
+    config = EngineConfig.from_arguments("storyteller", num_threads=arguments.threads)
+    rows: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        child = subprocess.run(
+            [sys.executable, __file__, "--measure", model, "--threads", str(arguments.threads)],
+            env={**os.environ, **worker_environment(config), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        for figure, values in json.loads(child.stdout).items():
+            row: dict[str, Any] = {"figure": f"{model}, {figure}", **values}
+            row["times"] = values["bfloat16"] / values["int8"]
+            row["target"] = TARGETS.get(figure.removesuffix(" ms"))
+            rows.append(row)
+            goal = "" if row["target"] is None else f"   target {row['target']:g}"
+            sides = "".join(f"{values[side]:12.2f}" for side in SIDES)
+            print(f"{row['figure']:28}{sides}   {row['times']:.2f} times{goal}", flush=True)
+    if arguments.json is not None:
+        data = {
+            "command": command(),
+            "environment": environment(),
+            "instructions": instructions(),
+            "load_before": before,
+            "configuration": {"shapes": SHAPES, "threads": arguments.threads, "context": CONTEXT, "steps": STEPS},
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What `actorllm info` says of quantized weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from actorllm.cli.commands import info
+
+
+def test_info_says_what_each_part_becomes(capsys: pytest.CaptureFixture[str]) -> None:
+    info("storyteller")
+    assert "linear layers" not in capsys.readouterr().out
+    info("storyteller", quantization="int8")
+    rows = dict(line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["linear layers"].strip().startswith("int8, ")
+    assert rows["head"].strip().startswith("int8, ")
+    assert rows["embedding"].strip() == f"{rows['dtype'].strip()}, {rows['embedding'].split()[1]} MB"
+
+
+def test_the_bytes_are_those_that_a_worker_reads() -> None:
+    from actorllm.config import EngineConfig
+    from actorllm.model.cpu.runner import CpuRunner
+    from actorllm.model.quantization.description import described
+
+    config = EngineConfig.from_arguments("storyteller", quantization="int8", num_threads=1)
+    runner = CpuRunner(config, show_progress=False)
+    runner.load()
+    rows = described(runner.model_config, config.model)
+    told = sum(float(rows[name].split()[1]) for name in ("linear layers", "head"))
+    assert told == pytest.approx(runner.weight_bytes / 1e6, abs=0.11)

@@ -1,0 +1,175 @@
+"""Engines with `quantization="int8"`: the error against the original, equal streams, deaths, ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actorllm import LLM, SamplingParams
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, UnsupportedModelError
+from actorllm.model.cpu.layers import PackedLinear
+from actorllm.model.hf import probe
+from actorllm.model.hf.packing import PackedModule
+from actorllm.model.quantization import int8
+from actorllm.model.quantization.onednn import Int8Linear
+from tests.model.hf.decoders import save
+from tests.model.ranks import model_folder, streams
+
+TEXT = (
+    "There was once a miller who had nothing left but his mill and an old grey cat. When the autumn came he said to his daughter "
+    "that they must leave before the snow, and take the road along the river to the town where her uncle sold cloth. She packed "
+    "bread and cheese in a basket, and the cat walked in front of them as if it knew the way."
+)
+"""Held out: it was written for this test."""
+
+MAX_ERROR = 0.04
+
+
+def logits_of(make_driver: Callable[..., Any], **arguments: Any) -> torch.Tensor:
+    """Of all positions of TEXT."""
+    driver = make_driver("storyteller", skip_tokenizer_init=False, **arguments)
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(driver.runner.config.model.path)(TEXT).input_ids
+    runner = driver.runner
+    blocks: Any = SimpleNamespace(probed_block_size=runner.config.cache.block_size)
+    with torch.inference_mode():
+        chunk = probe._inputs(blocks, None, [(torch.tensor(ids).numpy(), 0, torch.arange(40).int().numpy())])
+        hidden = runner.decoder.forward(chunk, runner.cache)
+        return runner.decoder.logits(runner.decoder.select(hidden, torch.arange(len(ids)).numpy())).clone()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).square().mean(1).sqrt() / expected.std(1)).mean())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_change_little(dtype: str, make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits_of(make_driver, dtype="float32")
+    found = logits_of(make_driver, dtype=dtype, quantization="int8")
+    assert 0.005 < error(found, expected) <= MAX_ERROR
+    # Seven bits for the weights are not enough: the measure sees them.
+    monkeypatch.setattr(int8, "LIMIT", 31)
+    assert error(logits_of(make_driver, dtype=dtype, quantization="int8"), expected) > 2 * MAX_ERROR
+
+
+def test_every_layer_and_the_head_are_quantized_and_the_embedding_is_not(make_driver: Callable[..., Any]) -> None:
+    model = make_driver("storyteller", dtype="bfloat16").runner.decoder
+    decoder = make_driver("storyteller", dtype="bfloat16", quantization="int8").runner.decoder
+    for layer in decoder.layers:
+        assert all(isinstance(y, Int8Linear) for y in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert isinstance(decoder.lm_head, Int8Linear)
+    assert torch.equal(decoder.embedding, model.embedding)
+    assert 0.5 < decoder.num_bytes / model.num_bytes < 0.52
+
+
+def test_streams_are_equal_in_every_batch_depth_and_topology() -> None:
+    prompts = [[5 + i, 17, 33 * i + 1, 2] * (1 + i) for i in range(6)]
+    params = [SamplingParams(temperature=0.9 * (i % 3 > 0), seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
+
+    def run(**arguments: Any) -> list[list[int]]:
+        arguments = {"dtype": "bfloat16", "quantization": "int8", "num_threads": 1, "max_model_len": 128} | arguments
+        with LLM("storyteller", **arguments) as llm:
+            found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+            again = llm.generate(prompts, params, use_tqdm=False)
+            assert [list(o.outputs[0].token_ids) for o in again] == found, "with the prefixes in the cache"
+            if arguments.get("topology") != "inline":
+                worker = llm._engine.pids["worker0"]
+                os.kill(worker, signal.SIGKILL)
+                again = llm.generate(prompts, params, use_tqdm=False)
+                assert [list(o.outputs[0].token_ids) for o in again] == found, "by another worker"
+        return found
+
+    expected = run(topology="inline", async_scheduling=False, max_num_seqs=1)
+    assert len({tuple(stream) for stream in expected}) == 6
+    assert run(topology="inline", max_num_seqs=8) == expected
+    assert run(max_num_seqs=3) == expected
+
+
+@pytest.mark.slow(reason="ranks as processes; parts of a weight are checked without")
+def test_ranks_share_a_quantized_model(tmp_path: Path) -> None:
+    """Each has scales of its own for what it sums, so that streams of several ranks are near those of one, not equal."""
+    folder = model_folder(tmp_path)
+    found = streams(folder, tensor_parallel_size=2, quantization="int8")
+    plain = streams(folder, topology="inline")
+    same = sum(ours[0] == theirs[0] for ours, theirs in zip(found, plain, strict=True))
+    assert same >= 7, "first tokens of ten requests, of 331 ids"
+
+
+def test_models_of_transformers_are_quantized_too(tmp_path: Path, make_driver: Callable[..., Any]) -> None:
+    save("opt", tmp_path)
+    model = make_driver(tmp_path, dtype="bfloat16").runner.decoder
+    decoder = make_driver(tmp_path, dtype="bfloat16", quantization="int8").runner.decoder
+    packed = [module for module in decoder.model.modules() if isinstance(module, PackedModule)]
+    assert packed
+    assert all(isinstance(module._linear, Int8Linear) for module in packed)
+    assert decoder.num_bytes < 0.8 * model.num_bytes
+
+
+def test_a_model_that_rounding_breaks_is_refused(
+    tmp_path: Path, make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("opt", tmp_path)
+    monkeypatch.setattr(int8, "LIMIT", 3)
+    with pytest.raises(UnsupportedModelError, match="quantization='int8': the logits of architecture 'OPTForCausalLM'"):
+        make_driver(tmp_path, quantization="int8")
+
+
+def test_routers_stay_dense() -> None:
+    from actorllm.model.hf.packing import pack
+    from actorllm.model.quantization.int8 import Int8
+
+    block = torch.nn.ModuleDict({"gate": torch.nn.Linear(16, 4), "up_proj": torch.nn.Linear(16, 8)})
+    with torch.no_grad():
+        saved = pack(block, Int8)
+    gate, up = block["gate"], block["up_proj"]
+    assert isinstance(gate._linear, PackedLinear)
+    assert isinstance(up._linear, Int8Linear)
+    assert saved == 16 * 8 * 4 - (16 * 8 + 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"quantization": "int3"},
+            r"quantization='int3' is not supported; use 'int8' or 'compressed-tensors', or leave",
+        ),
+        ({"quantization": 8}, r"quantization=8 is not supported"),
+        ({"quantization": "compressed-tensors"}, "config.json has no quantization_config"),
+    ],
+)
+def test_bad_values_are_refused_by_name(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_arguments("storyteller", **arguments)
+
+
+def test_a_gpu_and_an_encoder_are_refused_by_name(tmp_path: Path) -> None:
+    from actorllm.types.device import rules_of
+
+    options = {"device": "cuda", "dtype": "auto", "block_size": None, "runner": "auto", "quantization": "int8"}
+    told = rules_of("cuda").why_not(options, pools=False)
+    assert told == "quantization='int8' is not supported on CUDA yet; leave it at None"
+    assert rules_of("cpu").why_not(options, pools=False) is None
+
+
+def test_a_module_that_is_lent_stays_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization='int8'"):
+        EngineConfig.from_arguments(module=save("opt", tmp_path), quantization="int8", topology="inline")
+
+
+def test_the_method_travels_with_the_configuration() -> None:
+    """Processes of the engine, and those that take their places, get it; and so does a recording."""
+    config = EngineConfig.from_arguments("storyteller", quantization="int8")
+    assert config.model.quantization == "int8"
+    assert EngineConfig.from_json(config.to_json()).model.quantization == "int8"
+    assert json.loads(config.to_json())["model"]["quantization"] == "int8"
