@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
+from actorllm.types.serve_options import SERVE_OPTIONS  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
@@ -216,7 +217,10 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     parts_of = {
         "docs/slo.md": parts,
         "README.md": {"figures": figures(results)},
-        "docs/compatibility.md": {"engine arguments": engine_arguments(root / "docs" / "compatibility.md")},
+        "docs/compatibility.md": {
+            "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
+            "serve options": serve_options(),
+        },
     }
     for page, bodies in parts_of.items():
         generated[page] = embed((root / page).read_text(), bodies, page)
@@ -244,6 +248,18 @@ def engine_arguments(page: Path) -> str:
         if f"| `{name}` |" not in written:
             what = f"`{type_text(name)}`, default `{DEFAULTS[name]!r}`. {meaning}"
             rows.append({"name": f"`{name}`", "status": "ours", "note": what})
+    return "\n".join([*table(rows), ""])
+
+
+STATUS = {"taken": "same", "always": "same", "warned": "differs", "refused": "not there"}
+PREFIX = {"taken": "", "always": "it is always so", "warned": "taken with a warning: ", "refused": "refused: "}
+
+
+def serve_options() -> str:
+    """What becomes of every option of `vllm serve` that is not the engine's."""
+    rows = []
+    for name, (treatment, note) in SERVE_OPTIONS.items():
+        rows.append({"name": f"`{name}`", "status": STATUS[treatment], "note": PREFIX[treatment] + note})
     return "\n".join([*table(rows), ""])
 
 

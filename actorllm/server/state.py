@@ -86,8 +86,8 @@ class ServerState:
         """Learn from the model's chat templates how it is shown tools and calls them. Reads files, when called first."""
         if self._has_read_templates:
             return
-        folder = self.llm.config.model.tokenizer
-        templates = [] if folder is None else chat_templates(folder)
+        folder, own = self.llm.config.model.tokenizer, self.defaults.answers.chat_template
+        templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
         self.defaults = replace(
             self.defaults,
             tool_parser=parser_named(self._tool_call_parser, templates),

@@ -23,7 +23,6 @@ from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse,
 from actorllm.server.responses.shape import ResponsesShape
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
-from actorllm.text.chat_template import Conversation
 from actorllm.types.params import RequestOutputKind, SamplingParams
 from actorllm.types.structured_outputs import StructuredOutputsParams
 
@@ -92,8 +91,8 @@ def ask(
     messages += messages_of_input(body.input)
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     tools = [_chat_tool(tool, number) for number, tool in enumerate(body.tools or ())]
-    conversation = Conversation.of(
-        [*instructions, *messages], is_own=True, tools=tools or None, chat_template_kwargs=body.chat_template_kwargs
+    conversation = defaults.conversation(
+        [*instructions, *messages], tools=tools or None, chat_template_kwargs=body.chat_template_kwargs
     )
     for message in conversation.messages:
         if body.truncate_prompt_tokens is None and isinstance(content := message.get("content"), str):
