@@ -6,6 +6,7 @@ response before them. Called by `endpoints`.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ NOT_HERE = (
     *("n", "best_of", "echo", "prompt_logprobs", "return_token_ids", "logprob_token_ids"),
 )
 """Fields that would have to be honoured, and are not; None and false ask for nothing."""
+
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -134,6 +137,8 @@ def ask(
         kept = KeptResponse(
             shape.id, messages if is_short else None, orjson.dumps(shape.response("queued")), bool(body.background)
         )
+        if is_short:
+            kept.input_items = orjson.dumps(items_of_input(body.input))
     prompt: Prompt = conversation
     if body.cache_salt is not None:
         prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
@@ -224,6 +229,20 @@ def _earlier(body: ResponsesRequest, responses: KeptResponses) -> list[dict[str,
         raise ApiError(400, told, "previous_response_id")
     messages: list[dict[str, Any]] = orjson.loads(kept.conversation)
     return messages
+
+
+def items_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items that a checked input is, each with an id and a status, as OpenAI lists them."""
+    items = []
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        kind = item.get("type", "message")
+        made = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **item}
+        if kind == "message" and isinstance(made["content"], str):
+            part = "output_text" if item["role"] == "assistant" else "input_text"
+            more = {"annotations": [], "logprobs": []} if part == "output_text" else {}
+            made["content"] = [{"type": part, "text": made["content"], **more}]
+        items.append(made)
+    return items
 
 
 def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
