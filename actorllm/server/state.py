@@ -183,6 +183,12 @@ class ServerState:
             await anyio.sleep(LAG_PERIOD_S)
             self.board.note_lag(self._row, max(0.0, now() - due))
 
+    def names_by_number(self) -> dict[int, str]:
+        """What the clients of requests under way call them, by the number that the engine has for each sequence."""
+        return {
+            rid: name for name, streams in self._streams.items() for stream in streams for rid in stream.mailbox.rids
+        }
+
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their ids, or all of them; each is answered with what there is. Returns how many were known."""
         chosen = list(self._streams) if names is None else [name for name in names if name in self._streams]

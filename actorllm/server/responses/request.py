@@ -239,7 +239,7 @@ def items_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
         made = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **item}
         if kind == "message" and isinstance(made["content"], str):
             part = "output_text" if item["role"] == "assistant" else "input_text"
-            more = {"annotations": [], "logprobs": []} if part == "output_text" else {}
+            more: dict[str, Any] = {"annotations": [], "logprobs": []} if part == "output_text" else {}
             made["content"] = [{"type": part, "text": made["content"], **more}]
         items.append(made)
     return items
