@@ -720,7 +720,7 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
         if derived is None:
             raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")
         return derived
-    length = _positive("max_model_len", _human(given))
+    length = _positive("max_model_len", human_number(given))
     if derived is not None and length > derived:
         raise ConfigError(f"max_model_len={length} is more than the model's {derived} positions; use {derived} or less")
     return length
@@ -788,7 +788,7 @@ def _positive(name: str, value: Any) -> int:
 HUMAN_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def _human(value: Any) -> Any:
+def human_number(value: Any) -> Any:
     """A number as people write it on vLLM's command line: "2k" is 2,000, "2K" is 2,048; all else as it is."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmgKMG]?)", value) if isinstance(value, str) else None
     if match is None:

@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
+from actorllm.types.serve_options import SERVE_OPTIONS  # noqa: E402
 from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
@@ -220,6 +221,7 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
         "docs/compatibility.md": {
             "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
             "environment variables": environment_variables(),
+            "serve options": serve_options(),
         },
     }
     for page, bodies in parts_of.items():
@@ -259,6 +261,18 @@ def environment_variables() -> str:
         for meanings_of, status, note in told
         for name, meaning in meanings_of.items()
     ]
+    return "\n".join([*table(rows), ""])
+
+
+STATUS = {"taken": "same", "always": "same", "warned": "differs", "refused": "not there"}
+PREFIX = {"taken": "", "always": "it is always so", "warned": "taken with a warning: ", "refused": "refused: "}
+
+
+def serve_options() -> str:
+    """What becomes of every option of `vllm serve` that is not the engine's."""
+    rows = []
+    for name, (treatment, note) in SERVE_OPTIONS.items():
+        rows.append({"name": f"`{name}`", "status": STATUS[treatment], "note": PREFIX[treatment] + note})
     return "\n".join([*table(rows), ""])
 
 

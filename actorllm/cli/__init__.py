@@ -15,8 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from actorllm.cli.commands import app
+        from actorllm.cli.config_file import with_config
 
-        result = app(arguments, result_action="return_value", exit_on_error=True)
+        given = with_config(sys.argv[1:] if arguments is None else list(arguments))
+        result = app(given, result_action="return_value", exit_on_error=True)
     except ModuleNotFoundError as error:
         if error.name != "cyclopts":
             raise

@@ -10,10 +10,10 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from cyclopts import Parameter
 
@@ -35,6 +35,20 @@ def see_own_folder() -> None:
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
+
+def _number(kind: Any, tokens: Sequence[Any]) -> Any:
+    from actorllm.config import human_number
+
+    text = tokens[0].value
+    number = human_number(text)
+    try:
+        return int(number)
+    except ValueError:
+        raise ValueError(f"{text!r:.40} must be a whole number, like 2048, 2k (2,000) or 2K (2,048)") from None
+
+
+Number: TypeAlias = Annotated[int | None, Parameter(converter=_number)]
+"""A number as people write it: vLLM's command line takes 2k and 2K as well."""
 
 C = TypeVar("C", bound=type)
 
@@ -77,18 +91,18 @@ class EngineFlags:
     quantization: str | None = None
     model_impl: str | None = None
     max_model_len: int | str | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_seqs: Number = None
+    max_num_batched_tokens: Number = None
     max_num_partial_prefills: int | None = None
-    long_prefill_token_threshold: int | None = None
+    long_prefill_token_threshold: Number = None
     scheduling_policy: Annotated[str | None, Parameter(name=["--scheduling-policy", "--policy"])] = None
     admission_policy: str | None = None
     step_model: str | None = None
     async_scheduling: bool | None = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: Number = None
+    num_gpu_blocks_override: Number = None
     device: str | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None

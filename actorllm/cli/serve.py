@@ -6,15 +6,24 @@ only here, so that the other commands work without the extra.
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import os
+import sys
 import uuid
+from collections.abc import Container
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from actorllm.cli.options import SeededEngineFlags, see_own_folder, with_meanings
+from actorllm.cli.options import Number, SeededEngineFlags, see_own_folder, with_meanings
 from actorllm.errors import ConfigError
+from actorllm.types.serve_options import VLLMServeOptions
+
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLES = ("ACTORLLM_API_KEY", "VLLM_API_KEY")
 """The first that is set counts. A deployment that is moved here from vLLM must not stand open."""
@@ -36,13 +45,14 @@ class ServedEngineOptions(SeededEngineFlags):
     convert: str | None = None
     pooler_config: str | None = None
     hf_overrides: str | None = None
+    override_generation_config: str | None = None
     skip_tokenizer_init: bool | None = None
     stream_interval: int | None = None
     reasoning_parser: str | None = None
     watermark: float | None = None
     standby_worker: bool | None = None
-    max_waiting_requests: int | None = None
-    max_waiting_tokens: int | None = None
+    max_waiting_requests: Number = None
+    max_waiting_tokens: Number = None
     enable_chunked_prefill: bool | None = None
     """Always so here."""
     disable_log_requests: bool | None = None
@@ -51,6 +61,46 @@ class ServedEngineOptions(SeededEngineFlags):
     kv_cache_dtype: str | None = None
     pipeline_parallel_size: int | None = None
     data_parallel_size: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        given = super().arguments()
+        if "override_generation_config" in given:
+            given["override_generation_config"] = json_option(
+                "override-generation-config", given["override_generation_config"]
+            )
+        return given
+
+
+@Parameter(name="*", show=False)
+@dataclass(frozen=True, kw_only=True)
+class TheirServeOptions(VLLMServeOptions):
+    """Of vLLM only."""
+
+
+def json_option(name: str, text: str) -> Any:
+    """The value of an option that is JSON. Raises ConfigError."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--{name} {text:.80} must be JSON: {error}") from error
+
+
+def of_plugin(option: str, path: str, name: str | None, known: Container[str]) -> str | None:
+    """'module:Class' for a class of a plug-in file, which every process of the server can then import; other names as they are.
+
+    option: that has the path. name: of a parser. known: names of parsers of the package. Raises ConfigError.
+    """
+    file = Path(path).resolve()
+    if not file.is_file() or file.suffix != ".py":
+        raise ConfigError(f"--{option} {path:.200} must be a Python file")
+    if name is None or name in known or ":" in name:
+        return name
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    if found is None or found.origin is None or Path(found.origin).resolve() != file:
+        raise ConfigError(f"--{option} {path:.200}: another module is called {file.stem!r}; give the file another name")
+    return f"{file.stem}:{name}"
 
 
 def serve(
@@ -70,11 +120,20 @@ def serve(
     max_body_bytes: int = 8 << 20,
     body_timeout: float = 30.0,
     drain_timeout: float = 30.0,
+    chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
+    default_chat_template_kwargs: str | None = None,
     trust_request_chat_template: bool = False,
+    response_role: str = "assistant",
+    return_tokens_as_token_ids: bool = False,
+    enable_force_include_usage: bool = False,
+    exclude_tools_when_tool_choice_none: bool = False,
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
     vllm_metrics: bool = True,
     tool_call_parser: str | None = None,
+    tool_parser_plugin: str | None = None,
+    reasoning_parser_plugin: str | None = None,
     enable_auto_tool_choice: bool | None = None,
     allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     allowed_methods: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
@@ -86,6 +145,11 @@ def serve(
     ssl_cert_reqs: int = 0,
     uvicorn_log_level: str = "info",
     disable_uvicorn_access_log: bool = False,
+    root_path: str | None = None,
+    middleware: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    disable_fastapi_docs: bool = False,
+    config: str | None = None,
+    their_options: TheirServeOptions = TheirServeOptions(),
 ) -> None:
     """Serve MODEL over OpenAI's API (needs the extra actorllm[serve]).
 
@@ -119,6 +183,20 @@ def serve(
         Seconds that the body of a request may take to arrive.
     drain_timeout
         Seconds that requests have to end after SIGTERM or Ctrl-C; a second one ends them at once.
+    chat_template
+        A file with a Jinja template, or its text, in place of the model's.
+    chat_template_content_format
+        Whether the template is given text ("string") or lists of parts ("openai"); "auto" reads it.
+    default_chat_template_kwargs
+        Variables of the template, as JSON; those of a request count first.
+    response_role
+        Of messages in answers of chats.
+    return_tokens_as_token_ids
+        Log-probabilities call a token 'token_id:N', unless the request says otherwise.
+    enable_force_include_usage
+        Every stream ends with its usage.
+    exclude_tools_when_tool_choice_none
+        With tool_choice "none" the template is not shown the tools.
     trust_request_chat_template
         Requests may bring a chat template of their own, which is a program.
     enable_log_requests
@@ -130,16 +208,29 @@ def serve(
     tool_call_parser
         How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, another name of docs/tools.md, or a class
         of yours as 'module:Class'. Default: as its chat template shows.
+    tool_parser_plugin
+        A Python file; --tool-call-parser may then be the name of a class of it.
+    reasoning_parser_plugin
+        A Python file; --reasoning-parser may then be the name of a class of it.
     enable_auto_tool_choice
         Always so here: a model that is given tools may call them.
     allowed_origins
         Of web pages that may call this server; '*' for all.
     ssl_certfile
         With --ssl-keyfile: serve HTTPS.
+    root_path
+        The path under which a proxy serves all of this.
+    middleware
+        A class of ASGI, or an asynchronous function of request and next, as 'module.name'; may be given several times.
+    disable_fastapi_docs
+        Without /docs and /openapi.json.
+    config
+        A YAML file with options by name; those of the command line count first.
     """
     try:
         import anyio
 
+        from actorllm.server.answer_options import template_text
         from actorllm.server.app import create_app
         from actorllm.server.launcher import innermost
         from actorllm.server.launcher import serve as run_server
@@ -149,10 +240,25 @@ def serve(
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.api.async_llm import AsyncLLM
 
-    if any(":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None):
+    assert config is None, "the command line was read without it"
+    for warning in their_options.warnings():
+        logger.warning("%s", warning)
+    if middleware or any(
+        ":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None
+    ):
         see_own_folder()
     keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()
+    from actorllm.server.tool_formats import FORMATS
+    from actorllm.server.tool_parsers import PARSERS
+    from actorllm.text.reasoning.parsers import REASONING
+
+    if tool_parser_plugin:
+        tool_call_parser = of_plugin("tool-parser-plugin", tool_parser_plugin, tool_call_parser, {*PARSERS, *FORMATS})
+    if reasoning_parser_plugin:
+        arguments["reasoning_parser"] = of_plugin(
+            "reasoning-parser-plugin", reasoning_parser_plugin, arguments.get("reasoning_parser"), REASONING
+        )
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
     if unix_socket_mode is not None and unix_socket is None:
@@ -189,6 +295,18 @@ def serve(
         "enable_log_requests": enable_log_requests,
         "tool_call_parser": tool_call_parser,
         "vllm_metrics": vllm_metrics,
+        "chat_template": template_text(chat_template),
+        "chat_template_content_format": chat_template_content_format,
+        "default_chat_template_kwargs": {}
+        if default_chat_template_kwargs is None
+        else json_option("default-chat-template-kwargs", default_chat_template_kwargs),
+        "response_role": response_role,
+        "return_tokens_as_token_ids": return_tokens_as_token_ids,
+        "enable_force_include_usage": enable_force_include_usage,
+        "exclude_tools_when_tool_choice_none": exclude_tools_when_tool_choice_none,
+        "root_path": root_path or "",
+        "middleware": middleware or (),
+        "disable_fastapi_docs": disable_fastapi_docs,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

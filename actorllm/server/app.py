@@ -21,11 +21,13 @@ from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
 from actorllm.server import chat, completions, demo, live, pooling
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
+from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
 from actorllm.server.anthropic.endpoints import router as anthropic_router
 from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
+from actorllm.server.middleware import middleware_named
 from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody
 from actorllm.server.ollama.routes import router as ollama_router
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
@@ -79,6 +81,10 @@ def create_app(
     tracer_provider: TracerProvider | None = None,
     tool_call_parser: str | None = None,
     vllm_metrics: bool = True,
+    root_path: str = "",
+    middleware: Sequence[str] = (),
+    disable_fastapi_docs: bool = False,
+    **answers: Any,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
 
@@ -90,8 +96,10 @@ def create_app(
     each (needs actorllm[otel]).
     tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`, `tool_formats.FORMATS`, or a class as
     'module:Class'); None: as its chat template shows them. Its thoughts are read by the engine's `reasoning_parser`.
-    vllm_metrics: /metrics also has what vLLM counts, under its names.
-    Raises ConfigError.
+    vllm_metrics: /metrics also has what vLLM counts, under its names. root_path: under which a proxy serves all of this.
+    middleware: classes of ASGI or asynchronous functions of request and next, as 'module.name'; the last one sees a request first.
+    disable_fastapi_docs: without /docs and /openapi.json. answers: the fields of `AnswerOptions`.
+    Raises ConfigError, and TypeError for an argument that does not exist.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
     keys = _strings("api_key", api_key)
@@ -101,14 +109,24 @@ def create_app(
     if max_concurrent_requests is not None and max_concurrent_requests < 1:
         raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
     model = llm.config.model
+    layers = [middleware_named(path) for path in middleware]
     parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
     defaults = Defaults(
         sampling=model.sampling_defaults,
         max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
         reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
+        answers=AnswerOptions.of(**answers),
     )
-    app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
+    hidden: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None} if disable_fastapi_docs else {}
+    app = FastAPI(
+        title="actorllm",
+        version=__version__,
+        default_response_class=JSONResponse,
+        responses=_ERRORS,
+        **hidden,
+    )
+    app.root_path = root_path
     created = int(time.time())
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, created, tool_call_parser)
     app.state.server.logs_requests = enable_log_requests
@@ -138,6 +156,8 @@ def create_app(
             allow_headers=list(allowed_headers),
             allow_credentials=allow_credentials,
         )
+    for layer in layers:
+        app.add_middleware(layer)
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign,assignment]
     return app
 

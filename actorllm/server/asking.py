@@ -19,6 +19,21 @@ from actorllm.server.sampling import name_request
 B = TypeVar("B", bound=Body)
 
 
+async def read_named(request: Request, model: type[B], tag: str = "", body: Any = None) -> tuple[B, str]:
+    """The body, with what it leaves to the server, and the name of its model. The arguments are those of `answer_of`.
+
+    The server knows the templates of its model from then on. Raises ApiError.
+    """
+    state = state_of(request)
+    if body is None:
+        body = await read_admitted(request, model)
+    name = state.check_model(body.model, tag)
+    name_request(body, request.headers)
+    state.defaults.fill(body)
+    await state.know_templates()
+    return body, name
+
+
 async def answer_of(
     request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str, tag: str = "", body: Any = None
 ) -> tuple[Answer, Asked]:
@@ -29,12 +44,8 @@ async def answer_of(
     """
     state = state_of(request)
     headers = request.headers
-    if body is None:
-        body = await read_admitted(request, model)
-    name = state.check_model(body.model, tag)
-    name_request(body, headers)
+    body, name = await read_named(request, model, tag, body)
     fields = model.model_fields
-    await state.know_templates()
     try:
         asked = ask(body, headers, state.defaults, name, state.decode)
         streams = await submitted(

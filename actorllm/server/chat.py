@@ -55,10 +55,7 @@ def ask(
         decided["skip_special_tokens"] = False  # markers may be special
     if tool_use is not None:
         decided["structured_outputs"] = tool_use.structured
-        if body.tools and not defaults.shows_tools and body.chat_template is None:
-            extras.warnings.append("tools: the chat template of this model does not show them to it")
-        if tool_use.ignores_strict:
-            extras.warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
+        extras.warnings += tool_use.warnings(defaults.shows_tools or body.chat_template is not None)
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
     extras.warnings += warnings_of(params.structured_outputs)
@@ -73,6 +70,7 @@ def ask(
         )
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
     shape.tool_use = tool_use
+    shape.role = defaults.answers.response_role
     last = conversation.messages[-1]
     if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
         shape.echoed = last["content"]
@@ -93,13 +91,15 @@ def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Def
             "chat_template: this server uses the model's own; it takes others with --trust-request-chat-template",
             "chat_template",
         )
-    return Conversation.of(
+    tools = body.tools or None
+    if defaults.answers.exclude_tools_when_tool_choice_none and getattr(body, "tool_choice", None) == "none":
+        tools = None
+    return defaults.conversation(
         body.messages,
-        is_own=True,
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        tools=body.tools or None,
+        tools=tools,
         chat_template_kwargs=body.chat_template_kwargs,
     )
 
@@ -129,6 +129,7 @@ class ChatShape(OpenAIShape):
     PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
 
     tool_use: ToolUse | None = None
+    role = ROLE
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
     shows_prompt_logprobs = False
@@ -149,7 +150,7 @@ class ChatShape(OpenAIShape):
         choice: dict[str, Any] = {
             "index": index,
             "token_ids": None,
-            "message": {"role": ROLE, "content": self.echoed + one.text, "refusal": None, "reasoning": None},
+            "message": {"role": self.role, "content": self.echoed + one.text, "refusal": None, "reasoning": None},
             "logprobs": None if self.view.logprobs is None else self.view.logprobs.of_message(self._positions(one)),
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
@@ -167,7 +168,7 @@ class ChatShape(OpenAIShape):
 
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
         self._see_prompt(state.ids)
-        delta = {"role": ROLE, "content": self.echoed}
+        delta = {"role": self.role, "content": self.echoed}
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self.view.has_token_ids:
             choice["prompt_token_ids"] = state.ids

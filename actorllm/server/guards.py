@@ -22,7 +22,12 @@ from actorllm.server.envelope import ApiError, error_of
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/load", "/metrics"))
+OPEN_PATHS = frozenset(
+    (
+        *("/", "/page/page.css", "/page/live.js", "/page/chat.js"),
+        *("/health", "/ping", "/version", "/load", "/metrics"),
+    )
+)
 """What a load balancer or a scraper asks without a key; and the live page, which has nothing in it until it is given one."""
 
 SEND = "actorllm.send"

@@ -1,7 +1,7 @@
-"""The live page: one file without a build or a network, and what it asks for while it is visible.
+"""The page: files of the package (`page/`) without a build or another host, and what it asks for while it is visible.
 
-`GET /` is the page, `GET /live` what it shows. The engine is asked when the page asks, once a second and only while it is
-visible. A server whose page is not open does nothing for it.
+`GET /` is the page, `GET /page/...` its style and scripts, `GET /live` what it shows. The engine is asked when the page asks,
+once a second and only while it is visible. A server whose page is not open does nothing for it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,42 @@ from fastapi import APIRouter, Request, Response
 from actorllm import __version__
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import InvalidParameterError
+from actorllm.server.envelope import ApiError
 from actorllm.server.operations import JSONResponse, state_of
 
 router = APIRouter()
 
+OWN_FRONTEND = "0"
+"""Of the process that owns the engine; requests of other programs have names that only these know."""
 MAX_REQUESTS = 100
 """So many running and so many waiting ones are listed."""
 
 
+KINDS = {"page.css": "text/css", "live.js": "text/javascript", "chat.js": "text/javascript"}
+"""The files of the page beside index.html."""
+
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+POLICY += "form-action 'self'; frame-ancestors 'none'"
+HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache", "x-content-type-options": "nosniff"}
+
+
 @functools.cache
-def _page() -> bytes:
-    return (resources.files("actorllm.server") / "live.html").read_bytes()
+def _file(name: str) -> bytes:
+    return (resources.files("actorllm.server") / "page" / name).read_bytes()
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """The live page, for a browser."""
-    policy = (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-    )
-    headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-content-type-options": "nosniff"}
-    return Response(_page(), media_type="text/html; charset=utf-8", headers=headers)
+    """The page, for a browser."""
+    return Response(_file("index.html"), media_type="text/html; charset=utf-8", headers=HEADERS)
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def part(name: str) -> Response:
+    """A file of the page."""
+    if name not in KINDS:
+        raise ApiError(404, f"the page has no file {name!r:.80}")
+    return Response(_file(name), media_type=f"{KINDS[name]}; charset=utf-8", headers=HEADERS)
 
 
 @router.get("/live")
@@ -58,5 +73,9 @@ async def live(request: Request) -> Response:
     }
     if not state.engine.is_new:  # an engine without a request so far is not started to be looked at
         asked = state.engine.ask_scheduler("live", after=int(text), at_most=MAX_REQUESTS)
-        tree["engine"] = await HostLoop.current().result_of(asked)
+        tree["engine"] = engine = await HostLoop.current().result_of(asked)
+        names = {} if state.has_peers else state.names_by_number()
+        for one in (*engine["requests"]["running"], *engine["requests"]["waiting"]):
+            frontend, _, number = one["id"].partition(".")
+            one["name"] = names.get(int(number)) if frontend == OWN_FRONTEND else None
     return JSONResponse(tree)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.envelope import ApiError
-from actorllm.server.protocol import Body, Generation
+from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, StreamOptions
 from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
 from actorllm.server.tools import response_format_of
+from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.parsers import ReasoningParser
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
@@ -73,6 +75,9 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
 }
 """Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
 
+STREAMED_WITH_USAGE = (CompletionRequest, ChatCompletionRequest)
+"""Bodies of streams that say how many tokens there were only when they are asked to."""
+
 MAX_WARNED = 200
 MAX_UNKNOWN = 10
 """So many unknown fields are named, and for the first MAX_COMPARED a name is looked for that may be meant."""
@@ -95,6 +100,32 @@ class Defaults:
     """How the model marks what it thinks; None: it is not looked for."""
     shows_tools: bool = True
     """The model's chat template shows tools to the model. Known then, too."""
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    """Of the command line, or of `create_app`."""
+
+    def conversation(self, messages: Any, **options: Any) -> Conversation:
+        """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.
+
+        Raises InvalidPromptError and InvalidParameterError.
+        """
+        answers = self.answers
+        if options.get("chat_template") is None:
+            options["chat_template"] = answers.chat_template
+        further = options.get("chat_template_kwargs")
+        if answers.default_chat_template_kwargs and (further is None or isinstance(further, Mapping)):
+            options["chat_template_kwargs"] = {**answers.default_chat_template_kwargs, **(further or {})}
+        options["chat_template_content_format"] = answers.chat_template_content_format
+        return Conversation.of(messages, is_own=True, **options)
+
+    def fill(self, body: Body) -> None:
+        """Put into a body what it leaves to the server."""
+        if not isinstance(body, Generation):
+            return
+        if self.answers.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = True
+        if self.answers.enable_force_include_usage and body.stream and isinstance(body, STREAMED_WITH_USAGE):
+            options = body.stream_options or StreamOptions()
+            body.stream_options = options.model_copy(update={"include_usage": True})
 
 
 @dataclass(slots=True)

@@ -86,8 +86,8 @@ class ServerState:
         """Learn from the model's chat templates how it is shown tools and calls them. Reads files, when called first."""
         if self._has_read_templates:
             return
-        folder = self.llm.config.model.tokenizer
-        templates = [] if folder is None else chat_templates(folder)
+        folder, own = self.llm.config.model.tokenizer, self.defaults.answers.chat_template
+        templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
         self.defaults = replace(
             self.defaults,
             tool_parser=parser_named(self._tool_call_parser, templates),
@@ -182,6 +182,12 @@ class ServerState:
             due = now() + LAG_PERIOD_S
             await anyio.sleep(LAG_PERIOD_S)
             self.board.note_lag(self._row, max(0.0, now() - due))
+
+    def names_by_number(self) -> dict[int, str]:
+        """What the clients of requests under way call them, by the number that the engine has for each sequence."""
+        return {
+            rid: name for name, streams in self._streams.items() for stream in streams for rid in stream.mailbox.rids
+        }
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their ids, or all of them; each is answered with what there is. Returns how many were known."""

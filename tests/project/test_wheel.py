@@ -80,7 +80,10 @@ def test_a_wheel_has_both_packages_whole_and_nothing_else(wheel: ZipFile) -> Non
     [
         "actorllm/py.typed",
         "actorllm/server/grafana.json",
-        "actorllm/server/live.html",
+        "actorllm/server/page/index.html",
+        "actorllm/server/page/page.css",
+        "actorllm/server/page/live.js",
+        "actorllm/server/page/chat.js",
         "actorllm/shapes/Qwen3-0.6B/config.json",
         "actorllm/slo/report/page.html",
         "actorllm/slo/sample.jsonl",

@@ -131,6 +131,38 @@ async def test_a_conversation_goes_on_from_what_is_kept(client: httpx.AsyncClien
         assert (refused.status_code, refused.json()["error"]["param"]) == (404, "previous_response_id")
 
 
+async def test_the_items_of_an_input_are_listed(client: httpx.AsyncClient) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    given = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two"},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "Three"},
+    ]
+    name = (await respond(client, input=given))["id"]
+    path = f"/v1/responses/{name}/input_items"
+    tree = (await client.get(path, params={"order": "asc"})).json()
+    kinds = [item["type"] for item in tree["data"]]
+    assert kinds == ["message", "message", "function_call", "function_call_output"]
+    assert tree["data"][0]["content"] == [{"type": "input_text", "text": "One"}]
+    assert tree["data"][1]["content"][0]["type"] == "output_text"
+    assert tree["data"][2].items() >= call.items()
+    assert (tree["object"], tree["has_more"]) == ("list", False)
+    ids = [item["id"] for item in tree["data"]]
+    assert len(set(ids)) == 4
+    page = (await client.get(path, params={"limit": 2, "after": ids[3]})).json()
+    assert [item["id"] for item in page["data"]] == [page["first_id"], page["last_id"]] == [ids[2], ids[1]]
+    assert page["has_more"]
+    for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "nothing"}):
+        answer = await client.get(path, params=wrong)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == next(iter(wrong))
+    assert (await client.get("/v1/responses/nothing/input_items")).status_code == 404
+    behind = await respond(client, previous_response_id=name)
+    (item,) = (await client.get(f"/v1/responses/{behind['id']}/input_items")).json()["data"]
+    assert item["content"][0]["text"] == INPUT
+
+
 async def test_a_response_in_the_background_is_the_same(client: httpx.AsyncClient) -> None:
     asked: dict[str, Any] = {"max_output_tokens": 24, "temperature": 0}
     front = await respond(client, **asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -223,12 +224,23 @@ def test_bad_arguments(llm: AsyncLLM, arguments: dict[str, Any]) -> None:
 async def test_the_live_page_and_what_it_asks(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
     page = await client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in page.text
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
-        assert way not in page.text, "what clients name and write must stay text"
+    parts = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+    assert len(parts) == 3
+    answers = [page, *[await client.get(f"/{part}") for part in parts]]
+    for answer in answers:
+        assert answer.status_code == 200
+        assert "'unsafe-inline'" not in answer.headers["content-security-policy"]
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in answer.text
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in answer.text, "what clients name and write must stay text"
+    assert "style=" not in page.text, "the policy refuses it"
+    assert not re.search(r"<script>|<style>|\son\w+=", page.text), "the policy refuses it"
+    asked = set(re.findall(r'\$\("([\w-]+)"\)', "".join(answer.text for answer in answers)))
+    assert asked <= set(re.findall(r'id="([\w-]+)"', page.text))
+    assert (await client.get("/page/index.html")).status_code == 404
     async with anyio.create_task_group() as group:
-        group.start_soon(_complete, client, {**LONG, "slo": {"tpot": 10.0}, "tenant": "a"})
+        group.start_soon(_complete, client, {**LONG, "slo": {"tpot": 10.0}, "tenant": "a", "request_id": "tale"})
 
         async def has_begun() -> bool:
             engine = (await client.get("/live")).json()["engine"]
@@ -239,6 +251,7 @@ async def test_the_live_page_and_what_it_asks(llm: AsyncLLM, client: httpx.Async
         (request,) = tree["engine"]["requests"]["running"]
         assert (request["state"], request["tenant"], request["max_tokens"]) == ("running", "a", 900)
         assert request["slo"][:3] == [None, 10.0, None]
+        assert request["name"] == "cmpl-tale"
         assert 0 < request["ttft_s"] <= request["age_s"]
         assert tree["engine"]["requests"]["waiting"] == []
         assert tree["engine"]["kv_usage"] > 0
@@ -246,7 +259,7 @@ async def test_the_live_page_and_what_it_asks(llm: AsyncLLM, client: httpx.Async
         newer = (await client.get(f"/live?after={steps[-1][0]}")).json()["engine"]["steps"]
         assert all(step[0] > steps[-1][0] for step in newer)
         assert (tree["model"], tree["state"], tree["num_api_processes"]) == ("storyteller", "running", 1)
-        await client.post("/abort_requests", json={"abort_all": True})
+        await client.post("/abort_requests", json={"request_ids": [request["name"]]})
     for after in ("x", "-1", "1" * 30):
         assert (await client.get(f"/live?after={after}")).status_code == 400
 

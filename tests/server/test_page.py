@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +96,125 @@ def test_it_shows_what_the_engine_does_and_tries_a_prompt(server: Server) -> Non
         for client in clients:
             if client.ident is not None:
                 client.join()
+
+
+def click(browser: Browser, name: str) -> None:
+    browser.value(f"document.getElementById('{name}').click()")
+
+
+def put(browser: Browser, name: str, value: str) -> None:
+    """As a hand would."""
+    field = f"document.getElementById('{name}')"
+    browser.value(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+
+NOW_IDLE = "document.getElementById('go').textContent === 'Send'"
+NUM_MESSAGES = "document.querySelectorAll('#answer .message').length"
+
+
+def test_a_conversation(server: Server) -> None:
+    """System prompt, regeneration, both ways of asking, a stop, and the same request for other programs."""
+    with Browser() as browser:
+        browser.open(server.url + "/")
+        for name, value in (("tokens", "12"), ("seed", "1"), ("system", "Be a 'king'."), ("top-p", "0.9")):
+            put(browser, name, value)
+        put(browser, "prompt", "It's a dog")
+        browser.value("document.getElementById('code').open = true")
+        browser.becomes_true("document.getElementById('python').textContent.includes('openai')")
+        click(browser, "go")
+        browser.becomes_true(f"{NUM_MESSAGES} === 2 && {NOW_IDLE}")
+        answer = browser.value("document.querySelector('#answer .assistant').textContent")
+        click(browser, "again")
+        browser.becomes_true(f"{NUM_MESSAGES} === 2 && {NOW_IDLE}")
+        assert browser.value("document.querySelector('#answer .assistant').textContent") == answer  # by its seed
+        put(browser, "prompt", "And a cat")
+        click(browser, "go")
+        browser.becomes_true(f"{NUM_MESSAGES} === 4 && {NOW_IDLE}")
+        click(browser, "clear")
+        assert browser.value(NUM_MESSAGES) == 0
+        # What it shows for a terminal and a program does what the page did.
+        put(browser, "prompt", "It's a dog")
+        curl = browser.value("document.getElementById('curl').textContent")
+        words = shlex.split(curl)
+        sent = json.loads(words[words.index("-d") + 1])
+        assert [one["role"] for one in sent["messages"]] == ["system", "user"]
+        assert httpx.post(words[1], json=sent).json()["choices"][0]["message"]["content"] == answer
+        program = browser.value("document.getElementById('python').textContent")
+        compile(program, "page", "exec")
+        assert "system" in program
+        # A stop ends the request in the engine.
+        put(browser, "tokens", "100000")
+        put(browser, "way", "text")
+        click(browser, "go")
+        browser.becomes_true("+document.getElementById('running').textContent > 0")
+        click(browser, "go")
+        browser.becomes_true(f"{NOW_IDLE} && document.getElementById('figures').textContent.includes('stopped')")
+        browser.becomes_true("document.getElementById('ttft').textContent !== '–'")
+        browser.becomes_true("document.getElementById('tpot').textContent !== '–'")
+        assert not [error for error in browser.errors if "ERR_ABORTED" not in error]  # of what was stopped
+
+
+def test_a_request_is_aborted_by_the_name_that_the_client_knows(server: Server) -> None:
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "request_id": "tale", "min_tokens": 1500}
+    answers: list[httpx.Response] = []
+    client = threading.Thread(
+        target=lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=100))
+    )
+    with Browser() as browser:
+        browser.open(server.url + "/")
+        client.start()
+        browser.becomes_true("document.querySelector('#requests .name')?.textContent === 'cmpl-tale'")
+        button = "[...document.querySelectorAll('#requests button')].find(one => one.dataset.name === 'cmpl-tale')"
+        assert browser.value(f"{button}.getAttribute('aria-label')") == "abort the request cmpl-tale"
+        browser.value(f"{button}?.click()")
+        client.join()
+    assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_nothing_is_wider_than_the_window(server: Server, width: int, is_dark: bool) -> None:
+    is_over = threading.Event()
+    clients = [threading.Thread(target=keep_busy, args=(server, is_over, number)) for number in range(3)]
+    try:
+        for client in clients:
+            client.start()
+        with Browser(width, 800, is_dark) as browser:
+            browser.open(server.url + "/")
+            put(browser, "prompt", "word" * 300)
+            browser.value("document.getElementById('code').open = true")
+            browser.becomes_true("document.querySelectorAll('#requests tr').length >= 3")
+            browser.becomes_true("document.getElementById('curl').textContent !== ''")
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            wide = (
+                "[...document.querySelectorAll('body *')].filter(one => !one.closest('.scroll') && !one.closest('pre')"
+            )
+            wide += " && one.getBoundingClientRect().right > innerWidth + 1).map(one => one.outerHTML.slice(0, 90))"
+            assert browser.value(wide) == []
+            over = "[...document.querySelectorAll('.card')].filter(one => one.getBoundingClientRect().right >"
+            over += " one.parentNode.getBoundingClientRect().right + 1).length"
+            assert browser.value(over) == 0
+            ground = browser.value("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) is is_dark
+            # Names for keyboard and screen reader: as the accessibility tree has them.
+            nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+            roles = {"button", "textbox", "combobox", "spinbutton", "link", "img", "log", "searchbox"}
+            nameless = [
+                node
+                for node in nodes
+                if node.get("role", {}).get("value") in roles
+                and not node.get("ignored")
+                and not node.get("name", {}).get("value")
+            ]
+            assert not nameless
+            wanted = os.environ.get("ACTORLLM_SCREENSHOT")
+            if wanted:
+                Path(wanted).with_suffix(f".{width}{'.dark' * is_dark}.png").write_bytes(browser.screenshot())
+            assert not browser.errors
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join()
 
 
 def test_markup_in_what_it_shows_stays_text() -> None:

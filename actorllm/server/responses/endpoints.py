@@ -27,6 +27,9 @@ from actorllm.server.state import ServerState
 
 router = APIRouter()
 
+MAX_LISTED = 100
+"""Items of an input that are listed at a time."""
+
 
 def _kept(state: ServerState) -> KeptResponses | None:
     """None: another API process may answer the next request."""
@@ -81,6 +84,33 @@ async def get_response(request: Request, name: str) -> Response:
         raise ApiError(400, f"starting_after={after!r:.80} must be the number of an event", "starting_after") from None
     kept.after(number)
     return Reader(kept, max(number, -1), {})
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def list_input_items(request: Request, name: str) -> Response:
+    """What a kept response was given as input, without what `previous_response_id` put before it. Query: limit, order, after."""
+    kept = _found(request, name)
+    query = request.query_params
+    text, order = query.get("limit", "20"), query.get("order", "desc")
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LISTED):
+        raise ApiError(400, f"limit={text!r:.40} must be between 1 and {MAX_LISTED}", "limit")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order={order!r:.40} must be 'asc' or 'desc'", "order")
+    if not kept.input_items:
+        raise ApiError(404, f"response_id: the input of {kept.id!r:.80} was too long to be kept", "response_id")
+    items = orjson.loads(kept.input_items)
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(400, f"after={after!r:.80} is no item of this input", "after")
+        items = items[places[0] + 1 :]
+    shown = items[: int(text)]
+    tree = {"object": "list", "data": shown, "has_more": len(items) > len(shown)}
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return JSONResponse({**tree, **ends})
 
 
 @router.post("/v1/responses/{name}/cancel")

@@ -47,6 +47,8 @@ class KeptResponse:
         self.ended_at: float | None = None
         self.conversation = b"" if messages is None else orjson.dumps(messages)
         """As JSON; empty where it is not kept."""
+        self.input_items = b""
+        """What the request gave as input, as a list of items in JSON; empty where it is not kept."""
         self._events: deque[bytes] = deque()
         self._num_dropped = 0
         self._num_event_bytes = 0
@@ -54,7 +56,7 @@ class KeptResponse:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.conversation) + self._num_event_bytes
+        return len(self.response) + len(self.conversation) + len(self.input_items) + self._num_event_bytes
 
     def answer(self, messages: list[dict[str, Any]]) -> None:
         """Put what was answered behind the conversation."""

@@ -6,6 +6,7 @@ response before them. Called by `endpoints`.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,6 @@ from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse,
 from actorllm.server.responses.shape import ResponsesShape
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
-from actorllm.text.chat_template import Conversation
 from actorllm.types.params import RequestOutputKind, SamplingParams
 from actorllm.types.structured_outputs import StructuredOutputsParams
 
@@ -36,6 +36,8 @@ NOT_HERE = (
     *("n", "best_of", "echo", "prompt_logprobs", "return_token_ids", "logprob_token_ids"),
 )
 """Fields that would have to be honoured, and are not; None and false ask for nothing."""
+
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -92,8 +94,8 @@ def ask(
     messages += messages_of_input(body.input)
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     tools = [_chat_tool(tool, number) for number, tool in enumerate(body.tools or ())]
-    conversation = Conversation.of(
-        [*instructions, *messages], is_own=True, tools=tools or None, chat_template_kwargs=body.chat_template_kwargs
+    conversation = defaults.conversation(
+        [*instructions, *messages], tools=tools or None, chat_template_kwargs=body.chat_template_kwargs
     )
     for message in conversation.messages:
         if body.truncate_prompt_tokens is None and isinstance(content := message.get("content"), str):
@@ -135,6 +137,8 @@ def ask(
         kept = KeptResponse(
             shape.id, messages if is_short else None, orjson.dumps(shape.response("queued")), bool(body.background)
         )
+        if is_short:
+            kept.input_items = orjson.dumps(items_of_input(body.input))
     prompt: Prompt = conversation
     if body.cache_salt is not None:
         prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
@@ -225,6 +229,20 @@ def _earlier(body: ResponsesRequest, responses: KeptResponses) -> list[dict[str,
         raise ApiError(400, told, "previous_response_id")
     messages: list[dict[str, Any]] = orjson.loads(kept.conversation)
     return messages
+
+
+def items_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items that a checked input is, each with an id and a status, as OpenAI lists them."""
+    items = []
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        kind = item.get("type", "message")
+        made = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **item}
+        if kind == "message" and isinstance(made["content"], str):
+            part = "output_text" if item["role"] == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": [], "logprobs": []} if part == "output_text" else {}
+            made["content"] = [{"type": part, "text": made["content"], **more}]
+        items.append(made)
+    return items
 
 
 def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

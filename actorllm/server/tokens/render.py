@@ -12,11 +12,11 @@ from fastapi import APIRouter, Request, Response
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError
 from actorllm.server import chat, completions
+from actorllm.server.asking import read_named
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError, error_of
-from actorllm.server.operations import JSONResponse, read_admitted, state_of, takes
+from actorllm.server.operations import JSONResponse, state_of, takes
 from actorllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
-from actorllm.server.sampling import name_request
 from actorllm.server.state import ServerState
 from actorllm.text.chat_template import Conversation
 from actorllm.types.params import SamplingParams
@@ -41,13 +41,10 @@ async def render_chat(request: Request) -> Response:
 
 async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_field: str) -> list[dict[str, Any]]:
     state = state_of(request)
-    body = await read_admitted(request, model)
-    name = state.check_model(body.model)
-    name_request(body, request.headers)
+    body, name = await read_named(request, model)
     if body.truncate_prompt_tokens is not None:
         told = "truncate_prompt_tokens is not supported here; cut the token ids that come back"
         raise ApiError(400, told, "truncate_prompt_tokens")
-    await state.know_templates()
     try:
         asked: Asked = ask(body, request.headers, state.defaults, name, state.decode)
         adds = body.add_special_tokens

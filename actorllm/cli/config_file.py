@@ -1,0 +1,92 @@
+"""`--config FILE.yaml` of `actorllm serve`: options from a file, put before those of the command line.
+
+A key is an option's name, with dashes or underscores; `model` or `model_tag` is the model. An option that the command line
+gives is left out, whichever of its names is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from actorllm.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+SAME = {
+    "uds": "unix-socket",
+    "api-server-count": "api-processes",
+    "policy": "scheduling-policy",
+    "model-tag": "model",
+}
+"""Second names of options."""
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """The command line with the options of its file. Raises ConfigError."""
+    arguments = list(arguments)
+    if arguments[:1] != ["serve"]:
+        return arguments
+    paths, own = [], []
+    rest = iter(arguments[1:])
+    for one in rest:
+        if one == "--config":
+            paths.append(next(rest, ""))
+        elif one.startswith("--config="):
+            paths.append(one.partition("=")[2])
+        else:
+            own.append(one)
+    if not paths:
+        return arguments
+    if len(paths) > 1:
+        raise ConfigError(f"--config is given {len(paths)} times: give one file")
+    given = {_plain(one[2:].partition("=")[0]) for one in own if one.startswith("--")}
+    if own and not own[0].startswith("-"):
+        given.add("model")
+    options = [
+        text for name, value in _read(paths[0]).items() if _plain(name) not in given for text in _written(name, value)
+    ]
+    # A positional argument stays first: an option that takes several values would take it, too.
+    place = 0 if not own or own[0].startswith("-") else 1
+    return ["serve", *own[:place], *options, *own[place:]]
+
+
+def _plain(name: str) -> str:
+    name = name.replace("_", "-").removeprefix("no-")
+    return SAME.get(name, name)
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise ConfigError("--config needs more packages (yaml): pip install 'actorllm[serve]'") from error
+    try:
+        if os.path.getsize(path) > MAX_BYTES:
+            raise ConfigError(f"--config {path:.200} has more than {MAX_BYTES} bytes")
+        with open(path, encoding="utf-8") as file:
+            tree = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path:.200} cannot be read: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+        raise ConfigError(f"--config {path:.200} must be a mapping from options to values")
+    if "config" in tree:
+        raise ConfigError(f"--config {path:.200} names another file: give one")
+    return tree
+
+
+def _written(name: str, value: Any) -> Iterator[str]:
+    """As on a command line."""
+    option = "--" + name.replace("_", "-")
+    if _plain(name) == "model":
+        option = "--model"
+    if value is None:
+        return
+    if isinstance(value, bool):
+        yield option if value else f"--no-{option[2:]}"
+        return
+    for one in value if isinstance(value, list) else [value]:
+        yield f"{option}={json.dumps(one) if isinstance(one, dict) else one}"

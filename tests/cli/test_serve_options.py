@@ -1,0 +1,146 @@
+"""Options of `vllm serve`: what becomes of each is what the table says, and a file gives them as the command line does."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.cli import main, serve
+from actorllm.cli.config_file import with_config
+from actorllm.errors import ConfigError
+from actorllm.server import launcher
+from actorllm.types.serve_options import SERVE_OPTIONS, VLLMServeOptions
+
+
+def names_of_serve() -> set[str]:
+    names = set(inspect.signature(serve.serve).parameters)
+    return names | {"uds", "api_server_count", *serve.ServedEngineOptions.__dataclass_fields__}
+
+
+def test_the_table_names_every_option_once() -> None:
+    theirs = set(VLLMServeOptions.__dataclass_fields__)
+    taken = {name for name, option in SERVE_OPTIONS.items() if option.treatment == "taken"}
+    assert taken <= names_of_serve()
+    assert not theirs & names_of_serve()
+    assert theirs <= set(SERVE_OPTIONS)
+    assert set(SERVE_OPTIONS) <= theirs | names_of_serve()
+    assert all(option.note for option in SERVE_OPTIONS.values() if option.treatment in ("warned", "refused"))
+
+
+def other(value: Any) -> Any:
+    return not value if isinstance(value, bool) else "x" if value is None or isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("name", VLLMServeOptions.__dataclass_fields__)
+def test_an_option_of_vllm_is_treated_as_the_table_says(name: str) -> None:
+    assert VLLMServeOptions().warnings() == []
+    made = VLLMServeOptions(**{name: other(VLLMServeOptions.__dataclass_fields__[name].default)})
+    treatment, note = SERVE_OPTIONS[name]
+    if treatment == "refused":
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.* is not supported: {note}"):
+            made.warnings()
+    else:
+        assert len(made.warnings()) == (treatment == "warned")
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command until the server would start; returns its engine and its application."""
+    found: list[Any] = []
+
+    async def start(app: Any, listener: Any) -> None:
+        found.append((app.state.server.llm, app))
+        raise Started
+
+    monkeypatch.setattr(launcher, "serve", start)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*options: str) -> tuple[AsyncLLM, Any]:
+        with pytest.raises(Started):
+            main(["serve", *options])
+        made: tuple[AsyncLLM, Any] = found.pop()
+        return made
+
+    return call
+
+
+def test_options_of_a_file_and_numbers(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: storyteller\nmax_model_len: 0.1k\nmax-num-batched-tokens: 1K\nport: 70000\n"
+        "served-model-name: [one, two]\nenable_prefix_caching: false\nuvicorn-log-level: warning\n"
+        'override_generation_config: {"temperature": 0.25}\n'
+    )
+    llm, app = run("--config", str(file), "--port", "0", "--max-num-seqs", "3")
+    config = llm.config
+    assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (100, 1024)
+    assert app.state.server.model_names == ("one", "two")
+    assert app.state.server.defaults.sampling["temperature"] == 0.25
+
+
+def test_the_command_line_counts_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: a\nuds: /x\nenable_prefix_caching: true\nseed: 3\n")
+    given = ["serve", "b", f"--config={file}", "--unix-socket", "/y", "--no-enable-prefix-caching"]
+    assert with_config(given) == ["serve", "b", "--seed=3", "--unix-socket", "/y", "--no-enable-prefix-caching"]
+    assert with_config(["info", "--config", "x"]) == ["info", "--config", "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a", "must be a mapping"),
+        ("a: [", "cannot be read"),
+        ("config: b", "names another file"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_wrong(text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "options.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 2
+    assert told in capsys.readouterr().err
+
+
+TOOLS = """
+from actorllm.server.tool_parsers import HermesParser
+class Mine(HermesParser):
+    pass
+"""
+THOUGHTS = """
+from actorllm.text.reasoning.parsers import ReasoningParser
+class Own(ReasoningParser):
+    START, END = "<a>", "</a>"
+"""
+
+
+def test_parsers_of_plug_in_files(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools, thoughts = tmp_path / "tools_plugin_of_a_test.py", tmp_path / "thoughts_plugin_of_a_test.py"
+    tools.write_text(TOOLS)
+    thoughts.write_text(THOUGHTS)
+    files = ("--tool-parser-plugin", str(tools), "--reasoning-parser-plugin", str(thoughts))
+    _, app = run("--port", "0", *files, "--tool-call-parser", "Mine", "--reasoning-parser", "Own")
+    state = app.state.server
+    state.read_templates()
+    assert state.defaults.tool_parser.__name__ == "Mine"
+    assert state.defaults.reasoning.START == "<a>"
+    _, app = run("--port", "0", *files, "--tool-call-parser", "hermes")
+    app.state.server.read_templates()
+    assert app.state.server.defaults.tool_parser.__name__ == "HermesParser"
+    for wrong, told in (
+        ("nowhere.py", "must be a Python file"),
+        (str(tmp_path / "json.py"), "another module is called"),
+    ):
+        (tmp_path / "json.py").touch()
+        assert main(["serve", "--tool-parser-plugin", wrong, "--tool-call-parser", "Mine"]) == 2
+        assert told in capsys.readouterr().err

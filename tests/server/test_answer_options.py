@@ -1,0 +1,123 @@
+"""What a server decides for requests that do not: options of the command line, as arguments of `create_app`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request, Response
+
+from actorllm import AsyncLLM
+from actorllm.errors import ConfigError
+from actorllm.server import create_app
+from tests.server.conftest import client_of, events_of
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "dog"}]
+BODY: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2, "ignore_eos": True, "seed": 1}
+TEMPLATE = "{{ mood }} {% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}T{% endif %}"
+
+
+async def ask(app: Any, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.post(path, json={**BODY, **fields})
+
+
+async def rendered(app: Any, **fields: Any) -> str:
+    """The prompt of a chat."""
+    async with client_of(app) as client:
+        found = await client.post("/v1/chat/completions/render", json={**BODY, **fields})
+        assert found.status_code == 200, found.text
+        ids = found.json()["token_ids"]
+        text: str = (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+        return text
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+async def test_a_template_in_place_of_the_models(llm: AsyncLLM, is_file: bool, tmp_path: Path) -> None:
+    file = tmp_path / "one.jinja"
+    file.write_text(TEMPLATE)
+    options = {"chat_template": str(file) if is_file else TEMPLATE, "default_chat_template_kwargs": {"mood": "sad"}}
+    app = create_app(llm, **options)
+    assert await rendered(app) == "sad dog"
+    assert await rendered(app, chat_template_kwargs={"mood": "gay"}) == "gay dog"
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert (await rendered(app, tools=[tool], tool_choice="none")).endswith("dogT")
+    app = create_app(llm, **options, exclude_tools_when_tool_choice_none=True)
+    assert (await rendered(app, tools=[tool], tool_choice="none")).endswith("dog")
+    assert "x-actorllm-warning" not in (await ask(app, tools=[tool])).headers  # it shows tools
+    both = await ask(app, "/v1/responses", input="dog", max_tokens=None, messages=None, max_output_tokens=2)
+    assert both.status_code == 200, both.text
+    assert both.json()["usage"]["input_tokens"] == (await ask(app)).json()["usage"]["prompt_tokens"]
+
+
+async def test_the_form_of_content(llm: AsyncLLM) -> None:
+    template = "{% for m in messages %}{% if m.content is string %}text{% else %}parts{% endif %}{% endfor %}"
+    for form, shown in (("openai", "parts"), ("string", "text")):
+        assert await rendered(create_app(llm, chat_template=template, chat_template_content_format=form)) == shown
+
+
+async def test_roles_token_names_and_usage(llm: AsyncLLM) -> None:
+    app = create_app(llm, response_role="bard", return_tokens_as_token_ids=True, enable_force_include_usage=True)
+    (choice,) = (await ask(app, logprobs=True)).json()["choices"]
+    assert choice["message"]["role"] == "bard"
+    assert all(one["token"].startswith("token_id:") for one in choice["logprobs"]["content"])
+    (choice,) = (await ask(app, logprobs=True, return_tokens_as_token_ids=False)).json()["choices"]
+    assert not any(one["token"].startswith("token_id:") for one in choice["logprobs"]["content"])
+    first, *_, last = events_of(await ask(app, stream=True))
+    assert first["choices"][0]["delta"]["role"] == "bard"
+    assert last["usage"]["completion_tokens"] == 2
+    refused = await ask(create_app(llm), "/v1/completions", prompt="a", stream=True, stream_options=None)
+    assert "usage" not in events_of(refused)[-1] or events_of(refused)[-1]["usage"] is None
+
+
+class Counting:
+    """A layer of ASGI."""
+
+    seen = 0
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        type(self).seen += 1
+        await self._app(scope, receive, send)
+
+
+async def mark(request: Request, call_next: Any) -> Response:
+    response: Response = await call_next(request)
+    response.headers["x-mark"] = "yes"
+    return response
+
+
+async def test_layers_paths_and_pages(llm: AsyncLLM) -> None:
+    here = __name__
+    app = create_app(llm, middleware=[f"{here}.Counting", f"{here}:mark"], root_path="/llm", disable_fastapi_docs=True)
+    answer = await ask(app)
+    assert answer.status_code == 200
+    assert answer.headers["x-mark"] == "yes"
+    assert Counting.seen == 1
+    async with client_of(app) as client:
+        assert (await client.get("/llm/v1/models")).status_code == 200
+        assert (await client.get("/docs")).status_code == 404
+        assert (await client.get("/openapi.json")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"chat_template": "/no/such.jinja"}, "neither a file"),
+        ({"chat_template_content_format": "xml"}, "must be one of"),
+        ({"default_chat_template_kwargs": 3}, "must be a mapping"),
+        ({"response_role": ""}, "response_role is empty"),
+        ({"middleware": ["nothing"]}, "must be an import path"),
+        ({"middleware": ["no_such_module.x"]}, "cannot be loaded"),
+        ({"middleware": ["os.path.join"]}, "must be a class, or an asynchronous function"),
+    ],
+)
+def test_options_that_are_wrong(llm: AsyncLLM, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        create_app(llm, **options)
