@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tomllib
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 OF_MAKE = ("ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
@@ -61,3 +64,23 @@ def test_the_page_names_every_extra_and_its_packages() -> None:
     for extra, packages in project["optional-dependencies"].items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{extra}` |")]
         assert row.rsplit("|", 2)[1].strip() == ", ".join(Requirement(package).name for package in packages)
+
+
+def test_the_page_names_the_versions_that_were_tried_and_none_of_them_failed() -> None:
+    results = json.loads((ROOT / "tests" / "versions" / "results.json").read_text())["runs"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {requirement.name: requirement.specifier for requirement in map(Requirement, project["dependencies"])}
+    ranges["python"] = SpecifierSet(project["requires-python"])
+    page = (ROOT / "docs" / "embedding.md").read_text().splitlines()
+    assert len(results) >= 7
+    for name, run in results.items():
+        package, version = name.split()
+        assert run["passed"] > 100, name
+        assert (run["failed"], run["error"]) == (0, 0), name
+        assert ranges[package].contains(version), name
+        (row,) = [row for row in page if row.lower().startswith(f"| {package} ") and version in row.split("|")[1]]
+        assert "refused |" not in row, row
+        assert "not tried" not in row, row
+    lowest = min(Version(name.split()[1]) for name in results if name.startswith("transformers"))
+    pinned = (ROOT / "constraints-lowest.txt").read_text()
+    assert f"\ntransformers=={lowest}\n" in pinned
