@@ -407,3 +407,21 @@ def test_a_request_of_the_other_kind_is_refused(arguments: dict[str, Any], pooli
     end = make_scheduler(**arguments).submit(0, make_submit(1, [1, 2, 3], pooling=pooling), 0.0)
     assert end is not None
     assert end.error == told
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"pooling": "all"}, "a vector of every token needs the prompt as a whole"),
+        ({"pooling": "all", "is_chunkable": False, "wide": True}, "may be more than one message holds"),
+        ({"pooling": "last", "pair_start": 3}, "pair_start=3 is no place in a pooled prompt of 3 tokens"),
+        ({"pair_start": 1}, "pair_start=1 is no place in a pooled prompt of 3 tokens"),
+    ],
+    ids=str,
+)
+def test_what_no_front_door_asks_of_pooling_is_refused(fields: dict[str, Any], told: str) -> None:
+    size = 1 << 20 if "wide" in fields else 2
+    fields = {name: value for name, value in fields.items() if name != "wide"}
+    end = make_scheduler(vector_size=size).submit(0, make_submit(1, [1, 2, 3], **fields), 0.0)
+    assert end is not None
+    assert told in str(end.error)

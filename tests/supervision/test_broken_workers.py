@@ -237,9 +237,9 @@ VECTORS = {
     "a token for a vector": r"step \d+: no vectors of rows \[0\]",
     "neither": r"step \d+: no vectors of rows \[0\]",
     "both": r"step \d+: tokens of rows \[0\], which want vectors",
-    "an empty vector": r"step \d+: 0 numbers for 1 vectors of 256 numbers each",
-    "a narrow vector": r"step \d+: 255 numbers for 1 vectors of 256 numbers each",
-    "a wide vector": r"step \d+: 257 numbers for 1 vectors of 256 numbers each",
+    "an empty vector": r"step \d+: 0 numbers for 1 vectors of 256 numbers in all",
+    "a narrow vector": r"step \d+: 255 numbers for 1 vectors of 256 numbers in all",
+    "a wide vector": r"step \d+: 257 numbers for 1 vectors of 256 numbers in all",
     "not finite": r"step \d+: NaN or infinity in the vectors of rows \[0\]",
     "vectors=null": r"step \d+: StepResult.vectors=None",
 }
