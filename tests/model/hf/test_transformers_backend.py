@@ -389,7 +389,7 @@ def test_a_model_that_would_be_wrong_is_refused_by_name_and_reason(name: str, tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "no decoder for text generation.*LlamaForCausalLM"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "no decoder for text generation.*LlamaForCausalLM"),
         ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "no model_type 'foo'"),
         (
             {"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "foo.FooConfig"}},
