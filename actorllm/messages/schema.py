@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.types.params import MAX_N
+from actorllm.types.request_end import TIMES as TIMES_OF_AN_END
 
 FRONTEND = "frontend"
 """Also one in another program."""
@@ -54,12 +55,17 @@ class Field:
     kind: a dtype of `EMPTY`, for a column; "int", "float" (any finite number), "bool", "str"; "ints", "floats" (None among
     them), "strs": lists of these; "map": a JSON object; "rows": a list of lists; "any": any JSON value. low and high are of
     the elements of a column or list.
+
+    is_time: it is a point in time on the sender's clock, in seconds, and no duration (`messages.times`). times: of rows, at
+    which positions of each there is one.
     """
 
     kind: str
     low: float | None = None
     high: float | None = None
     is_nullable: bool = False
+    is_time: bool = False
+    times: tuple[int, ...] = ()
 
     @property
     def is_column(self) -> bool:
@@ -86,8 +92,8 @@ U32 = Field("u4")
 F32 = Field("f4")
 INT = Field("int", I32_MIN, I32_MAX)
 COUNT = Field("int", 0, I32_MAX)
-NUMBER = Field("float")
-TIME_OR_NONE = Field("float", is_nullable=True)
+TIME = Field("float", is_time=True)
+TIME_OR_NONE = Field("float", is_nullable=True, is_time=True)
 BOOL = Field("bool")
 STR = Field("str")
 STR_OR_NONE = Field("str", is_nullable=True)
@@ -100,7 +106,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
         "Submit": _entry(
             FRONTEND,
             rid=INT,
-            arrival=NUMBER,
+            arrival=TIME,
             prompt=I32,
             output=I32,
             max_tokens=Field("int", 1, I32_MAX),
@@ -166,8 +172,8 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             logprobs=F32,
             logprob_ranks=I32,
             errors=U8,
-            started=NUMBER,
-            ended=NUMBER,
+            started=TIME,
+            ended=TIME,
         ),
         "StepFailed": _entry(WORKER, step=STEP, error=STR, rows=INDEXES, is_out_of_memory=BOOL),
         "StepPlan": _entry(
@@ -203,7 +209,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             counts=INDEXES,
             text=STR,
             text_ends=INDEXES,
-            ends=Field("rows"),
+            ends=Field("rows", times=TIMES_OF_AN_END),
             vector_rows=INDEXES,
             vectors=F32,
             logprob_spans=INDEXES,
@@ -213,7 +219,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             logprob_text=STR,
             logprob_text_ends=INDEXES,
             cached=I32,
-            emitted=NUMBER,
+            emitted=TIME,
             vector_ends=INDEXES,
         ),
         "PauseChanged": _entry(SCHEDULER, mode=STR_OR_NONE, started=I32),

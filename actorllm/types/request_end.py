@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -29,3 +29,11 @@ class RequestEnd:
     """What it waited for its next token after that, in all."""
     details: dict[str, Any] | None = None
     """Of an error that is more than its message: its "kind", and what goes with that."""
+
+
+TIMES = tuple(
+    position
+    for position, field in enumerate(fields(RequestEnd))
+    if field.name in ("queued", "scheduled", "first_token", "last_token")
+)
+"""Where points in time stand, in monotonic seconds of the scheduler."""
