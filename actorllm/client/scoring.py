@@ -33,6 +33,11 @@ class TextScoring:
     num_first: int | None
     """So many are of the first side; None: every prompt is a pair."""
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Two texts are one prompt, so that a text which is compared with several is read with each."""
+        return self.num_first is None
+
     @classmethod
     def of(
         cls, pooler: Pooler | None, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams | None

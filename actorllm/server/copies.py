@@ -1,7 +1,7 @@
-"""How often an answer repeats its prompt: once with each of n sequences, where that was asked for.
+"""How often an answer repeats its prompt, with each of n sequences, and how often a query is read, with each of n documents.
 
-A body of a few kilobytes could ask for gigabytes that way, all of them written at once. The product is bounded before anything is
-computed. Pure; called by the endpoints that repeat prompts.
+A body of a few kilobytes could ask for gigabytes that way, or for minutes of tokenization. The product is bounded before anything
+is computed. Pure; called by the endpoints that repeat prompts.
 """
 
 from __future__ import annotations
@@ -34,3 +34,17 @@ def check_copies(prompts: Iterable[Any], n: int, field: str, num_logprobs: int |
         what = "characters" if num_logprobs is None else "characters and log-probabilities"
         told = f"{field}: the answer would have n={n} copies of {number} {what}, and the limit is {MAX_COPIED} together"
         raise ApiError(400, f"{told}; ask for fewer sequences at a time", field)
+
+
+def check_readings(query: str, num_documents: int, field: str) -> None:
+    """A cross-encoder reads the query anew with each document, also where most of it is cut off then.
+
+    field: of the body, that holds the query.
+
+    Raises ApiError.
+    """
+    if len(query) * (num_documents - 1) > MAX_COPIED:
+        told = f"{field}: its {len(query)} characters would be read with each of {num_documents} texts"
+        raise ApiError(
+            400, f"{told}, and the limit is {MAX_COPIED} together; shorten it, or send fewer at a time", field
+        )

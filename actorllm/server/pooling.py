@@ -24,6 +24,7 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of
+from actorllm.server.copies import check_readings
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.protocol import Body, Many, Objective, Prompts
@@ -193,6 +194,8 @@ async def score(request: Request) -> Response:
     def ask(characters: int, params: PoolingParams) -> Asked:
         first, second = (_texts(getattr(body, name)) for name in sides[0])
         scoring = TextScoring.of(pooler, first, second, params)
+        if scoring.reads_pairs and len(first) == 1:
+            check_readings(first[0], len(second), sides[0][0])
         for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
         return scoring.prompts, scoring.params, ScoreShape(body, "score", scoring)
@@ -213,6 +216,8 @@ async def rerank(request: Request) -> Response:
 
     def ask(characters: int, params: PoolingParams) -> Asked:
         scoring = TextScoring.of(pooler, [body.query], documents, params)
+        if scoring.reads_pairs:
+            check_readings(body.query, len(documents), "query")
         for text in [body.query, *documents] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
         return scoring.prompts, scoring.params, RerankShape(body, "rerank", scoring, documents)

@@ -121,3 +121,23 @@ async def test_what_does_not_fit_the_model_is_a_400(classifier: tuple[AsyncLLM, 
     ):
         error = await answer(llm, path, 400, **body)
         assert told in error["error"]["message"]
+
+
+async def test_a_query_that_would_be_read_too_often_is_refused(cross: tuple[AsyncLLM, Any, Any]) -> None:
+    """Each pair is tokenized whole, also where nearly all of it is cut off then: 300 kB would take minutes."""
+    llm, _, _ = cross
+    long, many = "w1 " * 100_000, {"truncate_prompt_tokens": 20, "model": "small"}
+    for path, body, field in (
+        ("/rerank", {"query": long, "documents": TEXTS * 5}, "query"),
+        ("/score", {"text_1": long, "text_2": TEXTS * 5}, "text_1"),
+    ):
+        tree = await answer(llm, path, 400, **body, **many)
+        assert tree["error"]["param"] == field
+        assert (
+            "300000 characters would be read with each of 15 texts, and the limit is 4194304"
+            in tree["error"]["message"]
+        )
+    short = await answer(llm, "/rerank", query=TEXTS[0], documents=TEXTS * 5, **many)
+    assert len(short["results"]) == 15
+    pairs = await answer(llm, "/score", text_1=[long] * 3, text_2=TEXTS, **many)  # each is read once
+    assert len(pairs["data"]) == 3
