@@ -181,7 +181,7 @@ def metrics_of(stats: Mapping[str, Any], model: str, max_model_len: int) -> list
         if told.kind == "histogram":
             metrics.append(_histogram(name, labels, told.samples))
         elif told.kind == "gauge":
-            metrics += [Gauge(name, {**labels, **more}, value) for _, more, value in told.samples]
+            metrics += [Gauge(name, {**labels, **more}, float(value)) for _, more, value in told.samples]
         else:  # times are counted in parts of a second
             metrics += [Counter(name, {**labels, **more}, value) for _, more, value in told.samples]
     return metrics

@@ -46,6 +46,9 @@ _PROMPTS = _same("actorllm", "TextPrompt", "TokensPrompt", "EmbedsPrompt", "Prom
 _ENGINE_DEAD = _same("actorllm.errors", "EngineDeadError")
 _ASYNC = {"AsyncLLM": "actorllm:AsyncLLM", "AsyncLLMEngine": "actorllm:AsyncLLMEngine"}
 _PARSER = _same("actorllm", "FlexibleArgumentParser")
+_LOGITS_INTERFACE = _same(
+    "actorllm.types.logits_processors", "AddedRequest", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"
+) | _same("actorllm.types.logits_processors", "MovedRequest", "RemovedRequest")
 
 MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
@@ -65,6 +68,7 @@ MODULES: dict[str, dict[str, str]] = {
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
     "inputs.data": _PROMPTS,
+    "logits_process": {"LogitsProcessor": "actorllm.types.logits_processors:RequestLogitsProcessor"},
     "logprobs": _LOGPROBS,
     "outputs": {
         **_same("actorllm", "RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
@@ -82,6 +86,14 @@ MODULES: dict[str, dict[str, str]] = {
     "utils": {**_PARSER, **_same("actorllm.compat", "random_uuid")},
     "utils.argparse_utils": _PARSER,
     "v1": {},
+    "v1.sample": {},
+    "v1.sample.logits_processor": {
+        **_same("actorllm.types.logits_processors", "AdapterLogitsProcessor", "RequestLogitsProcessor"),
+        **_same("actorllm.types.logits_processors", "process_dict_updates"),
+        **_LOGITS_INTERFACE,
+    },
+    "v1.sample.logits_processor.builtin": _same("actorllm.types.logits_processors", "process_dict_updates"),
+    "v1.sample.logits_processor.interface": _LOGITS_INTERFACE,
     "v1.engine": {},
     "v1.engine.async_llm": {"AsyncLLM": "actorllm:AsyncLLM"},
     "v1.engine.exceptions": {**_ENGINE_DEAD, "EngineGenerateError": "actorllm.errors:RequestFailedError"},

@@ -30,6 +30,18 @@ def test_the_names_are_those_of_the_package() -> None:
     assert AsyncEngineDeadError is EngineDeadError
 
 
+def test_logits_processors_are_derived_from_the_classes_of_vllms_modules() -> None:
+    from actorllm.compat.logits_process import LogitsProcessor as OfARequest
+    from actorllm.compat.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, process_dict_updates
+    from actorllm.compat.v1.sample.logits_processor.interface import LogitsProcessor
+
+    targets: dict[int, int] = {3: 1}
+    assert issubclass(AdapterLogitsProcessor, LogitsProcessor)
+    assert OfARequest is not LogitsProcessor
+    assert process_dict_updates(targets, BatchUpdate(1, [3], [], []), lambda *_: None)
+    assert not targets
+
+
 def test_what_is_not_in_the_table_cannot_be_imported() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"actorllm\.compat\.model_executor"):
         importlib.import_module("actorllm.compat.model_executor")
