@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import TextScoring
+from actorllm.client.scoring import TextScoring, reads_pairs
 from actorllm.errors import ActorLLMError, InvalidParameterError
 from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
@@ -193,11 +193,12 @@ async def score(request: Request) -> Response:
 
     def ask(characters: int, params: PoolingParams) -> Asked:
         first, second = (_texts(getattr(body, name)) for name in sides[0])
-        scoring = TextScoring.of(pooler, first, second, params)
-        if scoring.reads_pairs and len(first) == 1:
+        # Before pairs are made: where texts are joined, each pair has a copy of the query.
+        if reads_pairs(pooler) and len(first) == 1:
             check_readings(first[0], len(second), sides[0][0])
         for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
+        scoring = TextScoring.of(pooler, first, second, params)
         return scoring.prompts, scoring.params, ScoreShape(body, "score", scoring)
 
     return await _answer(request, body, ask, sides[0][0])
@@ -215,11 +216,11 @@ async def rerank(request: Request) -> Response:
     pooler = state_of(request).engine.config.model.pooler
 
     def ask(characters: int, params: PoolingParams) -> Asked:
-        scoring = TextScoring.of(pooler, [body.query], documents, params)
-        if scoring.reads_pairs:
+        if reads_pairs(pooler):
             check_readings(body.query, len(documents), "query")
         for text in [body.query, *documents] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
+        scoring = TextScoring.of(pooler, [body.query], documents, params)
         return scoring.prompts, scoring.params, RerankShape(body, "rerank", scoring, documents)
 
     return await _answer(request, body, ask, "documents")

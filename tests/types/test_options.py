@@ -116,7 +116,9 @@ def test_options_of_the_command_line_have_their_types(options: type[Any]) -> Non
         hint = TYPES[field.name]
         is_choice = kinds[0] is str and "'" in type_text(field.name)
         is_json = kinds[0] is str and "Mapping" in type_text(field.name)
-        assert is_choice or is_json or fits(sample, hint) or any(fits(sample, one) for one in typing.get_args(hint)), field.name
+        assert is_choice or is_json or fits(sample, hint) or any(fits(sample, one) for one in typing.get_args(hint)), (
+            field.name
+        )
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
