@@ -24,7 +24,7 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of
-from actorllm.server.copies import check_readings
+from actorllm.server.copies import check_readings, check_vectors
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.protocol import Body, Many, Objective, Prompts
@@ -255,6 +255,11 @@ async def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, *
             raise InvalidParameterError(
                 f"{prompt_field}: {len(prompts)} texts are more than {MAX_N}; send fewer at a time"
             )
+        config = state.engine.config.model
+        if config.pooler is not None:
+            kind = config.pooler.resolved(pooling.checked_copy(), config.name)
+            if kind.is_of_tokens:
+                check_vectors(prompts, kind.size, config.max_model_len, prompt_field)
         if body.cache_salt is not None:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
         streams = await submitted(prompts, lambda prompt: state.llm.encode(prompt, pooling, **extras.arguments))
@@ -300,7 +305,8 @@ class PooledAnswer(Answer):
     async def _respond(self, send: Send) -> None:
         outputs = await collected(anext(stream) for stream in self._pooled_streams)
         self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
-        body = await written(self._pooled_shape.body_of, outputs)
+        num_vectors = sum(len(output.outputs.array) if output.outputs.array.ndim > 1 else 1 for output in outputs)
+        body = await written(self._pooled_shape.body_of, outputs, num_vectors)
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})
 

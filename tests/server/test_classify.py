@@ -174,3 +174,19 @@ async def test_a_query_that_would_be_copied_too_often_is_refused_before_the_firs
         tracemalloc.stop()
         assert "999999 characters would be read with each of 100 texts" in tree["error"]["message"]
         assert peak < 30e6  # all copies together have 100e6 bytes
+
+
+async def test_vectors_of_tokens_have_a_limit_in_one_answer(
+    tagger: tuple[AsyncLLM, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 8 MB would have an answer of 10 GB."""
+    llm, _, _ = tagger
+    ids = [7] * 62
+    monkeypatch.setattr("actorllm.server.copies.MAX_NUMBERS", 4 * 62 * 3)
+    assert len((await answer(llm, "/pooling", input=[ids] * 4))["data"]) == 4
+    tree = await answer(llm, "/pooling", 400, input=[ids] * 5)
+    assert "of 5 texts may have 930 numbers, and the limit is 744 together; send fewer" in tree["error"]["message"]
+    assert tree["error"]["param"] == "input"
+    assert len((await answer(llm, "/pooling", input=["w1 " * 900] * 2, truncate_prompt_tokens=9))["data"]) == 2
+    monkeypatch.setattr("actorllm.server.copies.MAX_NUMBERS", 1)
+    assert len((await answer(llm, "/pooling", input=ids))["data"][0]["data"]) == 62  # the model bounds one text
