@@ -294,7 +294,7 @@ class AsyncLLM:
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: None = None,
         session_id: None = None,
@@ -311,8 +311,9 @@ class AsyncLLM:
             prompt, tokenization_kwargs, priority: as in `generate`.
             params: SamplingParams, or PoolingParams for a vector.
             arrival_time: epoch seconds; None: now.
-            lora_request, trace_headers, data_parallel_rank, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
+            lora_request, data_parallel_rank, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
                 kv_hints: accepted at None, where vLLM's argument asks for nothing.
+            trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `generate`.
 
         Raises:
@@ -361,7 +362,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         lora_request: None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         reasoning_ended: None = None,
@@ -374,7 +375,8 @@ class AsyncLLM:
         Arguments:
             prompt, request_id, priority: as in `generate`.
             pooling_params: None: the engine's own way.
-            lora_request, trace_headers, reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
+            lora_request, reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
+            trace_headers: taken with a warning; the engine writes no spans of its own.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             extras: as in `generate`.
 

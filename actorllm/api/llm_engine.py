@@ -119,7 +119,7 @@ class LLMEngine(BlockingDoor):
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         session_id: None = None,
         prompt_text: None = None,
@@ -135,7 +135,8 @@ class LLMEngine(BlockingDoor):
             arrival_time: epoch seconds; None: now.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             priority: lower is sooner, under policies that look at it; default 0.
-            lora_request, trace_headers, session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
+            lora_request, session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
+            trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `AsyncLLM.generate`.
 
         Raises:

@@ -63,11 +63,13 @@ def _read(path: str) -> Mapping[str, Any]:
     except ModuleNotFoundError as error:
         raise ConfigError("--config needs more packages (yaml): pip install 'actorllm[serve]'") from error
     try:
+        if not os.path.isfile(path):
+            raise ConfigError(f"--config {path:.200}: there is no such file")
         if os.path.getsize(path) > MAX_BYTES:
             raise ConfigError(f"--config {path:.200} has more than {MAX_BYTES} bytes")
         with open(path, encoding="utf-8") as file:
             tree = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--config {path:.200} cannot be read: {error}") from error
     if tree is None:
         return {}

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -112,6 +113,9 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
 
+HARMLESS_REQUEST_ARGUMENTS = {"trace_headers": "the engine writes no spans of its own; the server does"}
+"""Of these, what changes no token whatever it is: it is taken with a warning, which says what is done instead."""
+
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
     *("arrival_time", "tokenization_kwargs"),
@@ -125,7 +129,10 @@ def check_request_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in VLLM_REQUEST_ARGUMENTS:
             raise UnknownParameterError(f"a request has no argument {name!r}{nearest_name(name, REQUEST_ARGUMENTS)}")
-        _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
+        if name in HARMLESS_REQUEST_ARGUMENTS and isinstance(value, Mapping):
+            warnings.warn(f"{name} is taken and has no effect: {HARMLESS_REQUEST_ARGUMENTS[name]}", stacklevel=4)
+        else:
+            _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
 
 
 def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ...]] = VLLM_PARAMETERS) -> None:

@@ -101,7 +101,8 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path) -> None:
         ("- a", "must be a mapping"),
         ("a: [", "cannot be read"),
         ("config: b", "names another file"),
-        (None, "cannot be read"),
+        (None, "there is no such file"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_a_file_that_is_wrong(text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

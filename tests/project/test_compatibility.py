@@ -19,6 +19,7 @@ import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.config import ARGUMENTS
 from actorllm.types.params import (
+    HARMLESS_REQUEST_ARGUMENTS,
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
     VLLM_POOLING_PARAMETERS,
@@ -188,10 +189,11 @@ def test_arguments_of_the_constructor_of_llm() -> None:
 
 
 def test_arguments_of_a_request() -> None:
-    assert names("Request arguments", are_there=True) == set(REQUEST_ARGUMENTS) - set(VLLM_REQUEST_ARGUMENTS) - {
-        "request_id"
-    }
-    assert notes("Request arguments") == refused(VLLM_REQUEST_ARGUMENTS)
+    taken = set(REQUEST_ARGUMENTS) - set(VLLM_REQUEST_ARGUMENTS) - {"request_id"}
+    assert names("Request arguments", are_there=True) == taken | set(HARMLESS_REQUEST_ARGUMENTS)
+    assert notes("Request arguments") == refused(VLLM_REQUEST_ARGUMENTS, *HARMLESS_REQUEST_ARGUMENTS)
+    for name, reason in HARMLESS_REQUEST_ARGUMENTS.items():
+        assert SECTIONS["Request arguments"][name] == ("differs", f"taken with a warning: {reason}")
     takers = (AsyncLLM.generate, LLMEngine.add_request)
     carried = {name for taker in takers for name in inspect.signature(taker).parameters}
     assert names("Request arguments", are_there=True) <= carried

@@ -21,7 +21,7 @@ from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedMo
 from actorllm.model.cpu.attention import Scoring
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.model.hf import probe, transformers_backend
+from actorllm.model.hf import loading, probe, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
 from tests.model.hf.decoders import (
@@ -336,7 +336,7 @@ def test_an_old_transformers_runs_no_models_and_says_which_would(
     installed: str, is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save("opt", tmp_path)
-    monkeypatch.setattr(transformers, "__version__", installed)
+    monkeypatch.setattr(loading.transformers, "__version__", installed)
     if not is_old:
         load(tmp_path, load_format="dummy")
         return
