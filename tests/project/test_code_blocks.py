@@ -133,7 +133,9 @@ def test_the_python_of_a_page_runs(
     names: dict[str, Any] = {"storyteller": storyteller, "__name__": page}
     address = PORT_8000
     with ExitStack() as stack:
-        stack.callback(names.clear)  # functions of the page refer to them: an engine would live until the next collection
+        stack.callback(
+            names.clear
+        )  # functions of the page refer to them: an engine would live until the next collection
         for block in BLOCKS[page]:
             if "server" in block.before:
                 server = Server("--num-threads", "1", *shlex.split(block.before["server"]))
