@@ -125,7 +125,7 @@ class RerankRequest(Pooled):
     """`POST /v1/rerank`: documents, which are texts or objects with a text, by how alike the query they are."""
 
     query: str
-    documents: Many[str | dict[str, Any]]
+    documents: str | Many[str | dict[str, Any]]
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -212,7 +212,8 @@ async def rerank(request: Request) -> Response:
     body = await read_admitted(request, RerankRequest)
     if body.top_n is not None and body.top_n < 0:
         raise ApiError(400, f"top_n={body.top_n} must be at least 0, which is all of them", "top_n")
-    documents = [_text_of(document) for document in body.documents]
+    given = body.documents
+    documents = [given] if isinstance(given, str) else [_text_of(document) for document in given]
     pooler = state_of(request).engine.config.model.pooler
 
     def ask(characters: int, params: PoolingParams) -> Asked:
