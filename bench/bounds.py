@@ -333,6 +333,14 @@ BOUNDS = (
         "400, before anything is computed",
     ),
     Bound(
+        "vectors of tokens",
+        (),
+        "many texts in one body of `/pooling`, `/score` or `/rerank`",
+        ("server.copies:MAX_NUMBERS=16777216",),
+        "numbers of all vectors; a character counts as a token",
+        "400, before anything is computed",
+    ),
+    Bound(
         "requests on one connection behind the one that is answered",
         (),
         "pipelined requests",

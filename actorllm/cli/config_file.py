@@ -68,13 +68,28 @@ def _read(path: str) -> Mapping[str, Any]:
         if os.path.getsize(path) > MAX_BYTES:
             raise ConfigError(f"--config {path:.200} has more than {MAX_BYTES} bytes")
         with open(path, encoding="utf-8") as file:
-            tree = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            loader = yaml.SafeLoader(file.read())
+        compose = loader.compose_node
+
+        def compose_once(parent: Any, index: Any) -> Any:
+            # Aliases of aliases are a tree without end for whatever copies it: some hundred bytes are enough.
+            if loader.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError(f"it has an alias, *{loader.peek_event().anchor:.80}: write its value out")
+            return compose(parent, index)
+
+        loader.compose_node = compose_once
+        tree = loader.get_single_data()
+    except ConfigError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: a date or number that is none
         raise ConfigError(f"--config {path:.200} cannot be read: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
         raise ConfigError(f"--config {path:.200} must be a mapping from options to values")
+    for name in tree:
+        if not (name[:1].isalpha() and name.replace("-", "_").isidentifier()):
+            raise ConfigError(f"--config {path:.200}: {name!r:.80} is no option's name")
     if "config" in tree:
         raise ConfigError(f"--config {path:.200} names another file: give one")
     return tree
@@ -91,4 +106,7 @@ def _written(name: str, value: Any) -> Iterator[str]:
         yield option if value else f"--no-{option[2:]}"
         return
     for one in value if isinstance(value, list) else [value]:
-        yield f"{option}={json.dumps(one) if isinstance(one, dict) else one}"
+        try:
+            yield f"{option}={json.dumps(one, default=str) if isinstance(one, dict | list) else one}"
+        except TypeError as error:  # a key of YAML that JSON does not have
+            raise ConfigError(f"--config: {name:.80} has a name that is no text: {error}") from error

@@ -33,11 +33,6 @@ class TextScoring:
     num_first: int | None
     """So many are of the first side; None: every prompt is a pair."""
 
-    @property
-    def reads_pairs(self) -> bool:
-        """Two texts are one prompt, so that a text which is compared with several is read with each."""
-        return self.num_first is None
-
     @classmethod
     def of(
         cls, pooler: Pooler | None, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams | None
@@ -66,6 +61,11 @@ class TextScoring:
             return [ScoringRequestOutput.from_base(output) for output in outputs]
         compare = max_similarity if self.params.task == "token_embed" else cosine
         return scored(outputs[: self.num_first], outputs[self.num_first :], separator, compare)
+
+
+def reads_pairs(pooler: Pooler | None) -> bool:
+    """Two texts are one prompt, so that a text which is compared with several is read with each. pooler: of the engine."""
+    return pooler is not None and pooler.is_cross_encoder
 
 
 def _pair(pooler: Pooler, first: Prompt, second: Prompt) -> Prompt:

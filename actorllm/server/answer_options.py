@@ -45,6 +45,9 @@ class AnswerOptions:
         if not isinstance(made.default_chat_template_kwargs, Mapping):
             told = f"default_chat_template_kwargs={made.default_chat_template_kwargs!r:.80} must be a mapping"
             raise ConfigError(told)
+        for name in ("chat_template", "response_role"):
+            if not isinstance(getattr(made, name), str | None):
+                raise ConfigError(f"{name}={getattr(made, name)!r:.80} must be a string")
         if not made.response_role:
             raise ConfigError("response_role is empty: leave it out, or give the name of a role")
         return cls(**{**given, "chat_template": template_text(made.chat_template)})
@@ -55,11 +58,14 @@ def template_text(given: str | None) -> str | None:
     if given is None or any(mark in given for mark in ("{", "\n")):
         return given
     try:
+        # A pipe or a device may have no end, or nothing to read for ever.
+        if os.path.exists(given) and not os.path.isfile(given):
+            raise OSError("it is no regular file")
         if os.path.getsize(given) > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"chat_template={given!r:.200} has more than {MAX_TEMPLATE_BYTES} bytes")
         with open(given, encoding="utf-8") as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: it is no UTF-8, or no path
         raise ConfigError(
             f"chat_template={given!r:.200} is neither a file that can be read nor the text of a template: {error}"
         ) from error

@@ -1,14 +1,15 @@
 """How often an answer repeats its prompt, with each of n sequences, and how often a query is read, with each of n documents.
 
 A body of a few kilobytes could ask for gigabytes that way, or for minutes of tokenization. The product is bounded before anything
-is computed. Pure; called by the endpoints that repeat prompts.
+is computed, and so are the vectors of all tokens. Pure; called by the endpoints that repeat prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from actorllm.intake.tokenization import TextPair
 from actorllm.server.envelope import ApiError
 
 MAX_COPIED = 1 << 22
@@ -17,6 +18,9 @@ CHARACTERS_PER_TOKEN = 4
 """As many a token id counts for."""
 ALL_TOKENS = 1 << 12
 """Log-probabilities of a position where those of the whole vocabulary are asked for."""
+
+MAX_NUMBERS = 1 << 24
+"""Of all vectors of tokens that one answer is made of."""
 
 
 def check_copies(prompts: Iterable[Any], n: int, field: str, num_logprobs: int | None = None) -> None:
@@ -48,3 +52,17 @@ def check_readings(query: str, num_documents: int, field: str) -> None:
         raise ApiError(
             400, f"{told}, and the limit is {MAX_COPIED} together; shorten it, or send fewer at a time", field
         )
+
+
+def check_vectors(prompts: Sequence[Any], size: int, max_model_len: int, field: str) -> None:
+    """Every token has a vector. One prompt is bounded by the model; a text has a token per character at most, or nearly so.
+
+    size: numbers of a vector. field: of the body, that holds the prompts.
+
+    Raises ApiError.
+    """
+    lengths = (one.num_characters if isinstance(one, TextPair) else len(one) for one in prompts)
+    number = sum(min(length, max_model_len) for length in lengths) * size
+    if len(prompts) > 1 and number > MAX_NUMBERS:
+        told = f"{field}: the vectors of all tokens of {len(prompts)} texts may have {number} numbers"
+        raise ApiError(400, f"{told}, and the limit is {MAX_NUMBERS} together; send fewer at a time", field)

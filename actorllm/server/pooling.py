@@ -18,13 +18,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import TextScoring
+from actorllm.client.scoring import TextScoring, reads_pairs
 from actorllm.errors import ActorLLMError, InvalidParameterError
 from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of
-from actorllm.server.copies import check_readings
+from actorllm.server.copies import check_readings, check_vectors
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.protocol import Body, Many, Objective, Prompts
@@ -125,7 +125,7 @@ class RerankRequest(Pooled):
     """`POST /v1/rerank`: documents, which are texts or objects with a text, by how alike the query they are."""
 
     query: str
-    documents: Many[str | dict[str, Any]]
+    documents: str | Many[str | dict[str, Any]]
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -193,11 +193,12 @@ async def score(request: Request) -> Response:
 
     def ask(characters: int, params: PoolingParams) -> Asked:
         first, second = (_texts(getattr(body, name)) for name in sides[0])
-        scoring = TextScoring.of(pooler, first, second, params)
-        if scoring.reads_pairs and len(first) == 1:
+        # Before pairs are made: where texts are joined, each pair has a copy of the query.
+        if reads_pairs(pooler) and len(first) == 1:
             check_readings(first[0], len(second), sides[0][0])
         for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
+        scoring = TextScoring.of(pooler, first, second, params)
         return scoring.prompts, scoring.params, ScoreShape(body, "score", scoring)
 
     return await _answer(request, body, ask, sides[0][0])
@@ -211,15 +212,16 @@ async def rerank(request: Request) -> Response:
     body = await read_admitted(request, RerankRequest)
     if body.top_n is not None and body.top_n < 0:
         raise ApiError(400, f"top_n={body.top_n} must be at least 0, which is all of them", "top_n")
-    documents = [_text_of(document) for document in body.documents]
+    given = body.documents
+    documents = [given] if isinstance(given, str) else [_text_of(document) for document in given]
     pooler = state_of(request).engine.config.model.pooler
 
     def ask(characters: int, params: PoolingParams) -> Asked:
-        scoring = TextScoring.of(pooler, [body.query], documents, params)
-        if scoring.reads_pairs:
+        if reads_pairs(pooler):
             check_readings(body.query, len(documents), "query")
         for text in [body.query, *documents] if body.truncate_prompt_tokens is None else ():
             check_length(text, characters)
+        scoring = TextScoring.of(pooler, [body.query], documents, params)
         return scoring.prompts, scoring.params, RerankShape(body, "rerank", scoring, documents)
 
     return await _answer(request, body, ask, "documents")
@@ -254,6 +256,11 @@ async def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, *
             raise InvalidParameterError(
                 f"{prompt_field}: {len(prompts)} texts are more than {MAX_N}; send fewer at a time"
             )
+        config = state.engine.config.model
+        if config.pooler is not None:
+            kind = config.pooler.resolved(pooling.checked_copy(), config.name)
+            if kind.is_of_tokens:
+                check_vectors(prompts, kind.size, config.max_model_len, prompt_field)
         if body.cache_salt is not None:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
         streams = await submitted(prompts, lambda prompt: state.llm.encode(prompt, pooling, **extras.arguments))
@@ -299,7 +306,8 @@ class PooledAnswer(Answer):
     async def _respond(self, send: Send) -> None:
         outputs = await collected(anext(stream) for stream in self._pooled_streams)
         self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
-        body = await written(self._pooled_shape.body_of, outputs)
+        num_vectors = sum(len(output.outputs.array) if output.outputs.array.ndim > 1 else 1 for output in outputs)
+        body = await written(self._pooled_shape.body_of, outputs, num_vectors)
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -110,6 +110,10 @@ async def test_layers_paths_and_pages(llm: AsyncLLM) -> None:
     ("options", "told"),
     [
         ({"chat_template": "/no/such.jinja"}, "neither a file"),
+        ({"chat_template": "/dev/null"}, "it is no regular file"),
+        ({"chat_template": "a\0b"}, "neither a file"),
+        ({"chat_template": Path("one.jinja")}, "must be a string"),
+        ({"response_role": 3}, "response_role=3 must be a string"),
         ({"chat_template_content_format": "xml"}, "must be one of"),
         ({"default_chat_template_kwargs": 3}, "must be a mapping"),
         ({"response_role": ""}, "response_role is empty"),

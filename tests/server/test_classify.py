@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,11 @@ from actorllm.server import create_app
 from tests.model.hf.small_encoders import LABELS, save_encoder
 from tests.server.conftest import client_of
 
+RERANKER = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["w1", "w2"],
+    "is_original_qwen3_reranker": True,
+}
 TOLERANCE = 1e-5
 TEXTS = ["w1 w2 w3", "w60", "w5 w4 w3 w2 w1 w0"]
 
@@ -42,6 +48,17 @@ def tagger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM,
 @pytest.fixture(scope="module")
 def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Any, Any]]:
     yield from served(tmp_path_factory.mktemp("x"), transformers.BertForSequenceClassification, num_labels=1)
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    """A reranker without a head for labels: two texts are one text for it."""
+    folder = tmp_path_factory.mktemp("j")
+    save_encoder(folder, transformers.Qwen3ForCausalLM, num_key_value_heads=2, head_dim=16)
+    engine = AsyncLLM(folder, topology="inline", num_threads=1, dtype="float32", hf_overrides=RERANKER)
+    anyio.run(engine.start)
+    yield engine
+    engine.shutdown()
 
 
 def logits(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
@@ -141,3 +158,35 @@ async def test_a_query_that_would_be_read_too_often_is_refused(cross: tuple[Asyn
     assert len(short["results"]) == 15
     pairs = await answer(llm, "/score", text_1=[long] * 3, text_2=TEXTS, **many)  # each is read once
     assert len(pairs["data"]) == 3
+
+
+async def test_a_query_that_would_be_copied_too_often_is_refused_before_the_first_copy(joining: AsyncLLM) -> None:
+    fields = {"truncate_prompt_tokens": 20, "model": "small"}
+    long, many = "w1 " * 333_333, ["w2"] * 100
+    await answer(joining, "/rerank", query="w1", documents=["w2", "w3"], **fields)
+    for path, body in (
+        ("/rerank", {"query": long, "documents": many}),
+        ("/score", {"text_1": long, "text_2": many}),
+    ):
+        tracemalloc.start()
+        tree = await answer(joining, path, 400, **body, **fields)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert "999999 characters would be read with each of 100 texts" in tree["error"]["message"]
+        assert peak < 30e6  # all copies together have 100e6 bytes
+
+
+async def test_vectors_of_tokens_have_a_limit_in_one_answer(
+    tagger: tuple[AsyncLLM, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 8 MB would have an answer of 10 GB."""
+    llm, _, _ = tagger
+    ids = [7] * 62
+    monkeypatch.setattr("actorllm.server.copies.MAX_NUMBERS", 4 * 62 * 3)
+    assert len((await answer(llm, "/pooling", input=[ids] * 4))["data"]) == 4
+    tree = await answer(llm, "/pooling", 400, input=[ids] * 5)
+    assert "of 5 texts may have 930 numbers, and the limit is 744 together; send fewer" in tree["error"]["message"]
+    assert tree["error"]["param"] == "input"
+    assert len((await answer(llm, "/pooling", input=["w1 " * 900] * 2, truncate_prompt_tokens=9))["data"]) == 2
+    monkeypatch.setattr("actorllm.server.copies.MAX_NUMBERS", 1)
+    assert len((await answer(llm, "/pooling", input=ids))["data"][0]["data"]) == 62  # the model bounds one text

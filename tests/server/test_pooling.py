@@ -140,6 +140,8 @@ async def test_reranking(http: httpx.AsyncClient, path: str) -> None:
     assert set(tree) == {"id", "model", "usage", "results"}
     short = await answer(http, path, query=TEXTS[0], documents=documents, top_n=1, return_documents=False)
     assert [set(result) for result in short["results"]] == [{"index", "relevance_score"}]
+    one = await answer(http, path, query=TEXTS[0], documents=TEXTS[1])  # as in vLLM
+    assert [result["document"] for result in one["results"]] == [{"text": TEXTS[1]}]
 
 
 async def test_latency_fields_are_honoured(http: httpx.AsyncClient) -> None:
