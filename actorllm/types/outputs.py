@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
@@ -42,27 +40,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-T = TypeVar("T")
-
-
-def warns_of_unknown_arguments(cls: type[T]) -> type[T]:
-    """Let a dataclass take keyword arguments that it does not know, with a warning, as programs for a newer vLLM give them."""
-    generated: Callable[..., None] = cls.__init__
-    names = frozenset(f.name for f in fields(cls))  # type: ignore[arg-type]
-
-    @functools.wraps(generated)
-    def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-        if not names.issuperset(kwargs):
-            unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in names}
-            warnings.warn(f"{cls.__name__} has no {', '.join(unknown)}; what is given is dropped", stacklevel=2)
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
-
-
-@warns_of_unknown_arguments
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class RequestOutput:
     """What a request has produced.
 
@@ -88,6 +66,46 @@ class RequestOutput:
     multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
     kv_transfer_params: None = None
     ec_transfer_params: None = None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None,
+        outputs: list[CompletionOutput] | None = None,
+        finished: bool = False,
+        metrics: RequestMetrics | None = None,
+        lora_request: None = None,
+        encoder_prompt: None = None,
+        encoder_prompt_token_ids: None = None,
+        num_cached_tokens: int = 0,
+        num_cache_creation_tokens: None = None,
+        prompt_token_id_logprobs: None = None,
+        multi_modal_placeholders: dict[str, Any] | None = None,
+        kv_transfer_params: None = None,
+        ec_transfer_params: None = None,
+        **unknown: Any,
+    ) -> None:
+        """Written out, since one is made for every token: `unknown` costs nothing where no program gives it."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = [] if outputs is None else outputs
+        self.finished = finished
+        self.metrics = metrics
+        self.lora_request = lora_request
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        self.num_cached_tokens = num_cached_tokens
+        self.num_cache_creation_tokens = num_cache_creation_tokens
+        self.prompt_token_id_logprobs = prompt_token_id_logprobs
+        self.multi_modal_placeholders = {} if multi_modal_placeholders is None else multi_modal_placeholders
+        self.kv_transfer_params = kv_transfer_params
+        self.ec_transfer_params = ec_transfer_params
+        if unknown:
+            warnings.warn(f"RequestOutput has no {', '.join(unknown)}; what is given is dropped", stacklevel=2)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

@@ -133,7 +133,7 @@ def test_a_stream_of_one_output_waits_for_its_end() -> None:
 
 def test_arguments_of_another_version_are_dropped_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="RequestOutput has no num_spec_tokens, stage; what is given is dropped"):
-        output = RequestOutput("7", None, [1], finished=True, num_spec_tokens=3, stage="x")  # type: ignore[call-arg]
+        output = RequestOutput("7", None, [1], finished=True, num_spec_tokens=3, stage="x")
     assert (output.request_id, output.prompt_token_ids, output.finished) == ("7", [1], True)
     with pytest.raises(TypeError, match="missing"):
         RequestOutput("7")  # type: ignore[call-arg]
