@@ -28,6 +28,7 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
+from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
@@ -248,6 +249,18 @@ class EngineConfig:
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
     """Throughput and load go to the log from time to time."""
+    data_parallel_size: int = 1
+    """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
+    ready_replicas: int = 1
+    """The engine is ready when so many replicas are."""
+    router: str = DEFAULT_ROUTER
+    """Which replica a request goes to (`fleet.router`)."""
+    replica: int = 0
+    """The number of this replica."""
+    load_board: str | None = None
+    """Where its scheduler tells routers of its load (`actors.load_board`); None: nowhere."""
+    first_device: int = 0
+    """The GPU of rank 0, of those that this process sees."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -267,7 +280,7 @@ class EngineConfig:
     @property
     def parallel_config(self) -> ParallelConfig:
         """How many ranks there are."""
-        return ParallelConfig(self.world_size)
+        return ParallelConfig(self.world_size, data_parallel_size=self.data_parallel_size)
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -435,7 +448,31 @@ class EngineConfig:
             enforce_eager=given["enforce_eager"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
+            **_fleet(given),
         )
+
+
+def _fleet(given: dict[str, Any]) -> dict[str, Any]:
+    """How many replicas there are. What a fleet cannot be combined with is refused by name."""
+    size = _positive("data_parallel_size", given["data_parallel_size"])
+    ready = _positive("ready_replicas", given["ready_replicas"])
+    if size > MAX_REPLICAS:
+        raise ConfigError(
+            f"data_parallel_size={size} is more than the {MAX_REPLICAS} replicas that one engine may have"
+        )
+    if ready > size:
+        raise ConfigError(f"ready_replicas={ready} is more than data_parallel_size={size}; lower it")
+    make_router(given["router"])
+    if size > 1 and given["topology"] == "inline":
+        raise ConfigError(
+            f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
+        )
+    if size > 1 and given["name"] is not None:
+        raise ConfigError(
+            f"name={given['name']!r}: programs cannot join an engine of several replicas yet; leave it out, or "
+            f"data_parallel_size at 1"
+        )
+    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"]}
 
 
 ARGUMENTS: dict[str, Any] = DEFAULTS

@@ -18,6 +18,7 @@
     ├── EngineError                           the engine as a whole
     │   ├── EngineStartError                  it never became ready; carries the child's own message
     │   ├── EngineDeadError                   a process died; names it and its last words
+    │   ├── ReplicaLostError                  the replica that the request was pinned to is gone for good
     │   ├── EngineShutdownError               it was shut down before or while the call ran
     │   │   └── EngineDrainingError           it finishes what it has and takes no new requests
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
@@ -142,6 +143,10 @@ class EngineStartError(EngineError):
 
 class EngineDeadError(EngineError):
     """A process of the engine died. The message names it and quotes its last words."""
+
+
+class ReplicaLostError(EngineError):
+    """The replica that this request was pinned to (`data_parallel_rank`) is gone for good."""
 
 
 class EngineShutdownError(EngineError):

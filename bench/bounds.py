@@ -27,6 +27,14 @@ WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=
 
 BOUNDS = (
     Bound(
+        "beginnings of prompts that a router remembers",
+        ("scheduling.router: SentPrefixes._replicas",),
+        "each request to an engine of several replicas",
+        ("scheduling.router:SentPrefixes.max_beginnings=65536",),
+        "8 bytes of a hash for each block of a prompt",
+        "the oldest are forgotten",
+    ),
+    Bound(
         "requests on the way to the scheduler",
         (
             "intake.job_queue: JobQueue._light",
@@ -35,6 +43,7 @@ BOUNDS = (
             "intake.job_queue: JobQueue._open_light",
             "intake.lanes: Lanes._calls",
             "actors.frontend: FrontendActor._unsent",
+            "fleet.replica: Replica.held",
             "actors.scheduler: SchedulerActor._inbox",
         ),
         "each request",
@@ -544,6 +553,13 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "supervision.wiring: Wiring._generations",
         "supervision.wiring: Wiring._lost",
         "supervision.health: EngineHealth.actors",
+        "supervision.health: EngineHealth.replicas",
+        "supervision.health: ReplicaHealth.actors",
+        "fleet.fleet: Fleet._replicas",
+        "fleet.fleet: Fleet._start_s",
+        "fleet.replica: Replica.limits",
+        "fleet.dispatcher: Dispatcher.num_routed",
+        "scheduling.router: LeastLoad._chosen",
         "server.processes: ApiProcesses._processes",
     ),
     "the last lines that a process wrote, a fixed number": ("supervision.stderr_pipe: StderrPipe._lines",),
@@ -556,6 +572,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "actors.scheduler: SchedulerActor._acknowledged",
         "actors.scheduler: SchedulerActor._due",
         "actors.step_model_error: StepModelMonitor._in_flight",
+        "actors.load_board: LoadPublisher._launched",
         "actors.worker: WorkerActor.plans",
         "actors.worker: WorkerActor.late_inputs",
         "scheduling.ledger: Ledger._in_flight",

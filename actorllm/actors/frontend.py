@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -145,10 +145,12 @@ class JournalEntry:
     """How many have come."""
     num_recoveries: int = 0
     """How often its scheduler died."""
+    num_moves: int = 0
+    """How often another scheduler was given it while its own one lived."""
     recovery_s: float = 0.0
-    """What it waited for its next output after that, in all."""
+    """What it waited for its next output after a death, in all."""
     lost_at: float = 0.0
-    """When the scheduler died that it is waiting to hear from again."""
+    """When the scheduler died that it is waiting to hear from again; 0.0: it waits for none."""
     record: DeathRecord = field(default_factory=DeathRecord)
     """Which deaths of schedulers it may be to blame for; the sequences of one request share one."""
 
@@ -185,12 +187,24 @@ class FrontendActor(Actor):
         self._num_losses = 0  # schedulers in a row, without a token of any request
         self.num_recoveries = 0
         self._num_resubmitted = 0
+        self._num_adopted = 0
+        self._num_late = 0
         self.max_recovery_s = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._journal)
 
     @property
     def is_linked(self) -> bool:
         """There is a scheduler."""
         return self._scheduler is not None
+
+    @property
+    def pause_mode(self) -> str | None:
+        """Of the pause that goes on; None: there is none."""
+        return self._pause_mode
 
     @property
     def is_paused(self) -> bool:
@@ -368,21 +382,7 @@ class FrontendActor(Actor):
         self._scheduler = link
         self._forget_unsent()
         for entry in sorted(self._journal.values(), key=lambda entry: -entry.record.num_deaths):  # suspects first
-            submit = entry.submit
-            if entry.num_recoveries:
-                submit = replace(
-                    submit,
-                    output=np.array(entry.emitted, np.int32),
-                    is_resumed=True,
-                    had_slot=entry.had_slot,
-                    first_token=entry.first_token,
-                    num_deaths=entry.record.num_deaths,
-                    probe_size=entry.record.probe_size,
-                    num_losses=self._num_losses,
-                )
-            self._unsent.append(submit)
-            if entry.is_aborted:
-                self._unsent.append(Abort(rids=np.array([submit.rid], np.int32)))
+            self._unsent += self._as_sent(entry)
         if link.generation > 1:
             self._unsent.append(Abort(rids=NO_I32))  # that was all
         if self._interrupted:
@@ -392,6 +392,75 @@ class FrontendActor(Actor):
         if self._unsent:
             self.wake()
         self._tell_linked()
+
+    def _as_sent(self, entry: JournalEntry) -> list[Submit | Abort]:
+        """What tells a scheduler of a request, which may have had tokens of another one."""
+        submit = entry.submit
+        if entry.num_recoveries or entry.num_moves:
+            submit = replace(
+                submit,
+                output=np.array(entry.emitted, np.int32),
+                is_resumed=True,
+                had_slot=entry.had_slot,
+                first_token=entry.first_token,
+                num_deaths=entry.record.num_deaths,
+                probe_size=entry.record.probe_size,
+                num_losses=self._num_losses,
+            )
+        return [submit, Abort(rids=np.array([submit.rid], np.int32))] if entry.is_aborted else [submit]
+
+    # Moves between schedulers
+
+    def surrender(self, is_moved: Callable[[JournalEntry], bool] = lambda entry: True) -> dict[int, JournalEntry]:
+        """Give up requests, for another frontend to `adopt`; a scheduler that lives is told to end them.
+
+        is_moved: which of them. Returns them by number. What comes of them here from now on is dropped.
+        """
+        taken = {rid: entry for rid, entry in self._journal.items() if is_moved(entry)}
+        if not taken:
+            return taken
+        self._journal = {rid: entry for rid, entry in self._journal.items() if rid not in taken}
+        self._interrupted -= taken.keys()
+        unsent, self._unsent = self._unsent, deque()
+        for message in unsent:
+            if not isinstance(message, Submit) or (message.rid not in taken and not taken.keys() & {*message.siblings}):
+                self._unsent.append(message)
+            else:  # of its siblings some may stay
+                stays = [one for one in sequences_of(message) if one.rid not in taken]
+                self._unsent.extend(stays)
+        if self._scheduler is not None and self._scheduler.is_open:
+            self._post(Abort(rids=np.array(list(taken), np.int32)))
+        self._tell_if_idle()
+        return taken
+
+    def adopt(self, entries: Mapping[int, JournalEntry], lost_at: float | None) -> None:
+        """Go on with requests that another frontend surrendered, by the numbers that they have.
+
+        lost_at: when their scheduler died, in monotonic seconds; None: it lives, and they were moved.
+        """
+        if entries and not self._journal:
+            self.on_work()
+        for rid, entry in entries.items():
+            if lost_at is None:
+                entry.num_moves += 1
+            elif not entry.lost_at:
+                entry.num_recoveries += 1
+                entry.lost_at = lost_at
+            if entry.lost_at:
+                self._interrupted.add(rid)
+            self._journal[rid] = entry
+            if self._scheduler is not None:
+                self._unsent += self._as_sent(entry)
+        self._num_adopted += len(entries)
+        self._flush()
+        if self._unsent and self._scheduler is not None:
+            self.wake()
+
+    def assume_paused(self, mode: str | None) -> None:
+        """Before there is a scheduler: it is told of this pause before it gets a request. None: there is none."""
+        self._pause_mode = mode
+        if mode is not None:
+            self._lost_at = self._lost_at or now()
 
     def _tell_linked(self) -> None:
         if self._linked is not None:
@@ -490,8 +559,9 @@ class FrontendActor(Actor):
                 piece = text[text_at : text_ends[row]]
                 text_at = text_ends[row]
             entry = self._journal.get(rid)
-            if entry is None:
-                continue  # its consumer is gone, and so is its journal
+            if entry is None:  # it was aborted with its caller gone, or another scheduler has it
+                self._num_late += 1
+                continue
             consumer = entry.consumer
             # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
             # before it come again after a restart of the scheduler, and the consumer must not see them twice.
@@ -542,6 +612,7 @@ class FrontendActor(Actor):
             self._interrupted.discard(rid)
             entry = self._journal[rid]
             waited = now() - entry.lost_at
+            entry.lost_at = 0.0
             entry.recovery_s += waited
             self.max_recovery_s = max(self.max_recovery_s, waited)
 
@@ -672,6 +743,8 @@ class FrontendActor(Actor):
             "num_repeated_outputs": self._num_repeated,
             "num_recoveries": self.num_recoveries,
             "num_resubmitted": self._num_resubmitted,
+            "num_adopted": self._num_adopted,
+            "num_late_outputs": self._num_late,
             "max_recovery_s": self.max_recovery_s,
         }
 

@@ -25,6 +25,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.link import Link
+from actorllm.actors.load_board import LoadPublisher
 from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
@@ -141,6 +142,7 @@ class SchedulerActor(Actor):
         """When the policy is to be asked again even if nothing happens."""
         self._has_told_stall = False
         self._step_watch: StepModelMonitor | None = None
+        self._load: LoadPublisher | None = None
         self._tokenizer: Tokenizer | None = None
         self._renderer: Renderer
         self._record_path: Path
@@ -183,6 +185,8 @@ class SchedulerActor(Actor):
         primary = None if self._tokenizer is None else self._tokenizer.eos_token_id
         arguments = scheduler_arguments(config, eos_token_ids, primary)
         arguments["policy"] = self._policy(config.scheduler)
+        if config.load_board is not None:
+            self._load = LoadPublisher(config.load_board, config.replica)
         if config.record is None:
             return Scheduler(**arguments)
         self._record_path = Path(config.record)
@@ -307,6 +311,8 @@ class SchedulerActor(Actor):
         self._constraints.forget_steps()
         if self._step_watch is not None:
             self._step_watch.clear()
+        if self._load is not None:
+            self._load.clear()
         logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
@@ -492,7 +498,8 @@ class SchedulerActor(Actor):
         if self._pausing.is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
         if message.num_deaths:
-            message = self._probes.with_trusted_deaths(frontend, message)
+            is_own = self._outlets[frontend].link not in self._foreign
+            message = self._probes.with_trusted_deaths(frontend, message, is_own)
         if self._probes.is_on and self.scheduler.sequence(key) is None:  # else it is said again
             return self._probes.hold_back(key, message)
         return self.take_on(key, message)
@@ -522,6 +529,8 @@ class SchedulerActor(Actor):
         self._step_log.launched(self.scheduler.ledger.newest)
         if self._step_watch is not None:
             self._step_watch.launched(self.scheduler.ledger.newest, self.scheduler)
+        if self._load is not None:
+            self._load.launched(self.scheduler.ledger.newest, self.scheduler)
         if plan.late_slots.size:
             self._constraints.launched(plan, self.scheduler.ledger.newest)
             self.send_ends(self._send_late_inputs())
@@ -552,6 +561,8 @@ class SchedulerActor(Actor):
             return NOTHING
         if self._step_watch is not None:
             self._step_watch.done(result)
+        if self._load is not None:
+            self._load.done(result, self.scheduler)
         if isinstance(result, StepFailed):
             return events
         if self._watch.wants_steps:

@@ -23,6 +23,7 @@ from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
@@ -56,7 +57,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
-        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
+        self._adopt(new_engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
@@ -145,7 +146,7 @@ class AsyncLLM:
         if model.load_format != "dummy" and model.module is None:
             check_weights_exist(Path(model.path))
         llm = cls.__new__(cls)
-        llm._adopt(Engine(vllm_config))
+        llm._adopt(new_engine(vllm_config))
         if start_engine_loop:
             llm._engine.start_in_background()
         return llm
@@ -186,6 +187,7 @@ class AsyncLLM:
         deadline: float | None = None,
         timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        data_parallel_rank: int | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt.
@@ -203,6 +205,7 @@ class AsyncLLM:
                 output has what there is, with finish_reason "abort" and stop_reason "deadline". None: no deadline.
             timeout: the same in seconds from now; None: no deadline.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
+            data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
             vllm_arguments: further arguments of vLLM (lora_request, trace_headers ...), accepted at their defaults.
 
         Raises:
@@ -227,6 +230,7 @@ class AsyncLLM:
             deadline=deadline,
             timeout=timeout,
             tokenization_kwargs=tokenization_kwargs,
+            data_parallel_rank=data_parallel_rank,
             **vllm_arguments,
         )
 
@@ -296,7 +300,7 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        data_parallel_rank: None = None,
+        data_parallel_rank: int | None = None,
         session_id: None = None,
         prompt_text: None = None,
         reasoning_ended: None = None,
@@ -311,7 +315,8 @@ class AsyncLLM:
             prompt, tokenization_kwargs, priority: as in `generate`.
             params: SamplingParams, or PoolingParams for a vector.
             arrival_time: epoch seconds; None: now.
-            lora_request, data_parallel_rank, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
+            data_parallel_rank: the replica that it is pinned to; None: any.
+            lora_request, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
                 kv_hints: accepted at None, where vLLM's argument asks for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `generate`.
@@ -644,6 +649,32 @@ class AsyncLLM:
     def health(self) -> EngineHealth:
         """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
         return self._engine.health()
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas; starts the engine. Those that are too many are stopped, and their streams go on elsewhere.
+
+        Arguments:
+            num_replicas: 1 to 64; of an engine that was built with data_parallel_size of 2 or more.
+
+        Raises:
+            InvalidParameterError: no such number, or the engine has no replicas to change.
+            EngineDeadError: a new replica did not start; the others go on.
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.scale(num_replicas))
+
+    async def drain_replica(self, number: int, is_draining: bool = True) -> None:
+        """Let a replica take no new requests, and move its streams to others. Requests that are pinned to it stay.
+
+        Arguments:
+            number: of the replica, as in `health().replicas`.
+            is_draining: default True; False: it takes requests again.
+
+        Raises:
+            InvalidParameterError: there is no such replica, or no other one that takes requests.
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.drain_replica(number, is_draining))
 
     async def start_profile(
         self,

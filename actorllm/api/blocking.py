@@ -92,6 +92,32 @@ class BlockingDoor(ABC):
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 
+    def scale(self, num_replicas: int) -> None:
+        """Have so many replicas, as `AsyncLLM.scale`.
+
+        Arguments:
+            num_replicas: 1 to 64; of an engine that was built with data_parallel_size of 2 or more.
+
+        Raises:
+            InvalidParameterError: no such number, or the engine has no replicas to change.
+            EngineDeadError: a new replica did not start; the others go on.
+        """
+        self._engine.start()
+        self._engine.scale(num_replicas).result()
+
+    def drain_replica(self, number: int, is_draining: bool = True) -> None:
+        """Let a replica take no new requests, and move its streams to others, as `AsyncLLM.drain_replica`.
+
+        Arguments:
+            number: of the replica, as in `health().replicas`.
+            is_draining: default True; False: it takes requests again.
+
+        Raises:
+            InvalidParameterError: there is no such replica, or no other one that takes requests.
+        """
+        self._engine.start()
+        self._engine.drain_replica(number, is_draining).result()
+
     def unload(self, timeout: float = 5.0) -> None:
         """Stop everything and give its memory back; the next request starts the engine again, as `AsyncLLM.unload`.
 

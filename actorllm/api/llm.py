@@ -23,6 +23,7 @@ from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError
+from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.options import EngineOptions, with_options
@@ -70,7 +71,7 @@ class LLM(BlockingDoor):
         **options: Unpack[EngineOptions],
     ) -> None:
         self._chat_template = load_template(chat_template)
-        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
+        self._adopt(new_engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine

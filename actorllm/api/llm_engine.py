@@ -19,6 +19,7 @@ from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
+from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import CompletionOutput, RequestOutput
@@ -40,7 +41,7 @@ class LLMEngine(BlockingDoor):
         self._open(EngineConfig.from_arguments(model, **options))
 
     def _open(self, config: EngineConfig) -> None:
-        engine = Engine(config, is_synchronous=True)
+        engine = new_engine(config, is_synchronous=True)
         self._adopt(engine, engine.new_hold())
         engine.start()
 

@@ -106,6 +106,9 @@ class EngineFlags:
     device: str | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    ready_replicas: int | None = None
+    router: str | None = None
     max_logprobs: int | None = None
     logits_processors: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
     generation_config: str | None = None
@@ -119,7 +122,9 @@ class EngineFlags:
 
     def __post_init__(self) -> None:
         policies = any(
-            ":" in policy for policy in (self.scheduling_policy, self.admission_policy) if policy is not None
+            ":" in policy
+            for policy in (self.scheduling_policy, self.admission_policy, self.router)
+            if policy is not None
         )
         if policies or self.logits_processors:
             see_own_folder()
@@ -135,10 +140,10 @@ class EngineFlags:
 
     def make_engine(self) -> Engine:
         """Not started yet. Raises ConfigError and ModelError."""
-        from actorllm.client.engine import Engine
         from actorllm.config import EngineConfig
+        from actorllm.fleet.fleet_engine import new_engine
 
-        return Engine(EngineConfig.from_arguments(self.model, **self.arguments()))
+        return new_engine(EngineConfig.from_arguments(self.model, **self.arguments()))
 
 
 @Parameter(name="*")

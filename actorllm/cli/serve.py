@@ -60,7 +60,6 @@ class ServedEngineOptions(SeededEngineFlags):
     swap_space: float | None = None
     kv_cache_dtype: str | None = None
     pipeline_parallel_size: int | None = None
-    data_parallel_size: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         given = super().arguments()

@@ -6,18 +6,43 @@ import contextlib
 import logging
 import math
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, EngineThread
-from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.frontend import Consumer
 from actorllm.client.stepper import Stepper
 from actorllm.clock import now
 from actorllm.errors import EngineError, EngineShutdownError
+from actorllm.messages import Submit
 
 logger = logging.getLogger(__name__)
+
+
+class EngineFrontend(Protocol):
+    """What an engine asks of its frontend: a `FrontendActor`, or what stands before several of them."""
+
+    last_rid: int
+
+    @property
+    def num_open(self) -> int: ...
+    @property
+    def is_paused(self) -> bool: ...
+    def submit(
+        self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]
+    ) -> None: ...
+    def submit_several(
+        self, make_submit: Callable[[int], Submit], consumers: Sequence[Consumer], on_rid: Callable[[int], None]
+    ) -> None: ...
+    def abort(self, rid: int) -> None: ...
+    def abort_all(self) -> None: ...
+    def fail_all(self, error: BaseException) -> None: ...
+    async def wait_until_idle(self) -> bool: ...
+    async def ask_scheduler(self, verb: str, **arguments: Any) -> Any: ...
+    def statistics(self) -> dict[str, Any]: ...
 
 
 class DrainedEngine(Protocol):
@@ -29,7 +54,7 @@ class DrainedEngine(Protocol):
     @property
     def _thread(self) -> EngineThread | Stepper: ...
     @property
-    def _frontend(self) -> FrontendActor: ...
+    def _frontend(self) -> EngineFrontend: ...
     def all_handed_over(self) -> Future[None]: ...
     def _end_on_the_way(self) -> int: ...
     async def _wait_until_idle(self) -> None: ...

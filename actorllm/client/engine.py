@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
-from actorllm.actors.private_file import check_private
-from actorllm.actors.topology import engine_topology
 from actorllm.attach.server import AttachServer
 from actorllm.client.cache_memory import CacheMemory
-from actorllm.client.draining import Draining
+from actorllm.client.draining import Draining, EngineFrontend
+from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
@@ -59,10 +58,8 @@ from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.messages import Submit
 from actorllm.supervision.death import ActorDeath
-from actorllm.supervision.health import EngineHealth
-from actorllm.supervision.renewal import MeetingPlace, without_endless_policies
-from actorllm.supervision.restart import RestartLimits
-from actorllm.supervision.standby import StandbyOptions
+from actorllm.supervision.health import EngineHealth, ReplicaHealth
+from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
@@ -88,6 +85,17 @@ CACHE_MEMORY = CacheMemory()
 """Of all engines of this process."""
 
 
+class EngineService(Protocol):
+    """What an engine asks of what runs it: a supervisor, a membership, a stepper or a fleet."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def pids(self) -> dict[str, int]: ...
+    def health(self) -> EngineHealth: ...
+    def statistics(self) -> dict[str, Any]: ...
+
+
 class Hold:
     """What a front door and its open streams keep: the engine is shut down when the last of them lets go."""
 
@@ -108,7 +116,8 @@ class Engine:
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
         self.stepper: Stepper | None = None
-        self._supervisor: Supervisor | AttachClient | Stepper
+        self._frontend: EngineFrontend
+        self._supervisor: EngineService
         self._thread: EngineThread | Stepper
         self._last_rid = 0
         self._attach_server: AttachServer | None = None
@@ -138,11 +147,11 @@ class Engine:
 
     def _make(self) -> None:
         """Everything that lives but once, from the start to the end or to `unload`."""
-        self._frontend = self._new_frontend()
+        self._frontend = frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
             log = StartLog(self._resolve)
-            self.stepper = Stepper(self.config, self._frontend, log.resolve, self._on_death, log.around)
+            self.stepper = Stepper(self.config, frontend, log.resolve, self._on_death, log.around)
             self._supervisor = self._thread = self.stepper
         else:
             self._supervisor = self._new_supervisor()
@@ -160,22 +169,8 @@ class Engine:
     def _new_supervisor(self) -> Supervisor | AttachClient:
         self.config = self._meeting_place.renewed(self.config)
         log = StartLog(self._resolve)
-        return Supervisor(
-            engine_topology(self.config),
-            self.config,
-            resolve=log.resolve,
-            on_death=self._on_death,
-            actors={"frontend": self._frontend},
-            check=partial(check_private, self.config.record, "record"),
-            restarts=RestartLimits() if self.config.on_failure == "restart" else None,
-            renew=self._meeting_place.renewed,
-            amend=without_endless_policies,
-            standby=StandbyOptions.of(self.config),
-            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
-            step_timeout_s=self.config.step_timeout_s,
-            start_timeout_s=self.config.start_timeout_s,
-            restart_timeout_s=self.config.restart_timeout_s,
-            around_start=log.around,
+        return make_supervisor(
+            self.config, cast(FrontendActor, self._frontend), self._meeting_place, log, self._on_death
         )
 
     def _new_thread(self) -> EngineThread:
@@ -186,12 +181,12 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        self._attach_server = AttachServer(self.config.name, self._supervisor, self._frontend)
+        self._attach_server = AttachServer(self.config.name, self._supervisor, cast(FrontendActor, self._frontend))
         return self._attach_server
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
-        kept = weakref.ref(self._supervisor)  # which knows the engine, that may be dropped
+        kept: weakref.ref[EngineService] = weakref.ref(self._supervisor)  # which knows the engine, that may be dropped
 
         def pids() -> list[int]:
             supervisor = kept()
@@ -423,6 +418,8 @@ class Engine:
         health = self._supervisor.health()
         if self._is_shut_down and health.state not in ("dead", "stopped"):
             health = replace(health, state="stopped")
+        if not health.replicas:
+            health = replace(health, replicas=[ReplicaHealth.of(health, self.pids, self._frontend.num_open)])
         return health if self._lanes is None else replace(health, threads={"intake": self._lanes.health()})
 
     def check_health(self) -> None:
@@ -483,6 +480,7 @@ class Engine:
         arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
+        replica = self._pinned_replica(vllm_arguments)
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -524,6 +522,7 @@ class Engine:
             deadline=deadline,
             timeout=timeout,
             arrival_time=arrival_time,
+            replica=replica,
         )
 
     def encode(
@@ -538,7 +537,9 @@ class Engine:
     ) -> PoolingStream:
         """Take a request for a vector. extras, and what is raised: as in `submit`."""
         self._check()
-        check_request_arguments(dict(vllm_arguments or {}))
+        of_vllm = dict(vllm_arguments or {})
+        replica = self._pinned_replica(of_vllm)
+        check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:
             raise InvalidParameterError(
@@ -555,7 +556,39 @@ class Engine:
         maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
-        return PoolingStream(cast(VectorStream, self._accept(prompt, asked, request_id, **extras)), pooling)
+        stream = self._accept(prompt, asked, request_id, replica=replica, **extras)
+        return PoolingStream(cast(VectorStream, stream), pooling)
+
+    def _pinned_replica(self, vllm_arguments: dict[str, Any]) -> int | None:
+        """What vLLM calls data_parallel_rank, taken out. Raises InvalidParameterError: there is no such replica."""
+        number = vllm_arguments.pop("data_parallel_rank", None)
+        known = self.replica_numbers
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number not in known):
+            there = ", ".join(map(str, known))
+            raise InvalidParameterError(
+                f"data_parallel_rank={shown(number)} is no replica of this engine; leave it at None, or use one of {there}"
+            )
+        return None if number is None else int(number)
+
+    @property
+    def replica_numbers(self) -> list[int]:
+        """Of the replicas, which a request may be pinned to."""
+        return [0]
+
+    def scale(self, num_replicas: int) -> Future[None]:
+        """Have so many replicas; resolved when they run. The future raises InvalidParameterError."""
+        self._check()
+        raise InvalidParameterError(
+            f"num_replicas={shown(num_replicas)}: this engine has no replicas to change; build it with data_parallel_size of "
+            f"2 or more"
+        )
+
+    def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
+        """Let a replica take no new requests, and move its streams. The future raises InvalidParameterError."""
+        self._check()
+        raise InvalidParameterError(
+            f"replica {shown(number)} is the whole engine, which drain() drains; build it with data_parallel_size of 2 or more"
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's author recommends (generation_config.json), on top of the defaults of SamplingParams."""
@@ -575,12 +608,20 @@ class Engine:
             )
 
     def _accept(
-        self, prompt: Prompt, asked: RequestSpec, request_id: str | None, *, host: HostLoop | None = None, **extras: Any
+        self,
+        prompt: Prompt,
+        asked: RequestSpec,
+        request_id: str | None,
+        *,
+        host: HostLoop | None = None,
+        replica: int | None = None,
+        **extras: Any,
     ) -> RequestStream:
         """What requests of both kinds share, from here on to the intake. extras: as in `SubmitMaker.carried`."""
         prompt = snapshot(prompt)
         arrival, carried = self._submits.carried(**extras)
         mailbox = Mailbox(host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
+        mailbox.replica = replica
         with self._lock:
             if self._is_draining:
                 raise EngineDrainingError(

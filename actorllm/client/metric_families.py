@@ -16,8 +16,8 @@ from actorllm.types.engine_metrics import Counter, Gauge, Histogram, Metric
 
 PREFIX = "actorllm:"
 VLLM_PREFIX = "vllm:"
-ENGINE = {"engine": "0"}
-"""A label that vLLM's metrics have beside the model's: which of several engines. Here there is one."""
+ENGINE = "engine"
+"""A label that vLLM's metrics have beside the model's: the number of the replica."""
 
 VLLM_NAMES = frozenset(
     (
@@ -57,6 +57,34 @@ def as_vllm(family: Family, families: Sequence[Family]) -> Family:
     (by_source,) = (one for one in families if one.name == "prompt_tokens_by_source")
     number = sum(value for _, _, value in by_source.samples)
     return family._replace(told="Prompt tokens of requests.", samples=[("", {}, number)])
+
+
+def replicas_of(stats: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The `stats()` of each replica, by its number as text; those of the engine if it is no fleet."""
+    scheduler = stats["scheduler"]
+    if scheduler is None or "replicas" not in scheduler:
+        return {"0": stats}
+    workers = stats["workers"] or ()
+    return {
+        str(number): {
+            "supervisor": {},
+            "scheduler": of_replica,
+            "workers": [worker for worker in workers if worker["replica"] == number],
+        }
+        for number, of_replica in scheduler["replicas"].items()
+    }
+
+
+def vllm_families(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
+    """What vLLM has under the same name, as vLLM counts it: each sample has the label of its replica."""
+    found: dict[str, Family] = {}
+    for number, of_replica in replicas_of(stats).items():
+        families = families_of(of_replica, max_model_len)
+        for family in (as_vllm(one, families) for one in families if one.name in VLLM_NAMES):
+            samples = [(part, {ENGINE: number, **more}, value) for part, more, value in family.samples]
+            known = found.setdefault(family.name, family._replace(samples=[]))
+            found[family.name] = known._replace(samples=[*known.samples, *samples])
+    return list(found.values())
 
 
 def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
@@ -171,23 +199,27 @@ def metrics_of(stats: Mapping[str, Any], model: str, max_model_len: int) -> list
 
     stats, max_model_len: as for `families_of`. model: what the label model_name says.
     """
-    families = families_of(stats, max_model_len)
+    theirs = {family.name: family for family in vllm_families(stats, max_model_len)}
     metrics: list[Metric] = []
-    for family in families:
-        is_vllms = family.name in VLLM_NAMES
-        told = as_vllm(family, families) if is_vllms else family
-        name = f"{VLLM_PREFIX if is_vllms else PREFIX}{told.name}"
-        labels = {**(ENGINE if is_vllms else {}), "model_name": model}
+    for family in families_of(stats, max_model_len):
+        told = theirs.get(family.name, family)
+        name = f"{VLLM_PREFIX if family.name in theirs else PREFIX}{told.name}"
         if told.kind == "histogram":
-            metrics.append(_histogram(name, labels, told.samples))
+            metrics += _histograms(name, {"model_name": model}, told.samples)
         elif told.kind == "gauge":
-            metrics += [Gauge(name, {**labels, **more}, float(value)) for _, more, value in told.samples]
+            metrics += [Gauge(name, {**more, "model_name": model}, float(value)) for _, more, value in told.samples]
         else:  # times are counted in parts of a second
-            metrics += [Counter(name, {**labels, **more}, value) for _, more, value in told.samples]
+            metrics += [Counter(name, {**more, "model_name": model}, value) for _, more, value in told.samples]
     return metrics
 
 
-def _histogram(name: str, labels: dict[str, str], samples: Sequence[Sample]) -> Histogram:
-    buckets = {more["le"]: int(value) for part, more, value in samples if part == "_bucket"}
-    values = {part: value for part, more, value in samples if not more}
-    return Histogram(name, labels, int(values["_count"]), values["_sum"], buckets)
+def _histograms(name: str, labels: dict[str, str], samples: Sequence[Sample]) -> list[Histogram]:
+    """One for each replica, or one for all."""
+    found: list[Histogram] = []
+    for engine in dict.fromkeys(more.get(ENGINE) for _, more, _ in samples):
+        own = [sample for sample in samples if sample[1].get(ENGINE) == engine]
+        buckets = {more["le"]: int(value) for part, more, value in own if part == "_bucket"}
+        values = {part: value for part, _, value in own if part != "_bucket"}
+        named = labels if engine is None else {ENGINE: engine, **labels}
+        found.append(Histogram(name, named, int(values["_count"]), values["_sum"], buckets))
+    return found

@@ -51,6 +51,7 @@ class Mailbox:
         "num_cached",
         "num_open",
         "on_news",
+        "replica",
         "rids",
         "sent",
         "stream",
@@ -82,6 +83,8 @@ class Mailbox:
         self.sent: float | None = None
         """When the frontend submitted it, in monotonic seconds: what came before is the intake's time."""
         self.is_aborted = False
+        self.replica: int | None = None
+        """The replica that it is pinned to; None: any."""
 
     # On the engine thread or a lane of the intake
 
@@ -162,6 +165,10 @@ class Sibling:
         self._mailbox = mailbox
         self._index = index
         self._on_failure = on_failure
+
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._mailbox
 
     @property
     def host(self) -> HostLoop | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
 
 ROUNDING = 1e-9
 
@@ -72,7 +73,25 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
         # Large pages for what torch allocates: fewer misses while weights stream through, some per cent of a step.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    environment = {name: value for name, value in wanted.items() if name not in os.environ}
+    if config.device == "cuda" and config.data_parallel_size > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(config, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return environment
+
+
+def visible_devices(config: EngineConfig, known: str | None) -> str:
+    """The GPUs of one of several replicas, as the driver reads them. known: those that this process sees; None: all.
+
+    Raises ConfigError: there are too few.
+    """
+    last = config.first_device + config.world_size
+    names = [str(number) for number in range(last)] if known is None else [name for name in known.split(",") if name]
+    if len(names) < last:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} with tensor_parallel_size={config.world_size} needs "
+            f"{config.data_parallel_size * config.world_size} GPUs, and CUDA_VISIBLE_DEVICES={known!r} names {len(names)}"
+        )
+    return ",".join(names[config.first_device : last])
 
 
 class Team:

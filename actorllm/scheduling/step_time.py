@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from actorllm.messages import F64
 from actorllm.scheduling.policy import StepDone, View
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ class StepTime:
         self._weights += gain * (1.0 - row @ self._weights)
         covariance = (self._covariance - np.outer(gain, row @ self._covariance)) / self._forgetting
         self._covariance = np.clip((covariance + covariance.T) / 2, -1e6, 1e6)  # what is not excited must not blow up
+
+    @property
+    def weights(self) -> F64:
+        """Seconds: of a step, of a prompt token, of a decode row, of a token of its context: [4]."""
+        weights: F64 = self._weights * self.SCALE
+        return weights
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0

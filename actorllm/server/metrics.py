@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.client.metric_families import (
-    ENGINE,
     PREFIX,
-    VLLM_NAMES,
     VLLM_PREFIX,
     Family,
-    as_vllm,
     buckets_of,
     families_of,
     number_text,
+    vllm_families,
 )
 from actorllm.server.board import LAG_BOUNDS
 
@@ -49,9 +47,8 @@ def render(
     lines: list[str] = []
     for family in families:
         _write(lines, PREFIX, own, family, is_open)
-    for family in families if has_vllm_names else ():
-        if family.name in VLLM_NAMES:
-            _write(lines, VLLM_PREFIX, {**ENGINE, **own}, as_vllm(family, families), is_open)
+    for family in vllm_families(stats, max_model_len) if has_vllm_names else ():
+        _write(lines, VLLM_PREFIX, own, family, is_open)
     return "\n".join([*lines, "# EOF\n" if is_open else ""]).encode()
 
 
@@ -60,9 +57,8 @@ def _write(lines: list[str], prefix: str, labels: Mapping[str, str], family: Fam
     suffix = "_total" if kind == "counter" else ""
     named = f"{prefix}{name}" if is_open else f"{prefix}{name}{suffix}"
     lines += (f"# HELP {named} {told}", f"# TYPE {named} {kind}")
-    first = _shown(labels)
     for part, more, value in samples:
-        shown = f"{first},{_shown(more)}" if more else first
+        shown = _shown({**labels, **more})
         lines.append(f"{prefix}{name}{suffix}{part}{{{shown}}} {number_text(value)}")
 
 

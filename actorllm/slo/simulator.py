@@ -3,7 +3,7 @@
     run = simulate(workload, EngineShape(num_blocks=8192), cost_model.preset("a100-llama-3-8b"), policy="fcfs", seed=1)
     print(run.evaluate().summary["actorllm_goodput_deadline"])
 
-A `Replica` turns the same loop as `SchedulerActor.turn`: take what has arrived, plan while there is room, apply a result.
+A `SimulatedReplica` turns the same loop as `SchedulerActor.turn`: take what has arrived, plan while there is room, apply a result.
 So up to `depth` steps are in flight, and a step is planned while the one before it runs. A request that is aborted has
 tokens computed in vain. Runs of decode steps in which nothing happens are made by one `Scheduler.advance`. Their times
 and everything after them are the same to the last bit as step by step (`skip=False`).
@@ -40,6 +40,7 @@ from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
+from actorllm.scheduling.router import HASH_BYTES, ReplicaView, Routable, Router, StepSeconds, make_router
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
@@ -47,7 +48,6 @@ from actorllm.scheduling.step_time import features_of
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
-from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
@@ -337,7 +337,7 @@ class ScriptedWorker:
 # A replica ---------------------------------------------------------------------------------------------------------------
 
 
-class Replica:
+class SimulatedReplica:
     """The loop of `SchedulerActor` in virtual time. `run_until` does everything that happens before a time."""
 
     def __init__(
@@ -349,8 +349,10 @@ class Replica:
         on_ends: Callable[[int, Iterable[End]], None] | None = None,
         on_plan: Callable[[StepPlan], None] | None = None,
         skip: bool = True,
+        step_seconds: StepSeconds | None = None,
     ) -> None:
         self.number = number
+        self._step_seconds = step_seconds
         self.scheduler = scheduler
         self.tokens = TokenLog()
         self.num_steps_skipped = 0
@@ -367,7 +369,6 @@ class Replica:
         self._num_idle_wakes = 0
         self._aborts: list[tuple[float, Key]] = []
         self._finishes: dict[int, list[tuple[Key, Any, Any]]] = {}
-        self._view: ReplicaView | None = None
 
     # What reaches it
 
@@ -408,10 +409,34 @@ class Replica:
 
     def view(self, now: float) -> ReplicaView:
         """What a router may know of it, as of now; everything before now has been run."""
-        scheduler = self.scheduler
-        running = scheduler.limits.max_seqs - scheduler.batch.num_free_slots
-        kv = scheduler.kv
-        return ReplicaView(self.number, running, scheduler.num_waiting, 1 - kv.num_free / kv.pool.num_blocks, now)
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        view = ReplicaView(
+            self.number,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=sum(sequence.submit.prompt.size for sequence in scheduler.waiting()),
+            num_free_blocks=kv.num_free,
+            block_size=kv.block_size,
+            max_num_batched_tokens=scheduler.limits.max_tokens,
+            step_seconds=self._step_seconds,
+            find=None if kv.index is None else self._find,
+            seen=now,
+        )
+        num_computed = scheduler.batch.num_computed
+        for sequence in scheduler.running():
+            computed = int(num_computed[sequence.slot])
+            left = sequence.submit.prompt.size - computed
+            if left > 0:
+                view.num_waiting += 1
+                view.num_waiting_tokens += left
+            else:
+                view.num_running += 1
+                view.num_context += computed
+        return view
+
+    def _find(self, hashes: bytes) -> int:
+        """How many blocks of a prompt the prefix cache has."""
+        index = self.scheduler.kv.index
+        return 0 if index is None else int(index.find(hashes, len(hashes) // HASH_BYTES).size)
 
     # The loop
 
@@ -642,7 +667,7 @@ def simulate(
     if workload.max_tokens is not None:
         ends = workload.num_prompt.astype(np.int64) + np.minimum(workload.num_output, workload.max_tokens)
     has_prefixes = workload.prefixes is not None and shape.enable_prefix_caching
-    replicas: list[Replica] = []
+    replicas: list[SimulatedReplica] = []
     shape = replace(shape, enable_prefix_caching=has_prefixes)
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
@@ -656,12 +681,18 @@ def simulate(
         worker = ModelledWorker(model, steps, has_tokens=has_prefixes, ends=ends)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
         replicas.append(
-            Replica(
-                scheduler, worker, number=number, on_ends=outcomes.write, on_plan=tell, skip=skip and not has_prefixes
+            SimulatedReplica(
+                scheduler,
+                worker,
+                number=number,
+                on_ends=outcomes.write,
+                on_plan=tell,
+                skip=skip and not has_prefixes,
+                step_seconds=model.seconds,
             )
         )
     outcomes.now = lambda replica: replicas[replica].scheduler.now
-    route = make_router(router, num_replicas, seed) if isinstance(router, str) else router
+    route = make_router(router, seed) if isinstance(router, str) else router
     try:
         _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes, model.submit_s)
     except Exception as error:
@@ -676,7 +707,7 @@ def simulate(
 def _run_all(
     workload: Workload,
     shape: EngineShape,
-    replicas: list[Replica],
+    replicas: list[SimulatedReplica],
     router: Router,
     outcomes: _Outcomes,
     view_interval_s: float,
@@ -687,21 +718,25 @@ def _run_all(
     make = _submits(workload, shape, has_prefixes)
     patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
     class_ids = workload.class_ids.tolist()
+    request_of = _routables(workload, shape)
+    needs_views = getattr(router, "needs_views", True)
     views: list[ReplicaView] = []
     next_view_at = -math.inf
     for row, at in enumerate(workload.arrival.tolist()):
         if len(replicas) > 1:
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
-            if router.needs_views and at >= next_view_at:
+            if at >= next_view_at and (needs_views or not views):
                 for replica in replicas:
                     replica.run_until(at)
                 views = [replica.view(at) for replica in replicas]
                 next_view_at = at + view_interval_s
-            number = router.route(workload, row, views)
+            request = request_of(row)
+            number = router.route(request, views)
             if not 0 <= number < len(replicas):
                 raise ConfigError(
                     f"router {type(router).__name__} sent a request to replica {number} of {len(replicas)}"
                 )
+            views[number].add(request)
         else:
             number = 0
         replica = replicas[number]
@@ -714,6 +749,19 @@ def _run_all(
             replica.abort_at(max(at + limit, there), (0, row))
     for replica in replicas:
         replica.run_until(until)
+
+
+def _routables(workload: Workload, shape: EngineShape) -> Callable[[int], Routable]:
+    """Makes what a router sees of a request."""
+    num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
+    class_ids, kinds, prefixes = workload.class_ids.tolist(), workload.classes, workload.prefixes
+
+    def request_of(row: int) -> Routable:
+        size = num_prompt[row]
+        hashes = b"" if prefixes is None else prefixes.block_hashes(row, size, shape.block_size).tobytes()
+        return Routable(size, hashes, max_tokens=num_output[row], slo=kinds[class_ids[row]].slo)
+
+    return request_of
 
 
 def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Callable[[int, float], Submit]:
@@ -759,7 +807,7 @@ def _fields(slo: SLO | None) -> tuple[float | None, ...] | None:
 
 
 def _collect(
-    workload: Workload, replicas: list[Replica], outcomes: _Outcomes, model: StepModel, policy: object
+    workload: Workload, replicas: list[SimulatedReplica], outcomes: _Outcomes, model: StepModel, policy: object
 ) -> SimulatedRun:
     num = len(workload)
     columns = [replica.tokens.columns() for replica in replicas]
@@ -901,7 +949,7 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
         elif verb != "decide":
             raise ValueError(f"a simulation has no {verb}: only recordings without it can be run again")
     plans: list[StepPlan] = []
-    replica = Replica(scheduler, ScriptedWorker(results, turns), on_plan=plans.append)
+    replica = SimulatedReplica(scheduler, ScriptedWorker(results, turns), on_plan=plans.append)
     for step, stops in finishes.items():
         replica.finish_after(step, stops)
     for now, call, argument in arrivals:

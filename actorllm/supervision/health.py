@@ -40,6 +40,39 @@ class ThreadHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaHealth:
+    """One replica: a scheduler with its workers."""
+
+    number: int
+    state: str
+    """new, starting, running, recovering or stopped; draining: it takes no new requests; lost: it is made anew after a pause."""
+    pids: dict[str, int]
+    """Its processes, by actor."""
+    num_requests: int
+    """Sequences of this program that have not ended."""
+    num_lives: int = 1
+    """How often it was made, as a whole."""
+    actors: dict[str, ActorHealth] = field(default_factory=dict)
+    num_recoveries: int = 0
+    recovery_s: float = 0.0
+    last_failure: str | None = None
+
+    @classmethod
+    def of(cls, health: EngineHealth, pids: dict[str, int], num_requests: int) -> ReplicaHealth:
+        """The one replica of an engine without a fleet."""
+        return cls(
+            number=0,
+            state=health.state,
+            pids=pids,
+            num_requests=num_requests,
+            actors=health.actors,
+            num_recoveries=health.num_recoveries,
+            recovery_s=health.recovery_s,
+            last_failure=health.last_failure,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHealth:
     """An engine."""
 
@@ -51,5 +84,7 @@ class EngineHealth:
     """From the deaths until everything was linked and ran again, added up."""
     last_failure: str | None = None
     """The last death of any actor."""
+    replicas: list[ReplicaHealth] = field(default_factory=list)
+    """Every replica, by number."""
     threads: dict[str, ThreadHealth] = field(default_factory=dict)
     """"intake": they read prompts. Of an engine that its caller steps there are none."""

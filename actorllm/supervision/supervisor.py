@@ -90,7 +90,8 @@ class Supervisor:
     """Makes a Topology real and keeps watch over it. Everything but `kill` is called on the engine's loop.
 
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
-    on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
+    on_death: hears of the death that ends the engine, before everything is stopped. on_fall: hears the name of a group that died
+    and is started again. actors: owner-placed actors that
     exist already, by name. check: called before anything is started the first time; what it raises ends the start.
     restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. amend: what it is changed to after a death. standby: the group for which as many
@@ -106,6 +107,7 @@ class Supervisor:
         *,
         resolve: Resolve | None = None,
         on_death: Callable[[ActorDeath], None] | None = None,
+        on_fall: Callable[[str], None] | None = None,
         actors: Mapping[str, Actor] | None = None,
         start_timeout_s: float | None = None,
         check: Callable[[], None] | None = None,
@@ -128,6 +130,7 @@ class Supervisor:
         self._renew = renew
         self._amend = amend
         self._on_death = on_death
+        self._on_fall = on_fall
         self._actors = dict(actors or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
@@ -475,6 +478,8 @@ class Supervisor:
         group.fell_at = now()
         self._wiring.lose(group.names, PeerRestartedError(str(death)))
         self._tasks.start_soon(self._restart, group, delay_s)
+        if self._on_fall is not None:
+            self._on_fall(group.name)
 
     async def _restart(self, group: Group, delay_s: float) -> None:
         try:

@@ -115,11 +115,18 @@ class EngineOptions(VLLMOptions, total=False):
     """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]
     """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
+    data_parallel_size: Annotated[int, 1]
+    """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
     module: Annotated[Any, None]
     """A model of transformers that the application owns, in the place of `model`: its parameters are used where they are.
     Needs topology='inline'."""
+    ready_replicas: Annotated[int, 1]
+    """The engine is ready when so many of data_parallel_size are; the others start behind."""
+    router: Annotated[str, "seconds"]
+    """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
+    class, 'module:Class'."""
     name: Annotated[str | None, None]
     """Under which other programs of this user join the engine (`AsyncLLM.attach`); None: none can."""
     device: Annotated[str, "auto"]

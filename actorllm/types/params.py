@@ -102,7 +102,6 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lora_request": (None,),
     "prompt_adapter_request": (None,),
     "trace_headers": (None,),
-    "data_parallel_rank": (None,),
     "prompt_text": (None,),
     "reasoning_ended": (None,),
     "session_id": (None,),
@@ -118,7 +117,7 @@ HARMLESS_REQUEST_ARGUMENTS = {"trace_headers": "the engine writes no spans of it
 
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
-    *("arrival_time", "tokenization_kwargs"),
+    *("arrival_time", "tokenization_kwargs", "data_parallel_rank"),
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""

@@ -26,7 +26,6 @@ class VLLMOptions(TypedDict, total=False):
     max_long_partial_prefills: Annotated[Any, 1]
     enable_lora: Literal[False, None]
     pipeline_parallel_size: Literal[1]
-    data_parallel_size: Literal[1]
     distributed_executor_backend: Literal[None, "mp", "uni"]
     disable_custom_all_reduce: Literal[False, True]
     speculative_config: Literal[None]

@@ -9,9 +9,9 @@ from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 
 LIGHT_WORKERS = """
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from tests.actors.scripted_topology import with_workers
-actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor", inline_too=False)
+actorllm.client.engine_supervisor.engine_topology = with_workers("SlowWorkerActor", inline_too=False)
 """
 """Before the text of a program: the workers of its engines import no torch."""
 

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
 from actorllm.config import EngineConfig
@@ -44,7 +44,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def with_ranks(model: Any, **arguments: Any) -> EngineConfig:
         return dataclasses.replace(right(model, **arguments), world_size=num_ranks["n"])
 
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("ScriptedWorkerActor"))
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("ScriptedWorkerActor"))
     monkeypatch.setattr(EngineConfig, "from_arguments", with_ranks)
 
     def make(world_size: int = 1, **arguments: Any) -> LLM:

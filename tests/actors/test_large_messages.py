@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.heartbeat import Heartbeat
@@ -211,7 +211,7 @@ def replace_actor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]
 
     def replace(name: str, kind: str) -> None:
         made = lambda config: changed(engine_topology(config), name, kind)  # noqa: E731
-        monkeypatch.setattr(actorllm.client.engine, "engine_topology", made)
+        monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", made)
         monkeypatch.setattr(attach_server, "attached_frontend", joined)
 
     return replace

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors import frontend as frontend_module
 from actorllm.actors.engine_thread import HostLoop
@@ -51,8 +51,8 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     quick = RestartLimits(first_delay_s=0.01)
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("DeadlyWorkerActor"))
-    monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("DeadlyWorkerActor"))
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: quick)
     llms: list[AsyncLLM] = []
 
     def make(**arguments: Any) -> AsyncLLM:
@@ -103,7 +103,7 @@ async def scheduler_of(llm: AsyncLLM) -> dict[str, Any]:
 async def test_whoever_comes_after_the_end_hears_all_of_it(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: RestartLimits(max_deaths=1))
     llm = make_llm()
     await llm.start()
     os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.clock import now
@@ -144,7 +144,7 @@ async def test_an_engine_that_is_not_there_yet_keeps_nobody(
     kind: RequestOutputKind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The stream ends in time though the engine cannot say so; the request is gone when it comes there."""
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_a_start_that_waits)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_a_start_that_waits)
     monkeypatch.setenv("ACTORLLM_TEST_WAIT", str(tmp_path / "go"))
     llm = AsyncLLM("storyteller", topology="inline")
     try:

@@ -23,7 +23,7 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams, __version__
 from actorllm.actors import link as link_module
 from actorllm.actors.child import receive_frame, send_frame
@@ -55,7 +55,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def make_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     """Engines over a scripted model that are named, started, and shut down when the test is over."""
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("SlowWorkerActor"))
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("SlowWorkerActor"))
     llms: list[AsyncLLM] = []
 
     def make(name: str = "tale", *, is_started: bool = True, **arguments: Any) -> AsyncLLM:

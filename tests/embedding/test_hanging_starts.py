@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineStartError
@@ -55,7 +55,7 @@ def hang_at_import(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         )
         return dataclasses.replace(right, actors=actors)
 
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", topology)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", topology)
 
 
 @pytest.mark.parametrize("name", ["scheduler", "worker0"])

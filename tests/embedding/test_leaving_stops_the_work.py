@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.client.stream import RequestStream
@@ -119,7 +119,7 @@ def endless(seed: int, **arguments: Any) -> SamplingParams:
 async def engine_of(tmp_path: Path, topology: str, **arguments: Any) -> AsyncIterator[Engine]:
     gate = Gate(tmp_path / "gate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actorllm.client.engine, "engine_topology", with_workers("GatedWorkerActor"))
+        patch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("GatedWorkerActor"))
         patch.setenv("ACTORLLM_TEST_GATE", str(tmp_path / "gate"))
         llm = AsyncLLM("storyteller", topology=topology, **{"max_num_seqs": 16, "block_size": 32, **arguments})
         await llm.start()

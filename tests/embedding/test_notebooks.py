@@ -15,9 +15,9 @@ FIRST_CELL = (
     PRINT_PIDS
     + """
 import asyncio, signal, threading
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from tests.actors.scripted_topology import with_workers
-actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor")
+actorllm.client.engine_supervisor.engine_topology = with_workers("SlowWorkerActor")
 from actorllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5, output_kind=RequestOutputKind.DELTA)
 endless = SamplingParams(max_tokens=1400, ignore_eos=True)

@@ -19,6 +19,7 @@ LOOKED_AT = (
     "actorllm/scheduling",
     "actorllm/server",
     "actorllm/supervision",
+    "actorllm/fleet",
     "actorllm/text",
     "actorllm/types",
     "actorllm",

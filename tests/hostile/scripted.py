@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import RequestFailedError
@@ -27,7 +27,7 @@ def scripted_engine(**arguments: Any) -> Iterator[AsyncLLM]:
     """Of processes, with a policy that kills its scheduler when a deadly request is admitted."""
     policy = "tests.actors.deadly_policies:WhenItStarts"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actorllm.client.engine, "engine_topology", with_workers("DeadlyWorkerActor"))
+        patch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("DeadlyWorkerActor"))
         llm = AsyncLLM("storyteller", **({"max_num_seqs": 16, "scheduling_policy": policy} | arguments))
     try:
         yield llm

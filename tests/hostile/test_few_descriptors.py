@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import ActorLLMError, AsyncLLM
 from tests.actors.scripted_topology import with_workers
 from tests.hostile.bystander import bystander
@@ -77,7 +77,7 @@ def room_for(num_files: int) -> Iterator[None]:
 async def test_a_start_that_fails_disturbs_no_engine_that_runs(monkeypatch: pytest.MonkeyPatch, topology: Any) -> None:
     """Both are in one program, and share its limit."""
     light = with_workers("ScriptedWorkerActor", inline_too=False)
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", light)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", light)
     arguments: dict[str, Any] = {"num_threads": 1, "max_model_len": 64}
     async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm, bystander(llm) as steady:
         num_starts, until = 0, steady.num_tokens + 10

@@ -16,7 +16,7 @@ import anyio
 import pytest
 import torch
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
@@ -158,7 +158,7 @@ async def test_ranks_find_out_together_that_nothing_is_finite_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank looks after the same step, and all are replaced; a request that breaks them twice is to blame."""
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", torn)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", torn)
     llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2))
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     expected = (await llm.complete([1, 2, 3], params)).outputs[0].token_ids
@@ -188,7 +188,7 @@ async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int, expected: str
 ) -> None:
     """The others wait for it where nobody can call them back; they are killed with it, and it is its error that counts."""
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", torn)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", torn)
     final = {"on_failure": "raise"} if "on_failure" in ARGUMENTS else {}
     llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, step_timeout_s=2, **final))
     with anyio.fail_after(30), pytest.raises(EngineDeadError, match=expected):

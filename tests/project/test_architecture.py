@@ -114,6 +114,7 @@ LAYERS = (
         "attach",
         "intake",
         "client",
+        "fleet",
         "api",
         "slo",
         "server",

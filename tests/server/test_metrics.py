@@ -12,9 +12,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.client.metric_families import VLLM_NAMES
 from actorllm.server import create_app
 from actorllm.server.board import Board
-from actorllm.server.metrics import VLLM_NAMES, render
+from actorllm.server.metrics import render
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.anyio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from actorllm.messages import StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Admit, KeyPolicy, PlanPolicy
+from actorllm.scheduling.router import ROUTERS, LeastLoad, ReplicaView, RoundRobin, Routable
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.objectives import Promises
-from actorllm.slo.routing import ROUTERS, LeastLoad, ReplicaView, RoundRobin, make_router
 from actorllm.slo.simulator import EngineShape, SimulatedRun, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 from actorllm.slo.workload import (
@@ -34,7 +35,6 @@ from actorllm.slo.workload import (
     gamma_arrivals,
     lognormal_lengths,
     make_workload,
-    sample,
     share_prefixes,
 )
 from actorllm.types.objective import SLO, RequestClass
@@ -362,26 +362,6 @@ def test_replicas_share_the_work_and_each_is_an_engine(router: str) -> None:
         assert alone.timeline.end.tolist() == together.tolist(), "replicas do not know of each other"
 
 
-def test_routers_do_what_they_are_for() -> None:
-    views = [ReplicaView(0, 9, 1, 0.5, 0.0), ReplicaView(1, 2, 0, 0.1, 0.0), ReplicaView(2, 2, 3, 0.2, 0.0)]
-    workload = sample()
-    least = make_router("least-load", 3)
-    assert [least.route(workload, 0, views) for _ in range(5)] == [1, 1, 1, 1, 2], "it counts what it has sent since"
-    two = make_router("power-of-two", 3, seed=1)
-    chosen = [two.route(workload, 0, views) for _ in range(30)]
-    assert chosen.count(0) < 8
-    even = [ReplicaView(i, 1, 0, 0.1, 0.0) for i in range(3)]
-    aware = make_router("prefix-aware", 3)
-    assert workload.prefixes is not None
-    homes = [(int(workload.prefixes.of(row)[0]), aware.route(workload, row, even)) for row in range(12)]
-    first = dict(reversed(homes))
-    assert all(first[prefix] == number for prefix, number in homes), "who begins alike goes to the same replica"
-    busy = [replace(view, num_running=100 * (view.number == first[homes[0][0]]), seen=1.0) for view in even]
-    assert aware.route(workload, 0, busy) != first[homes[0][0]], "unless that one is much busier"
-    with pytest.raises(ConfigError, match="'least-loaded'; did you mean 'least-load'"):
-        make_router("least-loaded", 2)
-
-
 def test_prefixes_are_found_where_they_were_sent() -> None:
     workload = share_prefixes(mixed(150, 12.0), num_groups=40, num_tokens=128, block_tokens=32, skew=0.0, seed=2)
     hits = {
@@ -397,15 +377,15 @@ def test_views_may_be_old() -> None:
     class Nosy(RoundRobin):
         needs_views = True
 
-        def route(self, workload: Workload, row: int, views: Any) -> int:
-            seen.append(float(workload.arrival[row]) - views[0].seen)
-            return super().route(workload, row, views)
+        def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+            seen.append(float(workload.arrival[len(seen)]) - views[0].seen)
+            return super().route(request, views)
 
     workload = mixed(60, 10.0)
-    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(2), view_interval_s=1.0)
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(), view_interval_s=1.0)
     assert 0.5 < max(seen) < 1.0
     seen.clear()
-    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(2))
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy())
     assert set(seen) == {0.0}
     with pytest.raises(ConfigError, match="num_replicas=0 must be at least 1"):
         simulate(workload, SHAPE, NOISY, num_replicas=0)
@@ -413,11 +393,14 @@ def test_views_may_be_old() -> None:
 
 def test_exact_views_have_what_was_sent_at_the_same_instant() -> None:
     class Lopsided(LeastLoad):
-        def route(self, workload: Workload, row: int, views: Any) -> int:
-            return 0 if row < 10 else super().route(workload, row, views)
+        num_routed = 0
+
+        def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+            self.num_routed += 1
+            return 0 if self.num_routed <= 10 else super().route(request, views)
 
     workload = make_workload(np.array([0.0] * 10 + [0.25] * 10), fixed_lengths(20, 10, 50))
-    run = simulate(workload, SHAPE, every_step(0.5), num_replicas=2, router=Lopsided(2))
+    run = simulate(workload, SHAPE, every_step(0.5), num_replicas=2, router=Lopsided())
     assert run.timeline.replica.tolist() == [0] * 10 + [1] * 10
 
 

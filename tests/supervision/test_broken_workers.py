@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, LLMEngine, PoolingParams, SamplingParams
 from actorllm.errors import EngineDeadError, EngineStartError, RequestFailedError
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
@@ -36,8 +36,8 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM
 
     def make(workers: str, **arguments: Any) -> AsyncLLM:
         quick = RestartLimits(first_delay_s=0.01)
-        monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers(workers))
-        monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
+        monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers(workers))
+        monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: quick)
         llms.append(AsyncLLM("storyteller", max_num_seqs=16, **arguments))
         return llms[-1]
 

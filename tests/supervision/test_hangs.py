@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.errors import ActorLLMError, EngineDeadError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
@@ -38,7 +38,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     llms: list[AsyncLLM] = []
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("SlowWorkerActor"))
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("SlowWorkerActor"))
 
     def make(**arguments: Any) -> AsyncLLM:
         given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True, "on_failure": "raise"} | arguments
@@ -213,12 +213,13 @@ async def test_streams_go_on_without_a_policy_that_never_returns(
 OWNER = """
 import json
 import anyio
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from tests.actors.scripted_topology import with_workers
 
 async def main():
-    actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor")
+    actorllm.client.engine_supervisor.engine_topology = with_workers("SlowWorkerActor")
     params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
     async with AsyncLLM("storyteller", heartbeat_timeout_s=1, step_timeout_s=1, skip_tokenizer_init=True) as llm:
         is_first = True

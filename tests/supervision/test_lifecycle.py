@@ -21,6 +21,7 @@ import anyio.to_thread
 import pytest
 
 import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
@@ -43,7 +44,7 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Worker processes without torch, where a test does not ask for `real_workers`: what they compute does not matter."""
     if "real_workers" not in request.fixturenames:
         light = with_workers("SlowWorkerActor", inline_too=False)
-        monkeypatch.setattr(actorllm.client.engine, "engine_topology", light)
+        monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", light)
 
 
 @pytest.fixture

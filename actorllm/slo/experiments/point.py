@@ -28,10 +28,10 @@ from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, load
 from actorllm.scheduling.cost_model import PRESETS, StepModel, load_model
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import KeyPolicy, PlanPolicy, policy_path
+from actorllm.scheduling.router import ROUTERS
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
-from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.traces import FORMATS, SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
@@ -54,7 +54,7 @@ FORMAT = 2
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
-MODULES = ("metrics", "objectives", "routing", "simulator", "timeline", "traces", "workload")
+MODULES = ("metrics", "objectives", "simulator", "timeline", "traces", "workload")
 LEFT_OUT = "requests left out:"
 """How the warning of requests begins that are too long for the model."""
 Knob = bool | int | float | str

@@ -77,9 +77,14 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
 
     # Requests
 
-    def with_trusted_deaths(self, frontend: int, message: Submit) -> Submit:
-        """A request with deaths on its record, as far as they count here; with the first suspect a search begins."""
-        if frontend not in self.resubmitting:  # it has nothing to submit again, and no scheduler died of it
+    def with_trusted_deaths(self, frontend: int, message: Submit, is_own: bool) -> Submit:
+        """A request with deaths on its record, as far as they count here; with the first suspect a search begins.
+
+        is_own: its frontend is the owner's, which may have it from another replica that died.
+        """
+        if (
+            frontend not in self.resubmitting and not is_own
+        ):  # it has nothing to submit again, and no scheduler died of it
             return replace(message, num_deaths=0)
         if not self.has_suspects:
             self._begin_within(JOURNAL_PATIENCE_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM
 from actorllm.actors.topology import engine_topology
 from tests.model.cuda.host_engine import ARGUMENTS
@@ -37,7 +37,9 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> It
 async def test_streams_go_on_over_deaths(make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the scheduler, whose steps the worker still computes, and of the worker, which learns everything again."""
     expected = await tell(make_llm())
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(
+        actorllm.client.engine_supervisor, "engine_topology", lambda config: on_the_host(engine_topology(config))
+    )
     llm = make_llm(topology="process")
     await llm.start()
     assert await tell(llm, ("scheduler",)) == expected

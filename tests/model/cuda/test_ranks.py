@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import actorllm.client.engine
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.topology import engine_topology
 from actorllm.actors.worker import WorkerActor
@@ -107,7 +107,9 @@ def test_streams_are_those_of_one_rank_and_of_the_cpu(
     with monkeypatch.context() as patch:
         patch.setattr(WorkerActor, "_load", load)
         assert both(LLM(path, **(ARGUMENTS | few))) == expected
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(
+        actorllm.client.engine_supervisor, "engine_topology", lambda config: on_the_host(engine_topology(config))
+    )
     few = {"kv_cache_memory_bytes": 5 * BLOCK // 2}
     assert both(LLM(path, **(ARGUMENTS | few | {"topology": "process", "tensor_parallel_size": 2}))) == expected
 
@@ -121,7 +123,9 @@ async def test_streams_of_two_ranks_go_on_over_deaths(
     alone = AsyncLLM(path, **ARGUMENTS)
     expected = await tell(alone)
     alone.shutdown()
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(
+        actorllm.client.engine_supervisor, "engine_topology", lambda config: on_the_host(engine_topology(config))
+    )
     llm = AsyncLLM(path, **(ARGUMENTS | {"topology": "process", "tensor_parallel_size": 2}))
     try:
         await llm.start()

@@ -1,0 +1,316 @@
+"""`Dispatcher`: what an engine of several replicas calls its frontend. Routes requests, and moves them between replicas.
+
+A request belongs to the journal of one replica's frontend. When it moves, its journal entry goes to the frontend of another
+replica as it is. Output, sampling index, grammar and deadline are in it, so the stream goes on with the same tokens. What still
+comes of it from the first scheduler meets no entry there and is dropped.
+
+What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
+that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
+only when that is lost for good. So a request that kills schedulers costs the deaths of two replicas, however many there are.
+
+Runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from actorllm.actors.frontend import Consumer, JournalEntry
+from actorllm.client.stream import Mailbox, Sibling
+from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
+from actorllm.fleet.merging import merged
+from actorllm.fleet.replica import Replica
+from actorllm.fleet.views import routable_of, views_of
+from actorllm.messages import Submit
+from actorllm.scheduling.router import Routable, Router
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """See the module docstring.
+
+    replicas: by number, those that are stopped for good left out; changed by the fleet. last_rid: as of FrontendActor.
+    """
+
+    def __init__(self, replicas: Mapping[int, Replica], router: Router, last_rid: int = 0) -> None:
+        self._replicas = replicas
+        self._router = router
+        self.last_rid = last_rid
+        self._error: BaseException | None = None
+        self._pause_mode: str | None = None
+        self.num_moved = 0
+        """Sequences that went to another replica."""
+        self.num_routed: dict[int, int] = {}
+        """Requests that each replica was sent, by number."""
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return sum(replica.frontend.num_open for replica in list(self._replicas.values()))
+
+    @property
+    def is_paused(self) -> bool:
+        """Generation is, or will be when what was asked for arrives."""
+        return self._pause_mode is not None
+
+    @property
+    def pause_mode(self) -> str | None:
+        """That of the last pause, which a replica that starts now has to know; None: generation goes on."""
+        return self._pause_mode
+
+    def next_rid(self) -> int:
+        """Unique among all replicas; a 32-bit integer on the wire."""
+        while True:
+            self.last_rid = self.last_rid % (2**31 - 1) + 1
+            if self._owner_of(self.last_rid) is None:
+                return self.last_rid
+
+    # What the engine asks of a frontend
+
+    def submit(self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]) -> None:
+        """As FrontendActor.submit, of the replica that the router names."""
+        replica, make = self._routed(make_submit, consumer, 1)
+        if replica is not None:
+            replica.frontend.submit(make, consumer, on_rid)
+
+    def submit_several(
+        self, make_submit: Callable[[int], Submit], consumers: Sequence[Consumer], on_rid: Callable[[int], None]
+    ) -> None:
+        """As FrontendActor.submit_several: the sequences of a request are on one replica."""
+        replica, make = self._routed(make_submit, consumers[0], len(consumers))
+        if replica is not None:
+            replica.frontend.submit_several(make, consumers, on_rid)
+
+    def abort(self, rid: int) -> None:
+        """As FrontendActor.abort."""
+        owner = self._owner_of(rid)
+        if owner is not None:
+            owner.frontend.abort(rid)
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for replica in self._replicas.values():
+            replica.frontend.abort_all()
+
+    def fail_all(self, error: BaseException) -> None:
+        """The engine is gone: every request that has not ended, and every later one, ends with this error."""
+        if self._error is None:
+            self._error = error
+        for replica in self._replicas.values():
+            replica.frontend.end_all(error)
+            held, replica.held = replica.held, {}
+            replica.frontend.fail(held, error)
+
+    async def wait_until_idle(self) -> bool:
+        """Wait until every request has ended, wherever it moves. False: they ended because the engine did."""
+        while busy := next((r for r in self._replicas.values() if r.frontend.num_open), None):
+            await busy.frontend.wait_until_idle()
+        return self._error is None
+
+    async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
+        """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""
+        if verb in ("pause_generation", "resume_generation"):
+            self._pause_mode = arguments.get("mode")
+        asked: list[Replica] = []
+        for replica in self._replicas.values():
+            if replica.is_lost or replica.supervisor.health().state in ("new", "starting"):
+                replica.frontend.assume_paused(self._pause_mode)  # it hears of it before it has a request
+            else:
+                asked.append(replica)
+        if not asked:
+            raise self._error or EngineShutdownError("the engine is not running")
+        answers: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+
+        async def ask(replica: Replica) -> None:
+            own = dict(arguments)
+            if verb == "start_profile":
+                own["prefix"] = f"{arguments['prefix']}replica{replica.number}_"
+            try:
+                answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
+            except Exception as error:  # of one replica: the caller is told below, when all have answered
+                failures[replica.number] = error
+
+        async with anyio.create_task_group() as group:
+            for replica in asked:
+                group.start_soon(ask, replica)
+        gone = {number for number in failures if number not in self._replicas or self._replicas[number].is_lost}
+        if answers and failures.keys() <= gone:  # it was lost meanwhile: the others speak for the engine
+            return merged(verb, dict(sorted(answers.items())))
+        if failures:
+            raise next(error for number, error in sorted(failures.items()) if number not in gone or not answers)
+        return merged(verb, dict(sorted(answers.items())))
+
+    def statistics(self) -> dict[str, Any]:
+        """As FrontendActor.statistics, added up, with what is the fleet's."""
+        found = {replica.number: replica.frontend.statistics() for replica in self._replicas.values()}
+        return {
+            **merged("statistics of frontends", found),
+            "num_moved": self.num_moved,
+            "num_routed": dict(self.num_routed),
+        }
+
+    # Routing
+
+    def _owner_of(self, rid: int) -> Replica | None:
+        for replica in self._replicas.values():
+            if replica.frontend.has(rid):
+                return replica
+        return None
+
+    def _routed(
+        self, make_submit: Callable[[int], Submit], consumer: Consumer, num_sequences: int
+    ) -> tuple[Replica | None, Callable[[int], Submit]]:
+        """Where a request goes, and how its message is made there. None: nowhere, and its consumer has been told."""
+        pin = pin_of(consumer)
+        if pin is not None:
+            if pin not in self._replicas:
+                self._refuse(consumer, ReplicaLostError(f"data_parallel_rank={pin}: this replica was stopped"))
+                return None, make_submit
+            return self._note(self._replicas[pin]), make_submit
+        candidates = self._candidates()
+        if not candidates:
+            self._refuse(consumer, self._error or EngineDeadError("no replica of the engine runs"))
+            return None, make_submit
+        if len(candidates) == 1:
+            return self._note(candidates[0]), make_submit
+        try:
+            submit = make_submit(0)
+        except Exception:  # of this request: the frontend makes it again, and tells its consumer
+            return self._note(candidates[0]), make_submit
+        number = self._choose(routable_of(submit, num_sequences), candidates)
+        return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid)
+
+    def _candidates(self, without: Replica | None = None) -> list[Replica]:
+        """Replicas that a request may go to; if none is ready, those that will be."""
+        others = [replica for replica in self._replicas.values() if replica is not without]
+        ready = [replica for replica in others if replica.takes_requests]
+        return (
+            [replica for replica in ready if replica.frontend.is_linked]
+            or ready
+            or [replica for replica in others if replica.state in ("new", "starting")]
+        )
+
+    def _choose(self, request: Routable, candidates: Sequence[Replica]) -> int:
+        views = views_of(candidates)
+        free = [view for view in views if not view.is_on_trial]
+        try:
+            number = self._router.route(request, free or views)
+        except Exception:  # of the application's own code: the request goes to the least busy one
+            logger.exception("the router failed; the request goes where the fewest are")
+            number = -1
+        if not any(view.number == number for view in free or views):
+            number = min(free or views, key=lambda view: view.load).number
+        return number
+
+    def _note(self, replica: Replica) -> Replica:
+        self.num_routed[replica.number] = self.num_routed.get(replica.number, 0) + 1
+        return replica
+
+    @staticmethod
+    def _refuse(consumer: Consumer, error: BaseException) -> None:
+        consumer.fail(error)
+        if consumer.host is not None:
+            consumer.host.call_soon_threadsafe(consumer.wake)
+
+    # Moves
+
+    def can_move(self, source: Replica) -> bool:
+        """Whether there is a replica that could go on with what this one has."""
+        return any(replica.takes_requests and replica.frontend.is_linked for replica in self._others(source))
+
+    def _others(self, source: Replica) -> Iterable[Replica]:
+        return (replica for replica in self._replicas.values() if replica is not source)
+
+    def move(self, source: Replica, lost_at: float | None) -> int:
+        """Move what a replica has to others; what is pinned to it, and what is on trial there, stays. Returns how many moved.
+
+        lost_at: when a process of it died, in monotonic seconds: what moves is on trial then. None: nothing died.
+        """
+        had_suspects = source.frontend.has_suspects
+        entries = source.frontend.surrender(
+            lambda entry: not entry.record.num_deaths and pin_of(entry.consumer) != source.number
+        )
+        self._rehome(source, entries, lost_at, is_trial=lost_at is not None and not had_suspects)
+        return len(entries)
+
+    def move_lost(
+        self, source: Replica, entries: dict[int, JournalEntry], lost_at: float, error: BaseException
+    ) -> None:
+        """The journal of a replica that is lost: what is pinned waits for its next life, all else goes elsewhere or fails."""
+        pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) == source.number}
+        for rid, entry in pinned.items():
+            del entries[rid]
+            entry.lost_at = entry.lost_at or lost_at
+        source.held |= pinned
+        if entries and not self._candidates(source):
+            source.frontend.fail(entries, error)
+        else:
+            self._rehome(source, entries, lost_at, is_trial=True)
+
+    def forget(self, number: int) -> None:
+        """The KV of a replica is gone; routers that remember what they sent there are told."""
+        forget = getattr(self._router, "forget", None)
+        if forget is not None:
+            forget(number)
+
+    def move_rest(self, source: Replica) -> None:
+        """What is left of a replica that does not come back: what is pinned fails, and what is on trial goes elsewhere."""
+        left = source.held | source.frontend.surrender()
+        source.held = {}
+        pinned = {rid: entry for rid, entry in left.items() if pin_of(entry.consumer) == source.number}
+        reason = f"data_parallel_rank={source.number}: this replica is lost for good; leave data_parallel_rank out to be moved"
+        source.frontend.fail(pinned, ReplicaLostError(reason))
+        rest = {rid: entry for rid, entry in left.items() if rid not in pinned}
+        if rest and not self._candidates(source):
+            source.frontend.fail(rest, EngineDeadError("no other replica of the engine runs"))
+        else:
+            self._rehome(source, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
+
+    def _rehome(self, source: Replica, entries: dict[int, JournalEntry], lost_at: float | None, is_trial: bool) -> None:
+        if not entries:
+            return
+        candidates = self._candidates(source)
+        by_target: dict[int, dict[int, JournalEntry]] = {}
+        if is_trial:
+            on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
+            target = on_trial[0] if on_trial else min(candidates, key=lambda replica: replica.frontend.num_open)
+            by_target[target.number] = entries
+            for entry in entries.values():
+                entry.record.num_deaths = max(entry.record.num_deaths, 1)
+        else:
+            chosen: dict[int, int] = {}  # the sequences of a request share a record, and go together
+            for rid, entry in entries.items():
+                key = id(entry.record)
+                if key not in chosen:
+                    chosen[key] = self._choose(routable_of(entry.submit, 1), candidates)
+                by_target.setdefault(chosen[key], {})[rid] = entry
+        for number, part in by_target.items():
+            tightest_first = dict(sorted(part.items(), key=lambda item: _urgency(item[1].submit)))
+            self._replicas[number].frontend.adopt(tightest_first, lost_at)
+        self.num_moved += len(entries)
+        logger.warning(
+            "%d sequences of replica %d go on elsewhere: %s",
+            len(entries),
+            source.number,
+            ", ".join(f"{len(part)} on replica {number}" for number, part in by_target.items()),
+        )
+
+
+def pin_of(consumer: Consumer) -> int | None:
+    """The replica that the caller asked for (`data_parallel_rank`); None: any."""
+    if isinstance(consumer, Sibling):
+        consumer = consumer.mailbox
+    return consumer.replica if isinstance(consumer, Mailbox) else None
+
+
+def _urgency(submit: Submit) -> tuple[float, int, float]:
+    """The tightest first: by deadline, by priority, by arrival."""
+    return math.inf if submit.deadline is None else submit.deadline, submit.priority, submit.arrival

@@ -1,0 +1,335 @@
+"""`Fleet`: the replicas of an engine, their starts, their losses and their number. The service of the engine's thread.
+
+Each replica has a supervisor of its own, with its own restarts. The fleet starts all at once, is ready when `ready_replicas`
+are, and lets the others start behind. What happens to a replica:
+
+- a process of it dies and is started again: its streams move at once, if that is sooner than waiting for it;
+- its supervisor gives it up (*lost*): its streams move, and it is made anew after a pause that grows;
+- it is drained or stopped by the caller: its streams move, and nothing of them is suspected.
+
+The engine ends with the error of the last replica that is lost while no other one runs or starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S
+from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.load_board import LoadBoard
+from actorllm.clock import now
+from actorllm.config import EngineConfig
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, shown
+from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
+from actorllm.fleet.views import views_of
+from actorllm.scheduling.router import MAX_REPLICAS, Seconds, make_router
+from actorllm.supervision.health import EngineHealth, EngineState
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a lost replica is made anew; twice as long each time, until it has been ready."""
+
+
+class Fleet:
+    """See the module docstring. Everything but `kill`, `pids`, `health` and `statistics` is called on the engine's loop.
+
+    config: of the whole engine. last_rid: of the fleet whose place it takes. on_end: hears why the engine is dead.
+    """
+
+    def __init__(self, config: EngineConfig, last_rid: int, on_end: Callable[[EngineError], None]) -> None:
+        self.config = config
+        """Resolved once a replica is ready: with its number of blocks."""
+        self.failure: EngineError | None = None
+        self._given = config
+        self._board = LoadBoard()
+        self._on_end = on_end
+        self._replicas: dict[int, Replica] = {}
+        self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid)
+        self._num_wanted = config.data_parallel_size
+        self._num_divided = config.data_parallel_size
+        for _ in range(config.data_parallel_size):
+            self._add()
+        self._tasks: TaskGroup | None = None
+        self._over: anyio.Event | None = None
+        self._on_ready: Callable[[], object] | None = None
+        self._first_error: Exception | None = None
+        self._stop_timeout_s = STOP_TIMEOUT_S
+        self._is_stop_requested = False
+        self._num_ended = 0
+        self._start_s: dict[int, float] = {}
+        """What the last start of each took."""
+
+    @property
+    def replicas(self) -> Mapping[int, Replica]:
+        """By number, those that were stopped for good left out."""
+        return self._replicas
+
+    def _add(self) -> Replica:
+        number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
+        config = replica_config(self._given, number, self._num_divided, self._board)
+        replica = Replica(number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board)
+        replica.frontend.assume_paused(self.dispatcher.pause_mode)
+        self._replicas[number] = replica
+        return replica
+
+    # The service of the engine's thread
+
+    async def run(self, on_ready: Callable[[], object]) -> None:
+        """The engine's whole life (see `engine_thread.Service`)."""
+        if self._is_stop_requested:
+            raise EngineShutdownError("the engine was shut down before it was started")
+        self._over, self._on_ready = anyio.Event(), on_ready
+        async with anyio.create_task_group() as self._tasks:
+            for replica in list(self._replicas.values()):
+                self._spawn(replica)
+            await self._over.wait()
+            for replica in self._replicas.values():
+                replica.request_stop(self._stop_timeout_s)
+        self._board.close()
+        if self._on_ready is not None:
+            if self._is_stop_requested:
+                raise EngineShutdownError("the engine was shut down while it started")
+            raise self._first_error or EngineShutdownError("the engine was shut down while it started")
+
+    def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        self._is_stop_requested = True
+        self._stop_timeout_s = timeout
+        if self._over is not None:
+            self._over.set()
+
+    def kill(self) -> None:
+        for replica in list(self._replicas.values()):
+            replica.supervisor.kill()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._over is None or self._over.is_set()
+
+    def _spawn(self, replica: Replica) -> None:
+        assert self._tasks is not None
+        events = replica.events = ReplicaEvents()
+
+        async def live() -> None:
+            try:
+                await self._live(replica, events)
+            finally:
+                events.is_settled.set()
+                events.has_ended.set()
+
+        self._tasks.start_soon(live)
+
+    async def _live(self, replica: Replica, events: ReplicaEvents) -> None:
+        """The lives of a replica, one after the other."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began = now()
+
+            def ready(began: float = began) -> None:
+                nonlocal pause_s
+                pause_s = FIRST_PAUSE_S
+                self._start_s[replica.number] = now() - began
+                events.is_settled.set()
+                self._note_ready(replica)
+
+            error: Exception | None = None
+            try:
+                await replica.supervisor.run(ready)
+            except Exception as raised:  # of its start: it is tried again, or the waiting caller is told
+                error = raised
+            replica.release()
+            if replica.is_removed or self._is_over:
+                return
+            error = error or replica.supervisor.failure or EngineDeadError(f"replica {replica.number} ended")
+            replica.last_failure = f"{type(error).__name__}: {error}"
+            replica.is_lost = True
+            events.is_settled.set()
+            replica.frontend.fail_all(error)  # a replica that never ran has told of nothing
+            if self._ends_with(replica, error):
+                return
+            logger.error("replica %d is lost and made anew in %g s: %s", replica.number, pause_s, error)
+            replica.renew()
+            replica.is_lost = True  # until it starts
+            with anyio.move_on_after(pause_s):
+                await events.is_stopping.wait()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if replica.is_removed or self._is_over:
+                return
+            replica.is_lost = False
+
+    def _note_ready(self, replica: Replica) -> None:
+        num_ready = sum(one.supervisor.health().state in ("running", "recovering") for one in self._replicas.values())
+        if self._on_ready is None or num_ready < min(self.config.ready_replicas, self._num_wanted):
+            return
+        self.config = self._given.resolved(replica.num_blocks)
+        on_ready, self._on_ready = self._on_ready, None
+        on_ready()
+
+    def _ends_with(self, replica: Replica, error: Exception) -> bool:
+        """Whether the engine ends with the loss of this one: there is no other, or as many have failed to start."""
+        if self._first_error is None:
+            self._first_error = error
+        others = [one for one in self._replicas.values() if one is not replica and not one.is_lost]
+        is_last = not any(one.state != "lost" for one in others)
+        if self._on_ready is not None:
+            is_last = len(others) < min(self.config.ready_replicas, self._num_wanted)
+        if not is_last:
+            return False
+        if self._on_ready is None:
+            self._end(error)
+        assert self._over is not None
+        self._over.set()
+        return True
+
+    def _end(self, error: Exception) -> None:
+        self.failure = error if isinstance(error, EngineError) else EngineDeadError(str(error))
+        self._on_end(self.failure)
+
+    # Losses
+
+    def _on_lost(self, replica: Replica, entries: dict[int, JournalEntry], error: BaseException) -> None:
+        """On the way to the end of its supervisor: what it had goes on elsewhere."""
+        replica.is_lost = True
+        self.dispatcher.forget(replica.number)
+        self.dispatcher.move_lost(replica, entries, now(), error)
+        is_alone = self._given.on_failure == "raise" or all(one.state == "lost" for one in self._replicas.values())
+        if is_alone and self._on_ready is None and not self._is_over and isinstance(error, Exception):
+            self._end(error)  # at once: callers must not wait for the end of its processes
+            assert self._over is not None
+            self._over.set()
+
+    def _on_fall(self, replica: Replica, group: str) -> None:
+        """A process of a replica died, and is started again."""
+        self.dispatcher.forget(replica.number)
+        if self._tasks is not None and self._on_ready is None and not self._is_over:
+            self._tasks.start_soon(self._move_if_sooner, replica, group, now())
+
+    async def _move_if_sooner(self, replica: Replica, group: str, fell_at: float) -> None:
+        """Its streams go on elsewhere, if computing them there is sooner than its restart, after which it would do the same."""
+        await anyio.lowlevel.checkpoint()  # the supervisor tells of the death first
+        if replica.is_lost or self._is_over or not replica.frontend.num_open or not self.dispatcher.can_move(replica):
+            return
+        restart_s = replica.expected_restart_s(self._start_s.get(replica.number, 0.0))
+        elsewhere_s = self._expected_move_s(replica)
+        if elsewhere_s >= restart_s:
+            return
+        num_moved = self.dispatcher.move(replica, lost_at=fell_at)
+        fields = {"event": "move", "seconds": elsewhere_s}
+        told = "replica %d lost its %s: %d sequences moved (%.2f s elsewhere, %.2f s here)"
+        logger.warning(told, replica.number, group, num_moved, elsewhere_s, restart_s, extra=fields)
+
+    def _expected_move_s(self, replica: Replica) -> float:
+        """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
+        tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in replica.frontend.journal().values())
+        others = [one for one in self._replicas.values() if one is not replica and one.takes_requests]
+        waits = [Seconds.wait_s(view, tokens) for view in views_of(others) if view.step_seconds is not None]
+        return min(waits, default=0.0)
+
+    # Controls
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. New ones start; those with the highest numbers are stopped, and their streams move.
+
+        Returns when the new ones are ready and the others have ended. Raises InvalidParameterError, EngineStartError.
+        """
+        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= MAX_REPLICAS:
+            raise InvalidParameterError(f"num_replicas={shown(num_replicas)} must be from 1 to {MAX_REPLICAS}")
+        if self._tasks is None or self._is_over:
+            raise EngineShutdownError("the engine is not running")
+        self._num_wanted = num_replicas
+        self._num_divided = max(self._num_divided, num_replicas)
+        added = []
+        while len(self._replicas) < num_replicas:
+            added.append(self._add())
+            self._spawn(added[-1])
+        for number in sorted(self._replicas)[num_replicas:]:
+            await self._remove(self._replicas[number])
+        for replica in added:
+            if replica.events is not None:
+                await replica.events.is_settled.wait()
+            if replica.state == "lost":
+                raise EngineDeadError(f"replica {replica.number} did not start: {replica.last_failure}")
+
+    async def _remove(self, replica: Replica) -> None:
+        replica.is_removed = True
+        if self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=None)
+        self.dispatcher.move_rest(replica)
+        replica.request_stop(self._stop_timeout_s)
+        if replica.events is not None:
+            await replica.events.has_ended.wait()
+        del self._replicas[replica.number]
+
+    async def drain(self, number: int, is_draining: bool = True) -> None:
+        """Let a replica take no new requests, and move its streams; False: it takes requests again.
+
+        Raises InvalidParameterError: there is no such replica, or no other one that takes requests.
+        """
+        replica = self._replicas.get(number)
+        if replica is None:
+            known = ", ".join(map(str, sorted(self._replicas)))
+            raise InvalidParameterError(f"there is no replica {shown(number)}; there are {known}")
+        if is_draining and not self.dispatcher.can_move(replica):
+            raise InvalidParameterError(
+                f"replica {number} is the only one that takes requests; scale up before it is drained"
+            )
+        replica.is_draining = is_draining
+        if is_draining:
+            self.dispatcher.move(replica, lost_at=None)
+
+    # What is known of them
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes of all replicas, by replica and actor."""
+        return {
+            f"replica{replica.number}/{name}": pid
+            for replica in list(self._replicas.values())
+            for name, pid in replica.supervisor.pids.items()
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """As Supervisor.statistics, added up; those of each are in "replicas". From any thread."""
+        replicas = list(self._replicas.values())
+        found = {replica.number: replica.supervisor.statistics() for replica in replicas}
+        named = {f"replica{n}/{name}": actor for n, one in found.items() for name, actor in one["actors"].items()}
+        sums = ("num_parked", "parked_memory_bytes", "num_recoveries", "recovery_s")
+        return {
+            "phase": self._state([replica.state for replica in replicas]),
+            "actors": named,
+            **{name: sum(one[name] for one in found.values()) for name in sums},
+            "max_recovery_s": max((one["max_recovery_s"] for one in found.values()), default=0.0),
+            "replicas": found,
+        }
+
+    def health(self) -> EngineHealth:
+        """From any thread."""
+        replicas = [replica.health() for replica in list(self._replicas.values())]
+        actors = {f"replica{one.number}/{name}": actor for one in replicas for name, actor in one.actors.items()}
+        return EngineHealth(
+            self._state([one.state for one in replicas]),
+            actors,
+            sum(one.num_recoveries for one in replicas),
+            sum(one.recovery_s for one in replicas),
+            next((one.last_failure for one in reversed(replicas) if one.last_failure is not None), None),
+            replicas=replicas,
+        )
+
+    def _state(self, states: list[str]) -> EngineState:
+        """running: a request is taken now, by some replica."""
+        if self.failure is not None:
+            return "dead"
+        if self._tasks is None:
+            return "new"
+        if self._is_over:
+            return "stopped"
+        if self._on_ready is not None:
+            return "starting"
+        return "running" if {"running", "draining"} & set(states) else "recovering"

@@ -1,0 +1,88 @@
+"""One answer of the answers of several replicas. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actorllm.errors import ConfigError
+
+SAME = frozenset(("block_size", "name", "rank", "generation", "peer"))
+"""Of these the first replica's value is the engine's."""
+LARGEST = frozenset(("max_recovery_s", "fill", "fill_received", "longest_aside_s"))
+"""And of these the largest one."""
+MEAN = frozenset(("usage",))
+
+
+def merged(verb: str, answers: Mapping[int, Any]) -> Any:
+    """What the engine answers, of what its replicas answer, by number. Raises ConfigError for what is one replica's only.
+
+    Counters and gauges are added up, and `replicas` has what each of them says.
+    """
+    values = list(answers.values())
+    match verb:
+        case "statistics":
+            return {**_sum(values), "replicas": dict(answers)}
+        case "statistics of frontends":
+            return _sum(values)
+        case "worker_statistics":
+            return [
+                {**worker, "replica": number}
+                for number, workers in answers.items()
+                for worker in (workers if isinstance(workers, list) else [workers])
+            ]
+        case "start_profile" | "stop_profile":
+            return [path for value in values for path in (value if isinstance(value, list) else [value])]
+        case "start_timeline" | "take_timeline":
+            if len(values) > 1:
+                raise ConfigError("a timeline is of one replica; build the engine with data_parallel_size=1 for it")
+            return values[0]
+        case "live":
+            return _live(answers)
+        case _:  # done everywhere, or true everywhere
+            return all(values) if all(isinstance(value, bool) for value in values) else values[0]
+
+
+def _sum(trees: Sequence[Any], key: str = "") -> Any:
+    """Numbers are added, however deep; texts and what only one has are kept."""
+    known = [tree for tree in trees if tree is not None]
+    if not known:
+        return None
+    first = known[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(name for tree in known for name in tree)
+        return {name: _sum([tree[name] for tree in known if name in tree], name) for name in keys}
+    if isinstance(first, list) and all(_is_number(one) for tree in known for one in tree):
+        return [sum(column) for column in _columns(known)]
+    return _sum_of_numbers(known, key) if _is_number(first) else first
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _sum_of_numbers(values: Sequence[float], key: str) -> float:
+    if key in SAME:
+        return values[0]
+    if key in LARGEST:
+        return max(values)
+    total = sum(values)
+    return total / len(values) if key in MEAN else total
+
+
+def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    width = max(len(row) for row in rows)
+    return [[row[at] for row in rows if at < len(row)] for at in range(width)]
+
+
+def _live(answers: Mapping[int, Any]) -> Any:
+    """The requests of all replicas, each with the number of its own; the steps are those of the first that runs."""
+    first = next(iter(answers.values()))
+    requests: dict[str, Any] = {}
+    for number, answer in answers.items():
+        for kind, listed in answer["requests"].items():
+            if isinstance(listed, list):
+                requests.setdefault(kind, []).extend({**one, "replica": number} for one in listed)
+            else:
+                requests[kind] = requests.get(kind, 0) + listed
+    return {**first, "requests": requests}

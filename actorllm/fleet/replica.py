@@ -1,0 +1,265 @@
+"""`Replica`: one scheduler with its workers, and the frontend and the supervisor that belong to it. A part of `Fleet`.
+
+Also the configuration that each replica has of the engine's (`replica_config`): its share of the cores and of the memory, its
+GPUs and its recording.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import anyio
+
+from actorllm.actors.frontend import FrontendActor, JournalEntry
+from actorllm.actors.load_board import LoadBoard
+from actorllm.client.engine import CACHE_MEMORY
+from actorllm.client.engine_supervisor import make_supervisor
+from actorllm.config import EngineConfig
+from actorllm.errors import EngineShutdownError
+from actorllm.scheduling.router import StepSeconds
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import EngineHealth, ReplicaHealth
+from actorllm.supervision.renewal import MeetingPlace
+from actorllm.supervision.start_log import StartLog
+from actorllm.supervision.supervisor import Supervisor
+
+ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "lost", "stopped"]
+
+
+def replica_config(config: EngineConfig, number: int, num_replicas: int, board: LoadBoard) -> EngineConfig:
+    """What the number-th of so many replicas is built with. board: on which it tells of its load.
+
+    Threads, and of the memory what was asked for as a share, are divided. What was asked for in bytes, in blocks or in threads
+    is each replica's own, as in vLLM.
+    """
+    cache, share = config.cache, 1.0 if config.cpu_share is None else config.cpu_share
+    if cache.memory_utilization is not None and config.device == "cpu":
+        cache = replace(cache, memory_utilization=cache.memory_utilization / num_replicas)
+    record = config.record
+    if record is not None:
+        path = Path(record)
+        record = str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    return replace(
+        config,
+        cache=cache,
+        cpu_share=share / num_replicas,
+        record=record,
+        replica=number,
+        load_board=board.path,
+        first_device=config.first_device + number * config.world_size,
+        log_statistics=False,
+    )
+
+
+class ReplicaFrontend(FrontendActor):
+    """The frontend of one replica: numbers of requests are the fleet's, and a lost replica's journal is moved, not failed."""
+
+    def __init__(
+        self, next_rid: Callable[[], int], on_lost: Callable[[dict[int, JournalEntry], BaseException], None]
+    ) -> None:
+        super().__init__()
+        self._next_rid = next_rid
+        self._on_lost = on_lost
+
+    def next_rid(self) -> int:
+        return self._next_rid()
+
+    def fail_all(self, error: BaseException) -> None:
+        """This replica is gone for good: what it had goes on elsewhere, if there is an elsewhere."""
+        if self._error is None and not isinstance(error, EngineShutdownError):
+            entries = self.surrender()
+            super().fail_all(error)
+            self._on_lost(entries, error)
+        else:
+            super().fail_all(error)
+
+    def end_all(self, error: BaseException) -> None:
+        """The engine is gone: every request ends with this error."""
+        super().fail_all(error)
+
+    def fail(self, entries: Mapping[int, JournalEntry], error: BaseException) -> None:
+        """Requests that were surrendered, and that nothing can go on with."""
+        for entry in entries.values():
+            entry.consumer.fail(error)
+        self._wake([entry.consumer for entry in entries.values()])
+
+    def has(self, rid: int) -> bool:
+        """Whether this request is in the journal."""
+        return rid in self._journal
+
+    @property
+    def has_suspects(self) -> bool:
+        """It has requests that schedulers may have died of, or its scheduler looks for some."""
+        if self._probe is not None and self._probe.size:
+            return True
+        return any(entry.record.num_deaths for entry in self._journal.values())
+
+    def journal(self) -> Mapping[int, JournalEntry]:
+        """Every request that has not ended, by number."""
+        return self._journal
+
+
+class ReplicaEvents:
+    """What is waited for of a replica; to be made on the loop."""
+
+    def __init__(self) -> None:
+        self.is_settled = anyio.Event()
+        """It has been ready, or has failed to start."""
+        self.is_stopping = anyio.Event()
+        """It is to end its pause between two lives, for there is no other life."""
+        self.has_ended = anyio.Event()
+
+
+class Replica:
+    """See the module docstring. Everything is called on the engine's loop.
+
+    on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
+    started again.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        next_rid: Callable[[], int],
+        on_lost: Callable[[Replica, dict[int, JournalEntry], BaseException], None],
+        on_fall: Callable[[Replica, str], None],
+        board: LoadBoard,
+    ) -> None:
+        self.number = number
+        self._given = config
+        self._next_rid = next_rid
+        self._on_lost = on_lost
+        self._on_fall = on_fall
+        self._board = board
+        self._meeting_place = MeetingPlace()
+        self.limits: dict[str, Any] = {
+            "block_size": config.cache.block_size,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        }
+        """What routers are told of its configuration."""
+        self.is_draining = False
+        """It takes no new requests."""
+        self.is_removed = False
+        """It is stopped, and not started again."""
+        self.is_lost = False
+        """Its supervisor has given it up; it may be made anew."""
+        self.num_lives = 0
+        self.held: dict[int, JournalEntry] = {}
+        """What is pinned to it and waits for its next life."""
+        self.events: ReplicaEvents | None = None
+        """Made on the loop, when its first life begins."""
+        self.last_failure: str | None = None
+        self.frontend: ReplicaFrontend
+        self.supervisor: Supervisor
+        self.renew()
+
+    def renew(self) -> None:
+        """New actors, which have not started; the pause of those before goes on."""
+        before = self.frontend if self.num_lives else None
+        self.num_lives += 1
+
+        def lose(entries: dict[int, JournalEntry], error: BaseException) -> None:
+            self._on_lost(self, entries, error)
+
+        self.frontend = ReplicaFrontend(self._next_rid, lose)
+        if before is not None and before.is_paused:
+            self.frontend.assume_paused(before.pause_mode)
+        log = StartLog(self._resolve)
+        config = self._meeting_place.renewed(self._given)
+        self.supervisor = make_supervisor(
+            config,
+            self.frontend,
+            self._meeting_place,
+            log,
+            on_death=self._note_death,
+            on_fall=lambda group: self._on_fall(self, group),
+        )
+        held, self.held = self.held, {}
+        self.frontend.adopt(held, None)
+
+    def load(self) -> tuple[int, StepSeconds] | None:
+        """The free blocks of its cache, and what its steps take; None: not known yet."""
+        known = self._board.read(self.number)
+        if known is None:
+            return None
+        free, (fixed, prompt, decode, context) = known
+
+        def seconds(num_prompt: float, num_rows: float, num_context: float) -> float:
+            return max(0.0, fixed + prompt * num_prompt + decode * num_rows + context * num_context)
+
+        return free, seconds
+
+    def request_stop(self, timeout: float) -> None:
+        """Stop its processes, and begin no other life."""
+        self.supervisor.request_stop(timeout)
+        if self.events is not None:
+            self.events.is_stopping.set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its KV cache, once it is ready."""
+        return int(cast(EngineConfig, self.supervisor.config).cache.num_blocks or 0)
+
+    def expected_restart_s(self, start_s: float) -> float:
+        """How long its next restart may take: as the longest so far, or as its start. start_s: of that, in seconds."""
+        return float(self.supervisor.statistics()["max_recovery_s"]) or start_s
+
+    def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+        kept = weakref.ref(self.supervisor)
+
+        def pids() -> list[int]:
+            supervisor = kept()
+            of_actors = {} if supervisor is None else supervisor.pids
+            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
+
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
+
+    def _note_death(self, death: ActorDeath) -> None:
+        """Its supervisor gives up; the frontend hears of it by its link."""
+        self.last_failure = str(death)
+        self.frontend.fail_all(self.supervisor.failure or death.to_error())
+
+    def release(self) -> None:
+        """Nothing of it runs any more."""
+        self._board.clear(self.number)
+        CACHE_MEMORY.release(self)
+        self._meeting_place.close()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request may be sent here now; one that recovers takes them, too."""
+        return not (self.is_draining or self.is_removed or self.is_lost) and self.supervisor.health().state in (
+            "running",
+            "recovering",
+        )
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.is_lost:
+            return "lost"
+        state = self.supervisor.health().state
+        if state == "dead":
+            return "lost"
+        if self.is_draining and state in ("running", "recovering"):
+            return "draining"
+        return state
+
+    def health(self) -> ReplicaHealth:
+        """From any thread."""
+        health: EngineHealth = self.supervisor.health()
+        return ReplicaHealth(
+            number=self.number,
+            state=self.state,
+            pids=self.supervisor.pids,
+            num_requests=self.frontend.num_open,
+            num_lives=self.num_lives,
+            actors=health.actors,
+            num_recoveries=health.num_recoveries,
+            recovery_s=health.recovery_s,
+            last_failure=self.last_failure or health.last_failure,
+        )

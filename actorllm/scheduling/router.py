@@ -1,0 +1,320 @@
+"""Routers: which replica a request goes to. Pure: no clock, no I/O. The engine and the simulator run the same objects.
+
+A router sees the replicas that take requests (`ReplicaView`) and the request (`Routable`), and names a replica. It is asked once
+for each request, all of its sequences together, and once for each request that moves. A view has counted what was sent since it
+was taken, so a router keeps no load of its own. `make_router` knows them by name; `module:Class` is a router of the
+application's own, built without arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.objective import SLO
+
+MAX_REPLICAS = 64
+"""Of one engine."""
+HASH_BYTES = 32
+"""Of one block in `Routable.block_hashes`."""
+
+StepSeconds = Callable[[float, float, float], float]
+"""What a step of so many prompt tokens and decode rows takes, which attend to so many tokens of context."""
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """A replica that takes requests, as it was a moment ago, with what it was sent since."""
+
+    number: int
+    num_running: int = 0
+    """Sequences that have had a token."""
+    num_waiting: int = 0
+    """Sequences that have had none."""
+    num_waiting_tokens: int = 0
+    """Prompt tokens that are to be computed."""
+    num_context: int = 0
+    """Tokens that the running sequences attend to."""
+    num_free_blocks: int | None = None
+    """Of the KV cache; None: not known."""
+    block_size: int = 32
+    """Tokens of a block."""
+    max_num_batched_tokens: int = 2048
+    """Of a step."""
+    step_seconds: StepSeconds | None = None
+    """None: not known yet."""
+    find: Callable[[bytes], int] | None = None
+    """How many blocks of a prompt its prefix cache has, by their hashes; None: not known, routers remember what they sent."""
+    seen: float = 0.0
+    """When it was like this, in seconds of the clock of its engine or of the simulated run."""
+    is_on_trial: bool = False
+    """It looks for the request that other schedulers died of, and holds back what is new."""
+
+    @property
+    def load(self) -> int:
+        """Sequences that have not ended."""
+        return self.num_running + self.num_waiting
+
+    def add(self, request: Routable) -> None:
+        """It was sent this request."""
+        self.num_waiting += request.num_sequences
+        self.num_waiting_tokens += request.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Routable:
+    """A request, as a router sees it."""
+
+    num_prompt: int
+    """Tokens of the prompt."""
+    block_hashes: bytes = b""
+    """One hash of 32 bytes for each whole block of the prompt; each covers everything before its block, and the salt."""
+    num_sequences: int = 1
+    max_tokens: int = 0
+    priority: int = 0
+    slo: SLO | None = None
+
+
+class Router(Protocol):
+    """See the module docstring."""
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        """The number of one of these replicas. views: at least one, in the order of their numbers."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    needs_views = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self._last = -1
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        self._last = next((view.number for view in views if view.number > self._last), views[0].number)
+        return self._last
+
+
+class LeastLoad:
+    """Where the fewest sequences run and wait; of equals, the one that was chosen least recently."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._turn = 0
+        self._chosen: dict[int, int] = {}
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        return self.choose(self.least(views).number)
+
+    def least(self, views: Sequence[ReplicaView]) -> ReplicaView:
+        """The least loaded one."""
+        return min(views, key=lambda view: (view.load, self.order(view)))
+
+    def order(self, view: ReplicaView) -> int:
+        """When it was chosen last, among others."""
+        return self._chosen.get(view.number, 0)
+
+    def choose(self, number: int) -> int:
+        """Note that this one was chosen now."""
+        self._turn += 1
+        self._chosen[number] = self._turn
+        return number
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn at random (Mitzenmacher 2001): nearly as good, and stale views do less harm."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._draws = np.random.default_rng(seed)
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        drawn: list[int] = self._draws.integers(0, len(views), 2).tolist()
+        less = min((views[at] for at in drawn), key=lambda view: view.load)
+        return less.number
+
+
+class SentPrefixes:
+    """Which replicas were sent which beginnings of prompts. What was evicted there it does not know.
+
+    A beginning is known by the first 8 bytes of its hash: a collision costs a longer prefill, and nothing else.
+    """
+
+    max_beginnings = 65_536
+    """So many are remembered; then the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[bytes, int] = {}  # a bit for each replica
+
+    @staticmethod
+    def keys(request: Routable) -> list[bytes]:
+        """One for each beginning of whole blocks, the shortest first."""
+        hashes = request.block_hashes
+        return [hashes[at : at + 8] for at in range(0, len(hashes), HASH_BYTES)]
+
+    def find(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """How many blocks of a prompt each replica was sent before; of the others it is 0."""
+        found: dict[int, int] = {}
+        known, alive = self._replicas, -1
+        for at, key in enumerate(keys):
+            still = alive & known.get(key, 0)
+            if still != alive and at:
+                self._note(found, alive & ~still, at)
+            alive = still
+            if not alive:
+                return found
+        if keys:
+            self._note(found, alive, len(keys))
+        return found
+
+    @staticmethod
+    def _note(found: dict[int, int], bits: int, num_blocks: int) -> None:
+        while bits:
+            lowest = bits & -bits
+            found[lowest.bit_length() - 1] = num_blocks
+            bits ^= lowest
+
+    def add(self, keys: Sequence[bytes], number: int) -> None:
+        """A replica was sent this prompt."""
+        known, bit = self._replicas, 1 << number
+        for key in keys:
+            known[key] = known.pop(key, 0) | bit
+        while len(known) > self.max_beginnings:
+            del known[next(iter(known))]
+
+    def forget(self, number: int) -> None:
+        """A replica lost its cache."""
+        for key in self._replicas:
+            self._replicas[key] &= ~(1 << number)
+
+
+class PrefixAware(LeastLoad):
+    """To the replica that was sent the longest part of the prompt's beginning, unless it is much busier than the least busy one.
+
+    As the router of SGLang does.
+    """
+
+    imbalance = 1.5
+    slack = 4
+    """Too busy: a load over imbalance times the least one, plus slack."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._sent = SentPrefixes()
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        keys = self._sent.keys(request)
+        found = self._sent.find(keys)
+        least = self.least(views)
+        limit = self.imbalance * least.load + self.slack
+        homes = [view for view in views if found.get(view.number, 0) and view.load <= limit]
+        chosen = max(homes, key=lambda view: (found[view.number], -view.load, -self.order(view)), default=least)
+        self._sent.add(keys, chosen.number)
+        return self.choose(chosen.number)
+
+    def forget(self, number: int) -> None:
+        """A replica lost its cache."""
+        self._sent.forget(number)
+
+
+class Seconds(LeastLoad):
+    """Where the first token is soonest, in seconds that are predicted from the replica's own step times.
+
+    The wait is that for the steps which compute the prompts before this one, and what of this one no cache has; then that for
+    free blocks. Of the replicas that keep the promise of a request, it takes the one with the least to compute: that keeps
+    caches warm, and the quicker ones free for tighter requests. Cached tokens, queues and promises are in one unit, so there
+    are no weights to tune. As long as some replica's step times are not known, all waits are counted in tokens.
+    """
+
+    row_tokens = 16.0
+    """What a decode row counts while step times are not known, in prompt tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._sent = SentPrefixes()
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        keys = self._sent.keys(request)
+        sent = {} if all(view.find is not None for view in views) else self._sent.find(keys)
+        has_times = all(view.step_seconds is not None for view in views)
+        best: tuple[float, ...] | None = None
+        number = views[0].number
+        for view in views:
+            num_found = sent.get(view.number, 0) if view.find is None else view.find(request.block_hashes)
+            num_new = max(1, request.num_prompt - num_found * view.block_size)
+            wait = self.wait_s(view, num_new) if has_times else self._wait_tokens(view, num_new)
+            keeps = has_times and self._keeps(request, view, wait)
+            # First those that keep the promise, by what they have to compute; without a promise, all by their wait.
+            key = (0.0, num_new, wait, self.order(view)) if keeps else (1.0, wait, num_new, self.order(view))
+            if best is None or key < best:
+                best, number = key, view.number
+        self._sent.add(keys, number)
+        return self.choose(number)
+
+    def forget(self, number: int) -> None:
+        """A replica lost its cache."""
+        self._sent.forget(number)
+
+    def _wait_tokens(self, view: ReplicaView, num_new: int) -> float:
+        return view.num_waiting_tokens + num_new + self.row_tokens * view.num_running
+
+    @staticmethod
+    def wait_s(view: ReplicaView, num_new: int) -> float:
+        """Until a replica whose step times are known has computed so many tokens more."""
+        assert view.step_seconds is not None
+        seconds, rows = view.step_seconds, view.num_running
+        room = max(1, view.max_num_batched_tokens - rows)
+        full, rest = divmod(view.num_waiting_tokens + num_new, room)
+        wait = full * seconds(room, rows, view.num_context) + (seconds(rest, rows, view.num_context) if rest else 0.0)
+        if view.num_free_blocks is not None:
+            missing = -(-(view.num_waiting_tokens + num_new) // view.block_size) - view.num_free_blocks
+            if missing > 0 and rows:  # until rows have ended; each is about as long as the mean
+                tokens = missing * view.block_size / max(1.0, view.num_context / rows)
+                wait += tokens * seconds(0, rows, view.num_context)
+        return wait
+
+    @staticmethod
+    def _keeps(request: Routable, view: ReplicaView, wait_s: float) -> bool:
+        """Whether a promise is kept here, as far as it is one of first tokens and of pauses."""
+        slo = request.slo
+        if slo is None or view.step_seconds is None:
+            return False
+        if slo.ttft is not None and wait_s > slo.ttft:
+            return False
+        step_s = view.step_seconds(0, view.num_running + 1, view.num_context + request.num_prompt)
+        return not (slo.tpot is not None and step_s > slo.tpot)
+
+
+ROUTERS: dict[str, Callable[[int], Router]] = {
+    "seconds": Seconds,
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+    "power-of-two": PowerOfTwo,
+    "prefix-aware": PrefixAware,
+}
+DEFAULT_ROUTER = "seconds"
+
+
+def make_router(name: str, seed: int = 0) -> Router:
+    """The router of this name, or of this path 'module:Class'. seed: of those that draw.
+
+    Raises ConfigError with the nearest name, or the reason.
+    """
+    if ":" in name:
+        module, _, cls = name.partition(":")
+        try:
+            router = getattr(importlib.import_module(module), cls)()
+        except Exception as error:  # of the application's own code, at the start: the caller is told
+            raise ConfigError(f"router={name!r} cannot be made: {type(error).__name__}: {error}") from error
+        if not callable(getattr(router, "route", None)):
+            raise ConfigError(f"router={name!r} has no method route(request, views)")
+        made: Router = router
+        return made
+    if name not in ROUTERS:
+        known = ", ".join(map(repr, ROUTERS))
+        raise ConfigError(f"there is no router {name!r}{nearest_name(name, ROUTERS)}; use {known} or 'module:Class'")
+    return ROUTERS[name](seed)

@@ -1,0 +1,275 @@
+"""Streams that outlive a replica: killed, drained or stopped, their tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import anyio
+import numpy as np
+import pytest
+
+from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.errors import EngineDeadError, InvalidParameterError, ReplicaLostError
+from actorllm.types.structured_outputs import StructuredOutputsParams
+from tests import conftest
+
+NUM_TOKENS = 90
+PROMPTS = [f"Once upon a time, in forest number {number}," for number in range(6)]
+
+
+def params(seed: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": seed, "ignore_eos": True} | more))
+
+
+def embeds() -> dict[str, Any]:
+    rows = np.random.default_rng(3).normal(size=(9, 256)).astype(np.float32) * 0.02
+    return {"prompt_embeds": rows}
+
+
+REQUESTS: dict[str, tuple[Any, SamplingParams]] = {
+    "plain": (PROMPTS[0], params(1)),
+    "greedy": (PROMPTS[1], params(2, temperature=0.0)),
+    "penalties and logprobs": (
+        PROMPTS[2],
+        params(3, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logprobs=2),
+    ),
+    "n": (PROMPTS[3], params(4, n=2)),
+    "grammar": (PROMPTS[4], params(5, structured_outputs=StructuredOutputsParams(regex="[a-z ]{80,200}"))),
+    "final only": (PROMPTS[5], params(6, output_kind=RequestOutputKind.FINAL_ONLY)),
+    "prompt logprobs": (PROMPTS[0], params(7, prompt_logprobs=1)),
+    "embeddings": (embeds(), params(8)),
+    "short": (PROMPTS[1], params(9, max_tokens=4)),
+}
+
+
+class Told(NamedTuple):
+    """What the caller of a request has of it."""
+
+    sequences: list[tuple[list[int], str, str | None]]
+    logprobs: list[dict[int, float]]
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Told:
+        entries = [at for one in output.outputs for at in one.logprobs or []]
+        entries += [at for at in output.prompt_logprobs or [] if at is not None]
+        return cls(
+            [(list(one.token_ids), one.text, one.finish_reason) for one in output.outputs],
+            [{token: entry.logprob for token, entry in at.items()} for at in entries],
+        )
+
+
+def assert_same(found: dict[str, Told], wanted: dict[str, Told]) -> None:
+    """The same tokens, texts and ends; log-probabilities differ by rounding, as the batches do."""
+    for name, one in wanted.items():
+        assert found[name].sequences == one.sequences, name
+        for mine, theirs in zip(found[name].logprobs, one.logprobs, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3), name
+
+
+async def run_all(llm: AsyncLLM, at_token: int = 0, do: Any = None, **more: Any) -> dict[str, Told]:
+    """Every request at once; `do` is called when the first of them has so many tokens."""
+    found: dict[str, Told] = {}
+    is_time = anyio.Event()
+
+    async def one(name: str, prompt: Any, sampling: SamplingParams) -> None:
+        last = None
+        async for output in llm.generate(prompt, sampling, **more):
+            last = output
+            if name == "plain" and len(output.outputs[0].token_ids) >= at_token:
+                is_time.set()
+        assert last is not None
+        found[name] = Told.of(last)
+
+    async with anyio.create_task_group() as group:
+        for name, (prompt, sampling) in REQUESTS.items():
+            group.start_soon(one, name, prompt, sampling)
+        if do is not None:
+            await is_time.wait()
+            await do()
+    return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+async def until(condition: Any) -> None:
+    with anyio.fail_after(120):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+async def all_run(llm: AsyncLLM) -> None:
+    await until(lambda: all(replica.state == "running" for replica in llm.health().replicas))
+
+
+def moved(llm: AsyncLLM) -> int:
+    return int(llm._engine.statistics()["frontend"]["num_moved"])
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> None:
+    """Processes are killed and started again in one test after the other: what is left is counted at the end of all."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    children = conftest._children()
+    yield
+    conftest._wait_until(lambda: conftest._children() <= children)
+    assert conftest._children() <= children, "left a child process"
+    assert not {name for name in conftest._shared_memory_names() if "actorllm" in name}
+
+
+@pytest.fixture(scope="module")
+async def fleet() -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(
+        "storyteller",
+        dtype="float32",
+        data_parallel_size=2,
+        num_threads=1,
+        enable_prompt_embeds=True,
+        standby_worker=False,
+        router="round-robin",
+    )
+    await llm.start()
+    await all_run(llm)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(fleet: AsyncLLM) -> dict[str, Told]:
+    return await run_all(fleet)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("victims", [("scheduler",), ("worker0",), ("scheduler", "worker0")], ids="+".join)
+@pytest.mark.parametrize("at_token", [1, 30])
+async def test_streams_of_a_killed_replica_go_on_with_the_same_tokens(
+    fleet: AsyncLLM, undisturbed: dict[str, Told], victims: tuple[str, ...], at_token: int
+) -> None:
+    await all_run(fleet)
+    before = moved(fleet)
+
+    async def strike() -> None:
+        busiest = max(fleet.health().replicas, key=lambda replica: replica.num_requests)
+        assert busiest.num_requests
+        kill(busiest.pids[name] for name in victims)
+
+    assert_same(await run_all(fleet, at_token, strike), undisturbed)
+    assert moved(fleet) > before
+
+
+@pytest.mark.anyio
+async def test_a_drained_replica_gives_its_streams_away_and_takes_no_new_ones(
+    fleet: AsyncLLM, undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+    assert_same(await run_all(fleet, 10, lambda: fleet.drain_replica(0)), undisturbed)
+    first = fleet.health().replicas[0]
+    assert (first.state, first.num_requests) == ("draining", 0)
+    before = fleet._engine.statistics()["frontend"]["num_routed"][0]
+    assert_same(await run_all(fleet), undisturbed)
+    assert fleet._engine.statistics()["frontend"]["num_routed"][0] == before
+    with pytest.raises(InvalidParameterError, match="replica 1 is the only one that takes requests"):
+        await fleet.drain_replica(1)
+    await fleet.drain_replica(0, is_draining=False)
+    assert fleet.health().replicas[0].state == "running"
+    with pytest.raises(InvalidParameterError, match="there is no replica 7; there are 0, 1"):
+        await fleet.drain_replica(7)
+
+
+@pytest.mark.anyio
+async def test_the_number_of_replicas_changes_under_streams(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+    await all_run(fleet)
+    assert_same(await run_all(fleet, 10, lambda: fleet.scale(1)), undisturbed)
+    assert [replica.number for replica in fleet.health().replicas] == [0]
+    assert_same(await run_all(fleet, 10, lambda: fleet.scale(2)), undisturbed)
+    assert [replica.state for replica in fleet.health().replicas] == ["running", "running"]
+    with pytest.raises(InvalidParameterError, match="num_replicas=0 must be from 1 to 64"):
+        await fleet.scale(0)
+
+
+@pytest.mark.anyio
+async def test_a_pinned_request_stays_and_waits_for_its_replica(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+    await all_run(fleet)
+    before = moved(fleet)
+
+    async def strike() -> None:
+        first = fleet.health().replicas[0]
+        assert first.num_requests == len(REQUESTS) + 1, "all sequences of the requests, or those that have not ended"
+        kill(first.pids.values())
+
+    assert_same(await run_all(fleet, 1, strike, data_parallel_rank=0), undisturbed)
+    assert moved(fleet) == before
+    with pytest.raises(InvalidParameterError, match="data_parallel_rank=2 is no replica of this engine"):
+        fleet.generate("x", data_parallel_rank=2)
+
+
+@pytest.mark.anyio
+async def test_a_pinned_request_fails_with_a_replica_that_is_stopped_for_good(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    stream = fleet.generate(PROMPTS[0], params(1, max_tokens=1000), data_parallel_rank=1)
+    await anext(stream)
+    await fleet.scale(1)
+    with pytest.raises(ReplicaLostError, match="data_parallel_rank=1: this replica is lost for good"):
+        async for _ in stream:
+            pass
+    await fleet.scale(2)
+
+
+@pytest.mark.anyio
+async def test_controls_reach_every_replica(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    streams = [fleet.generate(PROMPTS[0], params(seed), data_parallel_rank=rank) for rank in (0, 1) for seed in (1, 2)]
+    for stream in streams:
+        await anext(stream)
+    await fleet.pause_generation(mode="keep")
+    assert await fleet.is_paused()
+    await fleet.scale(1)
+    await fleet.scale(2)
+    assert await fleet.is_paused(), "a replica that starts meanwhile is paused as well"
+    await fleet.resume_generation()
+    stats = await fleet.stats()
+    assert set(stats["scheduler"]["replicas"]) == {0, 1}
+    total = sum(one["scheduler"]["num_steps"] for one in stats["scheduler"]["replicas"].values())
+    assert stats["scheduler"]["scheduler"]["num_steps"] == total
+    assert [worker["replica"] for worker in stats["workers"]] == [0, 1]
+    fleet._engine.abort([stream.request_id for stream in streams])
+    for stream in streams[:2]:
+        async for output in stream:
+            assert output.outputs[0].finish_reason in (None, "abort")
+    for stream in streams[2:]:
+        with pytest.raises(ReplicaLostError):
+            async for _ in stream:
+                pass
+    assert await fleet.reset_prefix_cache()
+
+
+@pytest.mark.anyio
+async def test_the_loss_of_the_last_replica_is_the_end_of_the_engine() -> None:
+    llm = AsyncLLM("storyteller", data_parallel_size=2, on_failure="raise", num_threads=1)
+    await llm.start()
+    await all_run(llm)
+    streams = [llm.generate(PROMPTS[0], params(1, max_tokens=1000), data_parallel_rank=rank) for rank in (0, 1)]
+    for stream in streams:
+        await anext(stream)
+    kill([llm.health().replicas[0].pids["scheduler"]])
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9"):
+            async for _ in stream:
+                pass
+    with pytest.raises(EngineDeadError):
+        llm.generate("x")
+    assert llm.health().state == "dead"
+    llm.shutdown()

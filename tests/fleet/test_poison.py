@@ -1,0 +1,66 @@
+"""A request that schedulers or workers die of, in a fleet of three: it fails, and dies on two replicas at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+import actorllm.client.engine_supervisor
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import RequestFailedError
+from actorllm.supervision.restart import RestartLimits
+from tests.actors import deadly_policies
+from tests.actors.scripted_topology import with_workers
+from tests.actors.scripted_worker import DEADLY, VOCAB
+from tests.scheduling.chained_tokens import reference_stream
+
+NUM_TOKENS = 25
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["scheduler", "worker"])
+def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AsyncLLM, int]]:
+    """With the token of a prompt that its processes die of."""
+    workers = with_workers("DeadlyWorkerActor" if request.param == "worker" else "ScriptedWorkerActor")
+    quick = RestartLimits(first_delay_s=0.01)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", workers)
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: quick)
+    policy = {"scheduling_policy": "tests.actors.deadly_policies:WhenItStarts"} if request.param == "scheduler" else {}
+    llm = AsyncLLM("storyteller", max_num_seqs=16, data_parallel_size=3, ready_replicas=3, **policy)
+    yield llm, deadly_policies.DEADLY if request.param == "scheduler" else DEADLY
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_it_fails_alone_and_reaches_two_replicas_at_most(fleet: tuple[AsyncLLM, int]) -> None:
+    llm, deadly = fleet
+    found: dict[int, list[int]] = {}
+
+    async def run(number: int, prompt: list[int]) -> None:
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=number, detokenize=False)
+        output = await llm.complete({"prompt_token_ids": prompt}, params)
+        found[number] = list(output.outputs[0].token_ids)
+
+    async def die() -> None:
+        with pytest.raises(RequestFailedError, match="died"):
+            await run(99, [5, deadly, 7])
+
+    prompts = {number: [5, 6, 7 + number] for number in range(12)}
+    await llm.start()
+    with anyio.fail_after(90):
+        async with anyio.create_task_group() as group:
+            for number, prompt in prompts.items():
+                group.start_soon(run, number, prompt)
+                if number == 5:
+                    group.start_soon(die)
+    assert found == {n: reference_stream(prompt, n, NUM_TOKENS, VOCAB) for n, prompt in prompts.items()}
+    died = [
+        replica.number for replica in llm.health().replicas if replica.num_recoveries or replica.state == "recovering"
+    ]
+    assert 1 <= len(died) <= 2, "all trials are on one other replica"
