@@ -524,7 +524,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
     # None is allowed where None is the default.
-    for name in ("name", "scheduling_policy", "admission_policy"):
+    for name in ("name", "scheduling_policy", "admission_policy", "router"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:

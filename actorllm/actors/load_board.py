@@ -29,6 +29,7 @@ class LoadBoard:
 
     def __init__(self, path: str | None = None) -> None:
         """path: of memory that another process has made; None: it is made here. Raises OSError."""
+        self._fd = -1
         size = NUM_ROWS * NUM_COLUMNS * 8
         self._fd = os.memfd_create("actorllm-loads", os.MFD_CLOEXEC) if path is None else os.open(path, os.O_RDWR)
         try:

@@ -316,5 +316,5 @@ def make_router(name: str, seed: int = 0) -> Router:
         return made
     if name not in ROUTERS:
         known = ", ".join(map(repr, ROUTERS))
-        raise ConfigError(f"there is no router {name!r}{nearest_name(name, ROUTERS)}; use {known} or 'module:Class'")
+        raise ConfigError(f"router={name!r} is none of {known} and no 'module:Class'{nearest_name(name, ROUTERS)}")
     return ROUTERS[name](seed)

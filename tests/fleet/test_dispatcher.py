@@ -1,0 +1,365 @@
+"""The journals of a fleet as a state machine: whatever dies, drains or comes back, each request is in one place, once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from actorllm.actors import frontend
+from actorllm.actors.frontend import FrontendActor
+from actorllm.client.stream import Mailbox
+from actorllm.clock import now
+from actorllm.errors import EngineDeadError, PeerRestartedError
+from actorllm.fleet import dispatcher
+from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.replica import ReplicaFrontend
+from actorllm.messages import Abort, Outputs, Submit
+from actorllm.scheduling.router import RoundRobin
+from actorllm.supervision.health import EngineHealth
+from tests.actors.scheduler_bench import FakeLink
+from tests.effort import examples
+
+NUM_REPLICAS = 3
+END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of moves are not told one by one."""
+    monkeypatch.setattr(logging.getLogger("actorllm"), "disabled", True)
+    for module in (dispatcher, frontend):
+        monkeypatch.setattr(module.logger, "disabled", True)
+
+
+@dataclass
+class FakeSupervisor:
+    state: str = "running"
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.state)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeReplica:
+    """What a dispatcher sees of a replica, over a link that records."""
+
+    number: int
+    frontend: ReplicaFrontend
+    link: FakeLink | None = None
+    supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
+    held: dict[int, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    is_draining: bool = False
+    is_lost: bool = False
+    num_links: int = 0
+
+    @property
+    def state(self) -> str:
+        return "lost" if self.is_lost else self.supervisor.state
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.is_draining or self.is_lost)
+
+    def load(self) -> None:
+        return None
+
+    def connect(self) -> None:
+        self.num_links += 1
+        self.link = FakeLink("scheduler")
+        self.link.generation = self.num_links
+        self.frontend.on_link(self.link)  # type: ignore[arg-type]
+
+    def known(self) -> dict[int, Submit]:
+        """What its scheduler works on: all that it was told and was not told to end."""
+        alive: dict[int, Submit] = {}
+        for message in [] if self.link is None else self.link.sent:
+            if isinstance(message, Submit):
+                alive[message.rid] = message
+            elif isinstance(message, Abort):
+                for rid in message.rids.tolist():
+                    alive.pop(rid, None)
+        return alive
+
+
+@dataclass
+class Asked:
+    """A request of the model."""
+
+    mailbox: Mailbox
+    rid: int
+    num_tokens: int = 0
+    has_ended: bool = False
+
+
+class FleetOfJournals(RuleBasedStateMachine):
+    dispatcher_class = Dispatcher
+
+    @initialize()
+    def build(self) -> None:
+        self.replicas: dict[int, Any] = {}
+        self.dispatcher = self.dispatcher_class(self.replicas, RoundRobin())
+        self.asked: list[Asked] = []
+        for number in range(NUM_REPLICAS):
+            self.replicas[number] = FakeReplica(number, self.new_frontend(number))
+            self.replicas[number].connect()
+
+    def new_frontend(self, number: int) -> ReplicaFrontend:
+        def lose(entries: Any, error: BaseException) -> None:
+            self.replicas[number].is_lost = True
+            self.dispatcher.move_lost(self.replicas[number], entries, now(), error)
+
+        return ReplicaFrontend(self.dispatcher.next_rid, lose)
+
+    @property
+    def open(self) -> list[Asked]:
+        return [one for one in self.asked if not one.has_ended and one.mailbox.error is None]
+
+    def owner_of(self, one: Asked) -> Any:
+        return next((r for r in self.replicas.values() if r.frontend.has(one.rid)), None)
+
+    # What callers do
+
+    @rule(pin=st.none() | st.integers(0, NUM_REPLICAS - 1))
+    def submit(self, pin: int | None) -> None:
+        mailbox = Mailbox()
+        mailbox.replica = pin
+        rids: list[int] = []
+
+        def make(rid: int) -> Submit:
+            return Submit(rid=rid, arrival=0.0, prompt=np.array([1, 2, 3], np.int32), max_tokens=99)
+
+        self.dispatcher.submit(make, mailbox, rids.append)
+        if rids:
+            assert rids[0] not in {one.rid for one in self.open}
+            self.asked.append(Asked(mailbox, rids[0]))
+        else:
+            assert mailbox.error is not None, "it is told why"
+            assert not any(r.takes_requests for r in self.replicas.values()) or self.replicas[pin or 0].is_lost
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.open))
+        self.dispatcher.abort(one.rid)
+
+    # What schedulers do
+
+    def say(self, replica: Any, one: Asked, tokens: list[int], index: int, ends: list[Any]) -> None:
+        outputs = Outputs(
+            rids=np.array([one.rid], np.int32),
+            index=np.array([index], np.int32),
+            tokens=np.array(tokens, np.int32),
+            counts=np.array([len(tokens)], np.int32),
+            ends=ends,
+            emitted=now(),
+        )
+        replica.frontend.on_message(replica.link, outputs)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), count=st.integers(1, 3), is_end=st.booleans())
+    def tokens_come(self, data: st.DataObject, count: int, is_end: bool) -> None:
+        one = data.draw(st.sampled_from(self.open))
+        replica = self.owner_of(one)
+        if replica is None or replica.link is None:
+            return
+        submit = replica.known().get(one.rid)
+        if submit is None:  # it was aborted, and the scheduler says so
+            self.say(replica, one, [], one.num_tokens, [END])
+            one.has_ended = True
+            return
+        # A scheduler computes from what it was given: from there on all comes again.
+        first = submit.output.size
+        tokens = list(range(first, one.num_tokens + count))
+        self.say(replica, one, tokens[: one.num_tokens - first], first, [])
+        self.say(replica, one, tokens[one.num_tokens - first :], one.num_tokens, [END] if is_end else [])
+        one.num_tokens += count
+        one.has_ended = is_end
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), number=st.integers(0, NUM_REPLICAS - 1))
+    def late_tokens_come(self, data: st.DataObject, number: int) -> None:
+        """Of a scheduler that had the request before."""
+        one = data.draw(st.sampled_from(self.asked))
+        replica = self.replicas[number]
+        if replica.link is not None and not replica.frontend.has(one.rid):
+            self.say(replica, one, [777], one.num_tokens, [])
+
+    # What happens to replicas
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1), moves=st.booleans())
+    def scheduler_dies(self, number: int, moves: bool) -> None:
+        replica = self.replicas[number]
+        if replica.link is None or replica.is_lost:
+            return
+        replica.link.is_open, replica.link.lost = False, PeerRestartedError("killed")
+        replica.supervisor.state = "recovering"
+        link, replica.link = replica.link, None
+        replica.frontend.on_peer_lost(link)
+        if moves and self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=now())
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def worker_dies(self, number: int) -> None:
+        replica = self.replicas[number]
+        if replica.link is not None and not replica.is_lost and self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=now())
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def comes_back(self, number: int) -> None:
+        replica = self.replicas[number]
+        if replica.is_lost:
+            replica.frontend, replica.num_links = self.new_frontend(number), 0
+            held, replica.held = replica.held, {}
+            replica.frontend.adopt(held, None)
+            replica.is_lost = False
+        if replica.link is None:
+            replica.supervisor.state = "running"
+            replica.connect()
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def is_given_up(self, number: int) -> None:
+        replica = self.replicas[number]
+        if not replica.is_lost:
+            replica.link = None
+            replica.frontend.fail_all(EngineDeadError("it died too often"))
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def drains(self, number: int) -> None:
+        replica = self.replicas[number]
+        if not replica.is_lost and self.dispatcher.can_move(replica):
+            replica.is_draining = True
+            self.dispatcher.move(replica, lost_at=None)
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def drains_no_more(self, number: int) -> None:
+        self.replicas[number].is_draining = False
+
+    # What holds
+
+    @invariant()
+    def each_request_is_in_one_place(self) -> None:
+        for one in self.open:
+            places = [r.number for r in self.replicas.values() if r.frontend.has(one.rid) or one.rid in r.held]
+            assert len(places) == 1, (one.rid, places)
+            if one.mailbox.replica is not None:
+                assert places == [one.mailbox.replica]
+        num_known = sum(r.frontend.num_open + len(r.held) for r in self.replicas.values())
+        assert num_known == len(self.open)
+
+    @invariant()
+    def schedulers_work_on_their_journals(self) -> None:
+        for replica in self.replicas.values():
+            if replica.link is None or replica.is_lost:
+                continue
+            wanted = {rid for rid, entry in replica.frontend.journal().items() if not entry.is_aborted}
+            open_rids = {one.rid for one in self.open}
+            assert {rid for rid in replica.known() if rid in open_rids} == wanted
+            for rid, submit in replica.known().items():
+                if rid in wanted:
+                    assert submit.output.size <= len(replica.frontend.journal()[rid].emitted)
+
+    @invariant()
+    def every_token_comes_once(self) -> None:
+        for one in self.asked:
+            tokens = [token for _, delta in one.mailbox.deltas for token in delta.tokens]
+            assert tokens == list(range(one.num_tokens))
+
+    @invariant()
+    def trials_do_not_spread(self) -> None:
+        """A request that may be to blame is nowhere else: the one that died, and the one that tries it."""
+        for replica in self.replicas.values():
+            for entry in replica.frontend.journal().values():
+                assert entry.record.num_deaths == 0 or pinned(entry) or replica.frontend.has_suspects
+
+    @invariant()
+    def only_without_a_replica_requests_fail(self) -> None:
+        for one in self.asked:
+            if one.mailbox.error is not None:
+                assert isinstance(one.mailbox.error, EngineDeadError) or "died" in str(one.mailbox.error)
+
+
+def pinned(entry: Any) -> bool:
+    return entry.consumer.replica is not None
+
+
+TestFleetOfJournals = pytest.mark.filterwarnings("error")(FleetOfJournals.TestCase)
+FleetOfJournals.TestCase.settings = settings(max_examples=examples(60, 600), stateful_step_count=30, deadline=None)
+
+
+class AdoptsTwice(Dispatcher):
+    def _rehome(self, source: Any, entries: Any, lost_at: Any, is_trial: bool) -> None:
+        super()._rehome(source, entries, lost_at, is_trial)
+        source.frontend.adopt(entries, None)
+
+
+class ForgetsPins(Dispatcher):
+    def move_lost(self, source: Any, entries: Any, lost_at: Any, error: BaseException) -> None:
+        if self._candidates(source):
+            self._rehome(source, entries, lost_at, is_trial=True)
+        else:
+            source.frontend.fail(entries, error)
+
+
+class LeavesTheOldOneRunning(Dispatcher):
+    def move(self, source: Any, lost_at: float | None) -> int:
+        link, source.frontend._scheduler = source.frontend._scheduler, None
+        try:
+            return super().move(source, lost_at)
+        finally:
+            source.frontend._scheduler = link
+
+
+class LosesTheOutput(Dispatcher):
+    def _rehome(self, source: Any, entries: Any, lost_at: Any, is_trial: bool) -> None:
+        for entry in entries.values():
+            entry.emitted.clear()
+        super()._rehome(source, entries, lost_at, is_trial)
+
+
+@pytest.mark.parametrize("mistaken", [AdoptsTwice, ForgetsPins, LeavesTheOldOneRunning, LosesTheOutput])
+def test_planted_mistakes_are_found(mistaken: type[Dispatcher]) -> None:
+    class Mistaken(FleetOfJournals):
+        dispatcher_class = mistaken
+
+    quick = settings(
+        max_examples=400,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+    )
+    with pytest.raises((AssertionError, ExceptionGroup, IndexError, KeyError)):
+        run_state_machine_as_test(Mistaken, settings=quick)
+
+
+def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
+    """What had not been sent when some sequences of a request moved: the others are sent by themselves."""
+    frontend = FrontendActor()
+    mailboxes = [Mailbox() for _ in range(3)]
+    rids: list[int] = []
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=9)
+
+    frontend.submit_several(make, mailboxes, rids.append)
+    taken = frontend.surrender(lambda entry: entry.submit.rid != rids[1])
+    assert list(taken) == [rids[0], rids[2]]
+    link = FakeLink("scheduler")
+    frontend.on_link(link)  # type: ignore[arg-type]
+    assert [message.rid for message in link.sent] == [rids[1]]

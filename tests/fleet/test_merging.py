@@ -1,0 +1,129 @@
+"""One answer of the answers of several replicas, and what each replica is built with."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.actors.load_board import LoadBoard
+from actorllm.client.metric_families import vllm_families
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.fleet.merging import merged
+from actorllm.fleet.replica import replica_config
+from actorllm.model.threads import num_threads, visible_devices, worker_environment
+from actorllm.scheduling.step_time import StepTime
+
+
+def test_statistics_are_added_up_and_each_is_kept() -> None:
+    one = {
+        "num": 1,
+        "kv": {"usage": 0.2, "block_size": 32},
+        "counts": [1, 2],
+        "state": "running",
+        "cache": None,
+        "on": True,
+    }
+    two = {
+        "num": 4,
+        "kv": {"usage": 0.4, "block_size": 32},
+        "counts": [5],
+        "state": "paused",
+        "cache": {"hits": 3},
+        "on": False,
+    }
+    total = merged("statistics", {0: one, 3: two})
+    assert total.pop("replicas") == {0: one, 3: two}
+    kv = total.pop("kv")
+    assert kv["usage"] == pytest.approx(0.3)
+    assert kv["block_size"] == 32
+    assert total == {"num": 5, "counts": [6, 2], "state": "running", "cache": {"hits": 3}, "on": True}
+
+
+def test_a_control_is_done_when_every_replica_has_done_it() -> None:
+    assert merged("is_paused", {0: True, 1: True}) is True
+    assert merged("reset_prefix_cache", {0: True, 1: False}) is False
+    assert merged("resume_generation", {0: None, 1: None}) is None
+    assert merged("stop_profile", {0: ["a"], 1: ["b", "c"]}) == ["a", "b", "c"]
+    assert merged("worker_statistics", {0: [{"rank": 0}], 1: [{"rank": 0}]}) == [
+        {"rank": 0, "replica": 0},
+        {"rank": 0, "replica": 1},
+    ]
+    with pytest.raises(ConfigError, match="a timeline is of one replica"):
+        merged("take_timeline", {0: [], 1: []})
+
+
+def config_of(**options: object) -> EngineConfig:
+    return EngineConfig.from_arguments("storyteller", **options)  # type: ignore[arg-type]
+
+
+def test_replicas_share_cores_memory_and_gpus(tmp_path: Path) -> None:
+    board = LoadBoard()
+    given = config_of(data_parallel_size=2, gpu_memory_utilization=0.6, record=tmp_path / "run.rec")
+    parts = [replica_config(given, number, 2, board) for number in range(2)]
+    assert [part.cache.memory_utilization for part in parts] == [0.3, 0.3]
+    assert [part.record for part in parts] == [str(tmp_path / f"run-{number}.rec") for number in range(2)]
+    assert sum(num_threads(part) for part in parts) <= max(2, len(os.sched_getaffinity(0)))
+    own = replica_config(config_of(data_parallel_size=2, num_threads=3, kv_cache_memory_bytes=1 << 20), 1, 2, board)
+    assert (num_threads(own), own.cache.kv_cache_memory_bytes) == (3, 1 << 20)
+    assert EngineConfig.from_json(own.to_json()) == own
+
+
+@pytest.mark.parametrize(
+    ("first", "known", "wanted"), [(0, None, "0,1"), (2, None, "2,3"), (2, "7,5,GPU-a,3", "GPU-a,3"), (0, "4,6", "4,6")]
+)
+def test_a_replica_sees_its_own_gpus(first: int, known: str | None, wanted: str) -> None:
+    config = dataclasses.replace(config_of(data_parallel_size=2), device="cuda", world_size=2, first_device=first)
+    assert visible_devices(config, known) == wanted
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(config_of())
+    with pytest.raises(ConfigError, match="needs 4 GPUs, and CUDA_VISIBLE_DEVICES='0,1' names 2"):
+        visible_devices(dataclasses.replace(config, first_device=2), "0,1")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"data_parallel_size": 65}, "data_parallel_size=65 is more than the 64 replicas"),
+        ({"data_parallel_size": 2, "ready_replicas": 3}, "ready_replicas=3 is more than data_parallel_size=2"),
+        ({"data_parallel_size": 2, "topology": "inline"}, "topology='inline' computes in this one"),
+        ({"data_parallel_size": 2, "name": "tale"}, "name='tale': programs cannot join an engine of several replicas"),
+        ({"data_parallel_size": 2, "router": "rounds"}, "router='rounds' is none of 'seconds', 'round-robin'"),
+        ({"router": 3}, "router=3 must be"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        AsyncLLM("storyteller", **options)  # type: ignore[arg-type]
+
+
+def test_a_board_tells_what_steps_take_once_enough_were_seen() -> None:
+    board = LoadBoard()
+    other = LoadBoard(board.path)
+    times = StepTime()
+    assert board.read(3) is None
+    for step in range(1, 60):
+        prompt, rows, context = step * 7 % 300, step % 16, step * 31 % 4000
+        times.observe(prompt, rows, context, 0.004 + 0.0001 * prompt + 0.0002 * rows + 1e-7 * context)
+        other.write(3, 77, times)
+    known = board.read(3)
+    assert known is not None
+    free, weights = known
+    assert free == 77
+    assert weights == pytest.approx((0.004, 0.0001, 0.0002, 1e-7), rel=0.05)
+    assert board.read(2) is None
+    board.clear(3)
+    assert board.read(3) is None
+    path = board.path
+    board.close()
+    other.close()
+    with pytest.raises(OSError, match="No such file"):
+        LoadBoard(path)
+
+
+def test_metrics_of_vllm_have_the_number_of_the_replica() -> None:
+    assert vllm_families({"supervisor": {}, "scheduler": None, "workers": None}, 100) == []
