@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -138,6 +139,15 @@ class PowerOfTwo:
         return less.number
 
 
+@lru_cache(maxsize=1024)
+def looked_at(num_blocks: int) -> tuple[int, ...]:
+    """Which blocks of so many routers look at: all of the first, then every fourth, then every sixteenth.
+
+    Long prompts cost little so, and the same blocks of two prompts are looked at, whatever their lengths are.
+    """
+    return (*range(min(num_blocks, 16)), *range(19, min(num_blocks, 128), 4), *range(143, num_blocks, 16))
+
+
 class SentPrefixes:
     """Which replicas were sent which beginnings of prompts. What was evicted there it does not know.
 
@@ -151,24 +161,24 @@ class SentPrefixes:
         self._replicas: dict[bytes, int] = {}  # a bit for each replica
 
     @staticmethod
-    def keys(request: Routable) -> list[bytes]:
-        """One for each beginning of whole blocks, the shortest first."""
+    def keys(request: Routable) -> list[tuple[int, bytes]]:
+        """Beginnings of the prompt, the shortest first: how many blocks each has, and its hash."""
         hashes = request.block_hashes
-        return [hashes[at : at + 8] for at in range(0, len(hashes), HASH_BYTES)]
+        return [(at + 1, hashes[at * HASH_BYTES : at * HASH_BYTES + 8]) for at in looked_at(len(hashes) // HASH_BYTES)]
 
-    def find(self, keys: Sequence[bytes]) -> dict[int, int]:
+    def find(self, keys: Sequence[tuple[int, bytes]]) -> dict[int, int]:
         """How many blocks of a prompt each replica was sent before; of the others it is 0."""
         found: dict[int, int] = {}
-        known, alive = self._replicas, -1
-        for at, key in enumerate(keys):
+        known, alive, num_blocks = self._replicas, -1, 0
+        for next_num, key in keys:
             still = alive & known.get(key, 0)
-            if still != alive and at:
-                self._note(found, alive & ~still, at)
-            alive = still
+            if still != alive and num_blocks:
+                self._note(found, alive & ~still, num_blocks)
+            alive, num_blocks = still, next_num
             if not alive:
                 return found
         if keys:
-            self._note(found, alive, len(keys))
+            self._note(found, alive, num_blocks)
         return found
 
     @staticmethod
@@ -178,11 +188,11 @@ class SentPrefixes:
             found[lowest.bit_length() - 1] = num_blocks
             bits ^= lowest
 
-    def add(self, keys: Sequence[bytes], number: int) -> None:
+    def add(self, keys: Sequence[tuple[int, bytes]], number: int) -> None:
         """A replica was sent this prompt."""
         known, bit = self._replicas, 1 << number
-        for key in keys:
-            known[key] = known.pop(key, 0) | bit
+        for _, key in keys:
+            known[key] = known.get(key, 0) | bit
         while len(known) > self.max_beginnings:
             del known[next(iter(known))]
 

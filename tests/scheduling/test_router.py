@@ -174,13 +174,24 @@ def test_the_memory_of_prefixes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(SentPrefixes, "max_beginnings", 10)
     memory = SentPrefixes()
     for at in range(30):
-        memory.add([np.int64(at).tobytes()], 0)
-    assert memory.find([np.int64(29).tobytes()]) == {0: 1}
-    assert memory.find([np.int64(19).tobytes()]) == {}
+        memory.add([(1, np.int64(at).tobytes())], 0)
+    assert memory.find([(1, np.int64(29).tobytes())]) == {0: 1}
+    assert memory.find([(1, np.int64(19).tobytes())]) == {}
+
+
+def test_of_a_long_prompt_a_few_blocks_are_looked_at() -> None:
+    first = request(9000, *range(256))
+    memory = SentPrefixes()
+    memory.add(memory.keys(first), 2)
+    assert len(memory.keys(first)) < 64
+    assert memory.find(memory.keys(first)) == {2: 256}
+    for shared in (5, 17, 40, 130, 200):
+        other = request(9000, *range(shared), *range(1000, 1300))
+        assert shared - 16 < memory.find(memory.keys(other))[2] <= shared
 
 
 def test_a_name_that_is_no_router_is_refused() -> None:
-    with pytest.raises(ConfigError, match="router='second' is none of .*; did you mean 'seconds'"):
+    with pytest.raises(ConfigError, match=r"router='second' is none of .*; did you mean 'seconds'"):
         make_router("second")
     with pytest.raises(ConfigError, match=r"router='no\.such:Router' cannot be made: ModuleNotFoundError"):
         make_router("no.such:Router")

@@ -1,0 +1,196 @@
+"""What do two replicas give, what does the router cost, and what is seen of a replica that is killed?
+
+    python bench/fleet.py [--json FILE] [--rounds N] [--streams N]
+
+- Throughput: a fleet of two replicas with one thread each, against one engine whose whole program is pinned to one core,
+  in turns. 1.0 is one core's throughput; 2.0 would be two of them without any loss.
+- Pauses: the 99th percentile of the gaps between tokens in the fleet, against that one engine at half the streams.
+- Router: one decision at 8 replicas for a prompt of 256 blocks, on this thread.
+- Death: kill -9 of all processes of one replica under streams. Tokens that differ from an undisturbed run, and the longest
+  gap of the streams that moved. In float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from report import absolute, compared, finish, informative, quantile, versions
+from sides import exit_on_sigterm
+
+TOKENS = 200
+MODEL = "storyteller"
+
+
+async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[float]]:
+    """The tokens of one stream, and when they came."""
+    from actorllm import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=num_tokens, temperature=0.8, seed=number, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    tokens: list[int] = []
+    times: list[float] = []
+    async for output in llm.generate(f"Once upon a time, number {number},", params):
+        tokens += output.outputs[0].token_ids
+        times.append(time.perf_counter())
+    return tokens, times
+
+
+async def all_ready(llm) -> None:
+    await llm.start()
+    while not all(replica.state == "running" for replica in llm.health().replicas):  # noqa: ASYNC110 (of another thread)
+        await asyncio.sleep(0.02)
+
+
+async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
+    """Tokens per second and gaps of so many streams at once."""
+    from actorllm import AsyncLLM
+
+    async with AsyncLLM(MODEL, **options) as llm:
+        await all_ready(llm)
+        await asyncio.gather(*[stream(llm, 1000 + number, 30) for number in range(num_streams)])
+        began = time.perf_counter()
+        found = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
+        seconds = time.perf_counter() - began
+    gaps = [b - a for _, times in found for a, b in itertools.pairwise(times)]
+    return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
+
+
+async def kill(num_streams: int, num_tokens: int) -> dict:
+    """What is seen of a replica that is killed with all its processes."""
+    from actorllm import AsyncLLM
+
+    options = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2}
+    async with AsyncLLM(MODEL, **options) as llm:
+        await all_ready(llm)
+        wanted = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
+
+        async def strike() -> float:
+            await asyncio.sleep(1.0)
+            at = time.perf_counter()
+            for pid in llm.health().replicas[0].pids.values():
+                os.kill(pid, signal.SIGKILL)
+            return at
+
+        found, at = await asyncio.gather(
+            asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)]), strike()
+        )
+        num_moved = (await llm.stats())["frontend"]["num_moved"]
+    differing = sum(
+        a != b for (mine, _), (theirs, _) in zip(found, wanted, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )
+    after = [max((b - a for a, b in itertools.pairwise(times) if b > at), default=0.0) for _, times in found]
+    gaps = sorted(after, reverse=True)[:num_moved]  # those that moved waited longest
+    return {
+        "tokens": num_streams * num_tokens,
+        "differing": differing,
+        "moved": num_moved,
+        "gap_p99_s": quantile(gaps, 0.99),
+    }
+
+
+def route_seconds(num_decisions: int = 2000) -> float:
+    """One decision of the default router."""
+    import numpy as np
+
+    from actorllm.scheduling.router import ReplicaView, Routable, make_router
+
+    router = make_router("seconds")
+    views = [
+        ReplicaView(number, 8, 2, 1000, 8000, 500, step_seconds=lambda p, d, c: 0.004 + 1e-4 * p + 2e-4 * d + 1e-7 * c)
+        for number in range(8)
+    ]
+    rng = np.random.default_rng(1)
+    prompts = [Routable(8192, rng.bytes(32 * 256)) for _ in range(50)]
+    began = time.perf_counter()
+    for number in range(num_decisions):
+        router.route(prompts[number % 50], views)
+    return (time.perf_counter() - began) / num_decisions
+
+
+def measured(side: str, num_streams: int, num_tokens: int) -> dict:
+    """A run in a process of its own, on one core if it is the side of one engine."""
+    command = [sys.executable, __file__, "--side", side, "--streams", str(num_streams), "--tokens", str(num_tokens)]
+    cores = sorted(os.sched_getaffinity(0))[: 1 if side == "one" else 2]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--side", choices=("one", "fleet", "kill"), help="of use to this program only")
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    if arguments.side is not None:
+        one = {"num_threads": 1}
+        options = one if arguments.side == "one" else {**one, "data_parallel_size": 2, "ready_replicas": 2}
+        run = (
+            kill(arguments.streams, arguments.tokens)
+            if arguments.side == "kill"
+            else serve(arguments.streams, arguments.tokens, options)
+        )
+        print(json.dumps(asyncio.run(run)))
+        return
+    load_before = os.getloadavg()
+    fleets, ones, halves, deaths, routes = [], [], [], [], []
+    for _ in range(arguments.rounds):
+        fleets.append(measured("fleet", arguments.streams, arguments.tokens))
+        ones.append(measured("one", arguments.streams, arguments.tokens))
+        halves.append(measured("one", arguments.streams // 2, arguments.tokens))
+        deaths.append(measured("kill", 32, arguments.tokens))
+        routes.append(route_seconds() * 1e6)
+    speed = [run["tokens_per_s"] for run in fleets]
+    rows = [
+        compared(
+            "tokens/s of two replicas",
+            speed,
+            "one engine on one core",
+            [run["tokens_per_s"] for run in ones],
+            at_least=1.9,
+        ),
+        compared(
+            "p99 of gaps of two replicas, s",
+            [run["gap_p99_s"] for run in fleets],
+            "one engine on one core, half the streams",
+            [run["gap_p99_s"] for run in halves],
+            at_most=1.1,
+        ),
+        absolute("router, µs a request (8 replicas, 256 blocks)", routes, at_most=30.0),
+        absolute(
+            "killed replica: longest gap of moved streams, p99, s", [run["gap_p99_s"] for run in deaths], at_most=0.5
+        ),
+        absolute("killed replica: tokens that differ", [float(run["differing"]) for run in deaths], at_most=0.0),
+        informative("killed replica: sequences that moved", [float(run["moved"]) for run in deaths]),
+    ]
+    finish(
+        "fleet",
+        "Two replicas on one machine",
+        rows,
+        arguments.json,
+        load_before,
+        configuration={
+            "rounds": arguments.rounds,
+            "streams": arguments.streams,
+            "tokens": arguments.tokens,
+            "versions": versions(),
+        },
+        rounds={"fleet": fleets, "one": ones, "half": halves, "kill": deaths, "router_us": routes},
+    )
+
+
+if __name__ == "__main__":
+    main()
