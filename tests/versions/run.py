@@ -33,7 +33,9 @@ LOWEST_RELEASE = (5, 8)
 
 FUSED = ("tests/api/test_llm.py", "tests/api/test_equality.py", "tests/model/cpu", "tests/model/families", "tests/text")
 THROUGH_TRANSFORMERS = ("tests/model/hf", "tests/embedding/test_lent_module.py", "tests/text", "tests/api/test_llm.py")
-WITHOUT_TORCH = tuple(f"tests/{name}" for name in ("testing", "messages", "kvcache", "text", "ring", "compat"))
+WITHOUT_TORCH = tuple(
+    f"tests/{name}" for name in ("testing", "messages", "kvcache", "scheduling", "text", "ring", "compat")
+)
 NEEDS_TORCH = {"torch", "triton"}
 
 WARNINGS = (
