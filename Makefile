@@ -54,7 +54,8 @@ LOWEST := $(VENV)-lowest
 OLDER := -W 'ignore:`torch.jit.script` is deprecated:DeprecationWarning' \
   -W 'ignore:Deprecated in 0.9.0:DeprecationWarning'
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest -m "not slow" $(OLDER) tests/api/test_llm.py tests/api/test_equality.py tests/text
+	$(LOWEST)/bin/python -m pytest -m "not slow" $(OLDER) tests/api/test_llm.py tests/api/test_equality.py tests/model/cpu \
+	  tests/model/families tests/text
 
 # The same for releases of transformers between the lowest and the newest; PYTHONS="--python PATH": other interpreters instead.
 PYTHONS ?=

@@ -133,7 +133,8 @@ class Results:
             return f"{result.tokens.size} tokens for a plan of {num_rows}"
         if num_rows and np.maximum.reduce(result.tokens.view(U32_DTYPE)) >= self._vocab_size:
             return self._wrong_token()
-        return self._wrong_vectors(result, record) if record.num_decode < num_rows else None
+        # Rows that end a prompt may want a vector only of a model that makes some: others were refused at their arrival.
+        return self._wrong_vectors(result, record) if self._vector_size and record.num_decode < num_rows else None
 
     def _wrong_token(self) -> str:
         return f"a token id outside the vocabulary of {self._vocab_size}"
@@ -267,7 +268,7 @@ class Results:
         batch.num_known[rows.index] = known
         self.num_output_tokens += tokens.size
         cached: list[Sequence] = []
-        for sequence in rows.sequences[record.num_decode :]:
+        for sequence in rows.sequences[record.num_decode :].tolist():
             if sequence.first_token is None:
                 sequence.first_token = self._view.now
                 if sequence.num_cached_tokens:

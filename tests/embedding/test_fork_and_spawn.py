@@ -1,4 +1,4 @@
-"""Engines in processes of multiprocessing, below a forked server, and in the workers of pytest-xdist."""
+"""Engines in processes of multiprocessing, and below a forked server."""
 
 from __future__ import annotations
 
@@ -171,29 +171,6 @@ def test_gunicorn_with_preload(tmp_path: Path) -> None:
         host.process.terminate()
         assert host.wait() == 0, host.errors
         assert "Traceback" not in host.errors, host.errors
-
-
-SUITE = """
-import pytest
-from actorllm import LLM, SamplingParams
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("storyteller", num_threads=1) as llm:
-        yield llm
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_tokens(llm, count):
-    (output,) = llm.generate("Once", SamplingParams(max_tokens=count, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == count
-"""
-
-
-def test_the_workers_of_pytest_xdist_have_engines(tmp_path: Path) -> None:
-    (tmp_path / "test_application.py").write_text(SUITE)
-    options = ("-q", "-n", "2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-o", "addopts=")
-    host = run_host("-m", "pytest", *options, str(tmp_path))
-    assert "2 passed" in host.output
 
 
 HAS_USED_CUDA = """

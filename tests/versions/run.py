@@ -31,9 +31,11 @@ RELEASES = ("4.57.6", "5.8.1", "5.13.1", "5.17.0", "5.23.0")
 LOWEST_RELEASE = (5, 8)
 """Which runs models without a fused forward: as in `actorllm.model.hf.loading`."""
 
-FUSED = ("tests/api/test_llm.py", "tests/api/test_equality.py", "tests/text")
+FUSED = ("tests/api/test_llm.py", "tests/api/test_equality.py", "tests/model/cpu", "tests/model/families", "tests/text")
 THROUGH_TRANSFORMERS = ("tests/model/hf", "tests/embedding/test_lent_module.py", "tests/text", "tests/api/test_llm.py")
-WITHOUT_TORCH = tuple(f"tests/{name}" for name in ("testing", "messages", "kvcache", "text", "ring", "compat"))
+WITHOUT_TORCH = tuple(
+    f"tests/{name}" for name in ("testing", "messages", "kvcache", "scheduling", "text", "ring", "compat")
+)
 NEEDS_TORCH = {"torch", "triton"}
 
 WARNINGS = (

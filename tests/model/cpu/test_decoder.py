@@ -14,6 +14,7 @@ import transformers
 
 from actorllm.model.cpu.decoder import QKNorm
 from actorllm.model.cpu.layers import RotaryEmbedding
+from tests.model.hf.releases import config_values
 
 TOLERANCE = 5e-4
 """Of logits whose standard deviation is about 5; float32 rounding is some 1e-5."""
@@ -71,7 +72,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of that name, with biases and norms that matter, saved to the folder."""
     family, differences = MODELS[name]
     values = {k: v for k, v in (SHAPE | differences).items() if not (k == "head_dim" and v is None)}
-    config = getattr(transformers, f"{family}Config")(**values, attn_implementation="eager")
+    config = getattr(transformers, f"{family}Config")(**config_values(values), attn_implementation="eager")
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

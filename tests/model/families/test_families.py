@@ -23,6 +23,7 @@ from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
+from tests.model.hf.releases import needs_modules
 
 LONGER_THAN_THE_PROMPT = 200
 HEADS_OF_32 = {"hidden_size": 128}
@@ -99,6 +100,7 @@ def test_products_and_norms_of_many_rows_give_the_same(tmp_path: Path, monkeypat
         chunks_and_decode_steps(device_driver(folder), model)
 
 
+@needs_modules
 @pytest.mark.parametrize("name", ["gemma3", "olmo2", "phi3"])
 def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     """Norms of 1 + weight and scaled embeddings included, of which either would be rounded away in bfloat16."""
@@ -172,6 +174,7 @@ def olmo2(folder: Path) -> Any:
     return save(variant, folder, max_position_embeddings=256, **differences)
 
 
+@needs_modules
 def test_what_a_backend_does_not_know_runs_through_transformers(tmp_path: Path) -> None:
     """A healthy checkpoint with a switch that the forward does not know was once called corrupt."""
     model = olmo2(tmp_path)
@@ -270,6 +273,7 @@ LONGROPE = {
 }
 
 
+@needs_modules
 @pytest.mark.parametrize(
     ("name", "differences"),
     [

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import transformers
 
+from tests.model.hf.releases import config_values
+
 TOLERANCE = 1e-3
 
 """Of logits whose standard deviation is above 1; float32 rounding is some 1e-5."""
@@ -91,7 +93,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A random model of that name, with biases and norms that matter, saved to the folder."""
     family, differences = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SHAPE | differences | more)
+    config = getattr(transformers, f"{family}Config")(**config_values(SHAPE | differences | more))
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
