@@ -1,6 +1,6 @@
 """`ThoughtCount`: how many tokens of one sequence are its thought, without the tokens of the marks around it.
 
-A parser of its own reads the text of one token at a time, so the number depends on the ids alone: a stream and a whole answer
+A parser of its own reads the text of one token at a time, so the number depends on the ids alone. A stream and a whole answer
 have the same. Pure; called by the shapes of answers, for `reasoning_tokens`.
 """
 
