@@ -457,6 +457,7 @@ BOUNDS = (
             "client.stream: RequestStream._completions",
             "client.stream: RequestStream.prompt_token_ids",
             "server.answer: Answer._last_outputs",
+            "text.reasoning.counting: ThoughtCount._ends",
             "server.output_items: OutputItems.done",
             "server.output_items: OutputItems._parts",
             "server.output_items: OutputItems._entries",

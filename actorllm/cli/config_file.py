@@ -90,6 +90,12 @@ def _read(path: str) -> Mapping[str, Any]:
     for name in tree:
         if not (name[:1].isalpha() and name.replace("-", "_").isidentifier()):
             raise ConfigError(f"--config {path:.200}: {name!r:.80} is no option's name")
+    names: dict[str, str] = {}
+    for name in tree:
+        if (other := names.setdefault(_plain(name), name)) != name:
+            raise ConfigError(
+                f"--config {path:.200} gives one option as {other!r:.80} and as {name!r:.80}: keep one of them"
+            )
     if "config" in tree:
         raise ConfigError(f"--config {path:.200} names another file: give one")
     return tree

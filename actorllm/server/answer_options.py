@@ -13,6 +13,8 @@ from actorllm.text.chat_template import ContentFormat
 MAX_TEMPLATE_BYTES = 1 << 20
 """Of a file with a chat template."""
 
+SWITCHES = ("return_tokens_as_token_ids", "enable_force_include_usage", "exclude_tools_when_tool_choice_none")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
@@ -48,6 +50,9 @@ class AnswerOptions:
         for name in ("chat_template", "response_role"):
             if not isinstance(getattr(made, name), str | None):
                 raise ConfigError(f"{name}={getattr(made, name)!r:.80} must be a string")
+        for name in SWITCHES:
+            if not isinstance(getattr(made, name), bool):
+                raise ConfigError(f"{name}={getattr(made, name)!r:.80} must be True or False")
         if not made.response_role:
             raise ConfigError("response_role is empty: leave it out, or give the name of a role")
         return cls(**{**given, "chat_template": template_text(made.chat_template)})

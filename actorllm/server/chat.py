@@ -16,6 +16,8 @@ from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import AnswerView, OpenAIShape, PromptState
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat_template import Conversation
+from actorllm.text.reasoning.counting import ThoughtCount
+from actorllm.text.reasoning.parsers import ReasoningParser
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 
@@ -65,9 +67,8 @@ def ask(
     reads_thoughts = tool_use is not None and tool_use.parser.READS_THOUGHTS
     if tool_use is not None or defaults.reasoning is not None:
         is_asked = body.include_reasoning is not False
-        shape.read_parts(
-            MessageParts(tool_use, defaults.reasoning, is_asked), defaults.reasoning is not None or reads_thoughts
-        )
+        needs_prompt = defaults.reasoning is not None or reads_thoughts
+        shape.read_parts(MessageParts(tool_use, defaults.reasoning, is_asked), needs_prompt, defaults.reasoning)
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
     shape.tool_use = tool_use
     shape.role = defaults.answers.response_role
@@ -135,16 +136,37 @@ class ChatShape(OpenAIShape):
     shows_prompt_logprobs = False
     _parts: MessageParts | None = None
     _needs_prompt = False
+    _reasoning: type[ReasoningParser] | None = None
 
-    def read_parts(self, parts: MessageParts, needs_prompt: bool) -> None:
-        """The text is looked through for thoughts and calls. needs_prompt: the end of the prompt says how it begins."""
+    def read_parts(self, parts: MessageParts, needs_prompt: bool, reasoning: type[ReasoningParser] | None) -> None:
+        """The text is looked through for thoughts and calls. needs_prompt: the end of the prompt says how it begins.
+        reasoning: what tells the tokens of a thought, which are counted."""
         self._parts = parts
         self._needs_prompt = needs_prompt
+        self._reasoning = reasoning
+        self._counts: dict[int, ThoughtCount] = {}
         self.is_plain = False
 
     def _see_prompt(self, ids: Sequence[int]) -> None:
         if self._parts is not None and self._needs_prompt:
             self._parts.prompt = self._decode(list(ids[-NUM_LAST:]))
+
+    def _count(self, index: int, one: CompletionOutput) -> None:
+        """The tokens of the thought."""
+        if self._reasoning is None or self._parts is None:
+            return
+        count = self._counts.get(index)
+        if count is None:
+            count = self._counts[index] = ThoughtCount(self._reasoning(self._parts.prompt), self._decode)
+        count.push(one.token_ids)
+        if one.finish_reason is not None:
+            count.finish()
+
+    def _usage(self, states: Sequence[PromptState]) -> dict[str, Any]:
+        told = super()._usage(states)
+        if self._reasoning is not None:
+            told["completion_tokens_details"] = {"reasoning_tokens": sum(c.num for c in self._counts.values())}
+        return told
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -158,6 +180,7 @@ class ChatShape(OpenAIShape):
         if self._parts is not None:
             self._see_prompt(output.prompt_token_ids)
             self._parts.put_into(choice, one.text, self.echoed)
+            self._count(index, one)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
         return choice
@@ -184,6 +207,7 @@ class ChatShape(OpenAIShape):
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
         if self._parts is not None:
+            self._count(index, one)
             is_news = self._parts.put_into_delta(index, choice, one.text)
             if not is_news and self.view.logprobs is None and not self.view.has_token_ids:
                 return None

@@ -50,12 +50,16 @@ class ItemShape(Shape):
         """Whether the last item is told as complete."""
         return True
 
+    def _see(self, one: CompletionOutput) -> None:
+        """What the usage tells of the ids; nothing by default."""
+
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._state.take(outputs[0])
         (one,) = outputs[0].outputs
         items = self._items
         for _ in (*items.begin(self._state.ids), *items.write(one.text, self._logprobs_of(one))):
             pass
+        self._see(one)
         for _ in items.end(self._is_whole(one)):
             pass
         return self._tree(one)
@@ -70,6 +74,7 @@ class ItemShape(Shape):
             if not state.has_begun:
                 state.has_begun = True
                 made += self._opening()
+            self._see(one)
             made += self._written(self._items.write(one.text, self._logprobs_of(one)))
             if one.finish_reason is not None:
                 made += self._written(self._items.end(self._is_whole(one)))

@@ -12,9 +12,11 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from actorllm.errors import ConfigError
 
 
-def middleware_named(path: str) -> Any:
+def middleware_named(path: Any) -> Any:
     """What `add_middleware` takes. path: 'module.name' or 'module:name', of a class of ASGI, or of an asynchronous function of a
     request and of what calls the next layer. Raises ConfigError."""
+    if not isinstance(path, str):
+        raise ConfigError(f"middleware={path!r:.120} must be an import path like 'module.name'")
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not (module and name):
         raise ConfigError(f"middleware={path!r:.120} must be an import path like 'module.name'")

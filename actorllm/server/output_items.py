@@ -7,7 +7,7 @@ thoughts there is one message, open from the beginning. Blanks between calls bel
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import orjson
@@ -15,6 +15,7 @@ import orjson
 from actorllm.server.message_parts import PieceReader
 from actorllm.server.tool_parsers import Arguments, Piece, Text, ToolCallStart
 from actorllm.server.tools import ToolUse
+from actorllm.text.reasoning.counting import ThoughtCount
 from actorllm.text.reasoning.parsers import ReasoningParser, Thought
 
 NUM_LAST = 64
@@ -42,6 +43,7 @@ class OutputItems:
         self.is_plain = use is None and reasoning is None
         """All of the text is one message."""
         self._reader: PieceReader | None = None
+        self._count: ThoughtCount | None = None
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
         self._blanks = ""
@@ -55,6 +57,8 @@ class OutputItems:
             return
         text = self._decode(prompt[-NUM_LAST:]) if self._decode is not None else ""
         self._reader = PieceReader(self._use, self._reasoning, text)
+        if self._reasoning is not None and self._decode is not None:
+            self._count = ThoughtCount(self._reasoning(text), self._decode)
 
     def write(self, text: str, entries: list[Any]) -> Iterator[Event]:
         """entries: log-probabilities of the text."""
@@ -63,6 +67,18 @@ class OutputItems:
             return
         for piece in self._allowed(self._reader.push(text)):
             yield from self._take(piece)
+
+    def count(self, token_ids: Sequence[int], is_last: bool) -> None:
+        """Tokens of the text, for the number of those of the thought."""
+        if self._count is not None:
+            self._count.push(token_ids)
+            if is_last:
+                self._count.finish()
+
+    @property
+    def num_thought(self) -> int:
+        """Counted tokens of the thought."""
+        return 0 if self._count is None else self._count.num
 
     def note(self, text: str) -> None:
         """As `write` of a text to the open message, whose event is made elsewhere."""

@@ -422,6 +422,6 @@ class RerankShape(ScoreShape):
         for index, value in best_first[: self._most]:
             result: dict[str, Any] = {"index": index, "relevance_score": value}
             if self._shows_documents:
-                result["document"] = {"text": self._documents[index]}
+                result["document"] = {"text": self._documents[index], "multi_modal": None}
             results.append(result)
         return {"id": self.id, "model": self.model, "usage": usage, "results": results}

@@ -253,8 +253,7 @@ class OpenAIShape(Shape):
     def _state_of(output: RequestOutput) -> PromptState:
         return PromptState(output.prompt_token_ids, output.num_cached_tokens)
 
-    @staticmethod
-    def _usage(states: Sequence[PromptState]) -> dict[str, Any]:
+    def _usage(self, states: Sequence[PromptState]) -> dict[str, Any]:
         told = usage(sum(len(state.ids) for state in states), sum(state.num_output for state in states))
         told["prompt_tokens_details"] = {"cached_tokens": sum(state.num_cached for state in states)}
         return told

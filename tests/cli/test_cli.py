@@ -245,6 +245,12 @@ def test_info_of_a_model_that_cannot_be_served(tmp_path: Path, capfd: pytest.Cap
     assert "UnsupportedModelError: architecture 'MambaForCausalLM' is not supported" in capfd.readouterr().err
 
 
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "actorllm", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True, env=ENVIRONMENT)
+    assert found.stdout == run("--version").stdout != ""
+
+
 def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "--help"):
         assert main_of(option) == 0

@@ -101,6 +101,8 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path) -> None:
         ("- a", "must be a mapping"),
         ("a: [", "cannot be read"),
         ("config: b", "names another file"),
+        ("max-model-len: 8\nmax_model_len: 9", "one option as 'max-model-len' and as 'max_model_len': keep one"),
+        ("enable_prefix_caching: true\nno-enable-prefix-caching: true", "keep one of them"),
         ("a: &x {b: 1}\nc: {d: *x}", "has an alias, *x: write its value out"),
         ("a: &x {b: *x}", "has an alias"),
         ("port: 2024-13-45", "month must be in"),

@@ -125,3 +125,12 @@ async def test_layers_paths_and_pages(llm: AsyncLLM) -> None:
 def test_options_that_are_wrong(llm: AsyncLLM, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         create_app(llm, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"return_tokens_as_token_ids": "no"}, {"enable_force_include_usage": 1}, {"middleware": [3]}]
+)
+async def test_switches_and_paths_of_another_type(llm: AsyncLLM, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=name):
+        create_app(llm, **wrong)

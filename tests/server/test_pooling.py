@@ -136,12 +136,12 @@ async def test_reranking(http: httpx.AsyncClient, path: str) -> None:
     assert tree["results"][0]["index"] == 1
     values = [result["relevance_score"] for result in tree["results"]]
     assert values == sorted(values, reverse=True)
-    assert tree["results"][0]["document"] == {"text": TEXTS[1]}
+    assert tree["results"][0]["document"] == {"text": TEXTS[1], "multi_modal": None}
     assert set(tree) == {"id", "model", "usage", "results"}
     short = await answer(http, path, query=TEXTS[0], documents=documents, top_n=1, return_documents=False)
     assert [set(result) for result in short["results"]] == [{"index", "relevance_score"}]
     one = await answer(http, path, query=TEXTS[0], documents=TEXTS[1])  # as in vLLM
-    assert [result["document"] for result in one["results"]] == [{"text": TEXTS[1]}]
+    assert [result["document"] for result in one["results"]] == [{"text": TEXTS[1], "multi_modal": None}]
 
 
 async def test_latency_fields_are_honoured(http: httpx.AsyncClient) -> None:

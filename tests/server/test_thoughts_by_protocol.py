@@ -81,3 +81,27 @@ async def test_ollama(client: httpx.AsyncClient) -> None:
     lines = [orjson.loads(line)["message"] for line in (await client.post("/api/chat", json=body)).text.splitlines()]
     assert "".join(line.get("thinking", "") for line in lines) == "Hm, well."
     assert "".join(line["content"] for line in lines) == "Yes."
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_counts_the_thought_in_chat(client: httpx.AsyncClient, scripted: AsyncLLM, n: int) -> None:
+    expected = len(scripted.tokenizer.encode("Hm, well.", add_special_tokens=False)) * n
+    body = {"messages": MESSAGES, "max_tokens": 200, "n": n}
+    whole = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+    assert whole["completion_tokens_details"] == {"reasoning_tokens": expected}
+    streamed_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = (await client.post("/v1/chat/completions", json=streamed_body)).text.split("\n\n")
+    last = orjson.loads(lines[-3].removeprefix("data: "))
+    assert last["usage"] == whole
+    hidden = (await client.post("/v1/chat/completions", json={**body, "include_reasoning": False})).json()["usage"]
+    assert hidden == whole
+
+
+async def test_usage_counts_the_thought_in_responses(client: httpx.AsyncClient, scripted: AsyncLLM) -> None:
+    expected = len(scripted.tokenizer.encode("Hm, well.", add_special_tokens=False))
+    body = {"input": TEXT, "max_output_tokens": 200}
+    whole = (await client.post("/v1/responses", json=body)).json()["usage"]
+    assert whole["output_tokens_details"] == {"reasoning_tokens": expected}
+    stream = (await client.post("/v1/responses", json={**body, "stream": True})).text
+    last = orjson.loads(stream.split("\n\n")[-2].partition("data: ")[2])
+    assert last["response"]["usage"] == whole

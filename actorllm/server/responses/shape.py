@@ -94,6 +94,9 @@ class ResponsesShape(ItemShape):
         content: list[Any] = self._logprobs.of_message(positions)["content"]
         return content
 
+    def _see(self, one: CompletionOutput) -> None:
+        self._items.count(one.token_ids, one.finish_reason is not None)
+
     def _is_whole(self, one: CompletionOutput) -> bool:
         return one.finish_reason not in ("length", "abort")
 
@@ -113,7 +116,7 @@ class ResponsesShape(ItemShape):
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": self._state.num_cached, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._items.num_thought},
             "total_tokens": num_input + num_output,
         }
 

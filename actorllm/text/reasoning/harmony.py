@@ -47,6 +47,11 @@ class HarmonyReader:
         self._buffer = ""
         self._state = "begin"
 
+    @property
+    def is_within_thought(self) -> bool:
+        """Whether nothing is held back of a message that is a thought."""
+        return self._state == "thought" and not self._buffer
+
     def push(self, text: str) -> list[HarmonyPart]:
         parts: list[HarmonyPart] = []
         for at in range(0, len(text), PORTION):
@@ -150,6 +155,13 @@ class HarmonyReasoning(ReasoningParser):
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt)
         self._reader = HarmonyReader()
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
+    def is_all_thought(self, text: str) -> bool:
+        return self._reader.is_within_thought and "<" not in text
 
     def push(self, text: str) -> list[Part]:
         return self._told(self._reader.push(text))

@@ -61,6 +61,8 @@ class ReasoningParser:
     CALLS: ClassVar[str] = ""
     """The beginning of tool calls, which ends a thought, too; empty: nothing does but END."""
 
+    _state = "start"
+
     def __init__(self, prompt: str) -> None:
         """prompt: the end of its text."""
         bare = prompt.rstrip()
@@ -70,6 +72,17 @@ class ReasoningParser:
             self._state = "said"
         elif bare.endswith(self.START):
             self._state = "thought"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thought can come any more."""
+        return self._state == "said"
+
+    def is_all_thought(self, text: str) -> bool:
+        """Whether this text, if it is next, is thought as a whole and changes nothing: False where that is not known."""
+        if self._state != "thought" or self._buffer or type(self).push is not ReasoningParser.push:
+            return False
+        return not any(mark and mark[0] in text for mark in (self.END, self.CALLS))
 
     def push(self, text: str) -> list[Part]:
         if self._state == "said":
