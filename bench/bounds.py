@@ -28,7 +28,7 @@ WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=
 BOUNDS = (
     Bound(
         "beginnings of prompts that a router remembers",
-        ("scheduling.router: SentPrefixes._replicas",),
+        ("scheduling.router: SentPrefixes._replicas", "scheduling.router: looked_at"),
         "each request to an engine of several replicas",
         ("scheduling.router:SentPrefixes.max_beginnings=65536",),
         "8 bytes of a hash for each block of a prompt",
