@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from actorllm import AsyncLLM
+from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.load_board import LoadBoard
+from actorllm.client.engine import Engine
 from actorllm.client.metric_families import vllm_families
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
+from actorllm.fleet.fleet_engine import new_engine
 from actorllm.fleet.merging import merged
 from actorllm.fleet.replica import replica_config
 from actorllm.model.threads import num_threads, visible_devices, worker_environment
@@ -127,3 +130,13 @@ def test_a_board_tells_what_steps_take_once_enough_were_seen() -> None:
 
 def test_metrics_of_vllm_have_the_number_of_the_replica() -> None:
     assert vllm_families({"supervisor": {}, "scheduler": None, "workers": None}, 100) == []
+
+
+def test_one_replica_needs_no_fleet() -> None:
+    """Nothing stands between the engine and its only frontend, and its scheduler tells no router of its load."""
+    engine = new_engine(config_of())
+    assert type(engine) is Engine
+    assert type(engine._frontend) is FrontendActor
+    assert engine.config.load_board is None
+    assert [replica.state for replica in engine.health().replicas] == ["new"]
+    engine.shutdown()
