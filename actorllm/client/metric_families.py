@@ -75,6 +75,11 @@ def replicas_of(stats: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
+def labels_of(model: str, more: Mapping[str, str]) -> dict[str, str]:
+    """All labels of a sample, in vLLM's order: the replica, the model, and what else there is."""
+    return {**({ENGINE: more[ENGINE]} if ENGINE in more else {}), "model_name": model, **more}
+
+
 def vllm_families(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
     """What vLLM has under the same name, as vLLM counts it: each sample has the label of its replica."""
     found: dict[str, Family] = {}
@@ -205,21 +210,21 @@ def metrics_of(stats: Mapping[str, Any], model: str, max_model_len: int) -> list
         told = theirs.get(family.name, family)
         name = f"{VLLM_PREFIX if family.name in theirs else PREFIX}{told.name}"
         if told.kind == "histogram":
-            metrics += _histograms(name, {"model_name": model}, told.samples)
+            metrics += _histograms(name, model, told.samples)
         elif told.kind == "gauge":
-            metrics += [Gauge(name, {**more, "model_name": model}, float(value)) for _, more, value in told.samples]
+            metrics += [Gauge(name, labels_of(model, more), float(value)) for _, more, value in told.samples]
         else:  # times are counted in parts of a second
-            metrics += [Counter(name, {**more, "model_name": model}, value) for _, more, value in told.samples]
+            metrics += [Counter(name, labels_of(model, more), value) for _, more, value in told.samples]
     return metrics
 
 
-def _histograms(name: str, labels: dict[str, str], samples: Sequence[Sample]) -> list[Histogram]:
+def _histograms(name: str, model: str, samples: Sequence[Sample]) -> list[Histogram]:
     """One for each replica, or one for all."""
     found: list[Histogram] = []
     for engine in dict.fromkeys(more.get(ENGINE) for _, more, _ in samples):
         own = [sample for sample in samples if sample[1].get(ENGINE) == engine]
         buckets = {more["le"]: int(value) for part, more, value in own if part == "_bucket"}
         values = {part: value for part, _, value in own if part != "_bucket"}
-        named = labels if engine is None else {ENGINE: engine, **labels}
-        found.append(Histogram(name, named, int(values["_count"]), values["_sum"], buckets))
+        labels = labels_of(model, {} if engine is None else {ENGINE: engine})
+        found.append(Histogram(name, labels, int(values["_count"]), values["_sum"], buckets))
     return found

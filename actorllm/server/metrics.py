@@ -17,6 +17,7 @@ from actorllm.client.metric_families import (
     Family,
     buckets_of,
     families_of,
+    labels_of,
     number_text,
     vllm_families,
 )
@@ -43,22 +44,21 @@ def render(
     told = "How late the loops of the API processes came to what was due."
     lags = list(buckets_of(LAG_BOUNDS, lag))
     families = [*families_of(stats, max_model_len), Family("histogram", "api_loop_lag_seconds", told, lags)]
-    own = {"model_name": model}
     lines: list[str] = []
     for family in families:
-        _write(lines, PREFIX, own, family, is_open)
+        _write(lines, PREFIX, model, family, is_open)
     for family in vllm_families(stats, max_model_len) if has_vllm_names else ():
-        _write(lines, VLLM_PREFIX, own, family, is_open)
+        _write(lines, VLLM_PREFIX, model, family, is_open)
     return "\n".join([*lines, "# EOF\n" if is_open else ""]).encode()
 
 
-def _write(lines: list[str], prefix: str, labels: Mapping[str, str], family: Family, is_open: bool) -> None:
+def _write(lines: list[str], prefix: str, model: str, family: Family, is_open: bool) -> None:
     kind, name, told, samples = family
     suffix = "_total" if kind == "counter" else ""
     named = f"{prefix}{name}" if is_open else f"{prefix}{name}{suffix}"
     lines += (f"# HELP {named} {told}", f"# TYPE {named} {kind}")
     for part, more, value in samples:
-        shown = _shown({**labels, **more})
+        shown = _shown(labels_of(model, more))
         lines.append(f"{prefix}{name}{suffix}{part}{{{shown}}} {number_text(value)}")
 
 

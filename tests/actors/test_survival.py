@@ -430,6 +430,8 @@ async def test_who_is_held_back_can_be_aborted() -> None:
 async def test_nobody_begins_a_search_who_has_nothing_to_submit_again() -> None:
     """What an attached program says of its requests holds up no others."""
     async with running() as bench:
+        bench.frontend = FakeLink("attached0")
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
         await bench.send(submit_of(1, num_deaths=3, is_resumed=True, max_tokens=6, detokenize=False))
         await bench.send(submit_of(2, max_tokens=6, detokenize=False))
         assert not bench.actor._probes

@@ -50,7 +50,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configurations of the engines that would be built, which are not."""
     configs: list[EngineConfig] = []
 
-    def build(_: Engine, config: EngineConfig) -> None:
+    def build(_: Engine, config: EngineConfig, **options: Any) -> None:
         configs.append(config)
         raise ReachedError("built")
 
