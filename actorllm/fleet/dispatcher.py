@@ -23,14 +23,18 @@ import anyio
 
 from actorllm.actors.frontend import Consumer, JournalEntry
 from actorllm.client.stream import Mailbox, Sibling
+from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
 from actorllm.fleet.replica import Replica
 from actorllm.fleet.views import routable_of, views_of
 from actorllm.messages import Submit
-from actorllm.scheduling.router import Routable, Router
+from actorllm.scheduling.router import ReplicaView, Routable, Router
 
 logger = logging.getLogger(__name__)
+
+VIEW_AGE_S = 0.005
+"""How old views may be that routers are given."""
 
 
 class Dispatcher:
@@ -45,6 +49,8 @@ class Dispatcher:
         self.last_rid = last_rid
         self._error: BaseException | None = None
         self._pause_mode: str | None = None
+        self._views: list[ReplicaView] = []
+        self._views_at = -math.inf
         self.num_moved = 0
         """Sequences that went to another replica."""
         self.num_routed: dict[int, int] = {}
@@ -120,7 +126,7 @@ class Dispatcher:
             self._pause_mode = arguments.get("mode")
         asked: list[Replica] = []
         for replica in self._replicas.values():
-            if replica.is_lost or replica.supervisor.health().state in ("new", "starting"):
+            if replica.is_lost or replica.supervisor.state in ("new", "starting"):
                 replica.frontend.assume_paused(self._pause_mode)  # it hears of it before it has a request
             else:
                 asked.append(replica)
@@ -199,7 +205,7 @@ class Dispatcher:
         )
 
     def _choose(self, request: Routable, candidates: Sequence[Replica]) -> int:
-        views = views_of(candidates)
+        views = self._views_of(candidates)
         free = [view for view in views if not view.is_on_trial]
         try:
             number = self._router.route(request, free or views)
@@ -208,7 +214,16 @@ class Dispatcher:
             number = -1
         if not any(view.number == number for view in free or views):
             number = min(free or views, key=lambda view: view.load).number
+        next(view for view in views if view.number == number).add(request)
         return number
+
+    def _views_of(self, candidates: Sequence[Replica]) -> list[ReplicaView]:
+        """Those of a moment ago, which count what was sent since: a burst does not look at every journal for each request."""
+        at = now()
+        is_old = at - self._views_at > VIEW_AGE_S or len(candidates) != len(self._views)
+        if is_old or {view.number for view in self._views} != {replica.number for replica in candidates}:
+            self._views, self._views_at = views_of(candidates), at
+        return self._views
 
     def _note(self, replica: Replica) -> Replica:
         self.num_routed[replica.number] = self.num_routed.get(replica.number, 0) + 1
@@ -277,6 +292,7 @@ class Dispatcher:
     def _rehome(self, source: Replica, entries: dict[int, JournalEntry], lost_at: float | None, is_trial: bool) -> None:
         if not entries:
             return
+        self._views_at = -math.inf  # the journals change
         candidates = self._candidates(source)
         by_target: dict[int, dict[int, JournalEntry]] = {}
         if is_trial:

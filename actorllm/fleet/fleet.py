@@ -59,6 +59,7 @@ class Fleet:
             self._add()
         self._tasks: TaskGroup | None = None
         self._over: anyio.Event | None = None
+        self._is_ready: anyio.Event  # both are made on the loop
         self._on_ready: Callable[[], object] | None = None
         self._first_error: Exception | None = None
         self._stop_timeout_s = STOP_TIMEOUT_S
@@ -86,11 +87,12 @@ class Fleet:
         """The engine's whole life (see `engine_thread.Service`)."""
         if self._is_stop_requested:
             raise EngineShutdownError("the engine was shut down before it was started")
-        self._over, self._on_ready = anyio.Event(), on_ready
+        self._over, self._is_ready, self._on_ready = anyio.Event(), anyio.Event(), on_ready
         async with anyio.create_task_group() as self._tasks:
             for replica in list(self._replicas.values()):
                 self._spawn(replica)
             await self._over.wait()
+            self._is_ready.set()
             for replica in self._replicas.values():
                 replica.request_stop(self._stop_timeout_s)
         self._board.close()
@@ -155,6 +157,7 @@ class Fleet:
             if self._ends_with(replica, error):
                 return
             logger.error("replica %d is lost and made anew in %g s: %s", replica.number, pause_s, error)
+            await self._is_ready.wait()  # a start that fails is told; trying on would hide it behind the next one
             replica.renew()
             replica.is_lost = True  # until it starts
             with anyio.move_on_after(pause_s):
@@ -165,10 +168,11 @@ class Fleet:
             replica.is_lost = False
 
     def _note_ready(self, replica: Replica) -> None:
-        num_ready = sum(one.supervisor.health().state in ("running", "recovering") for one in self._replicas.values())
+        num_ready = sum(one.supervisor.state in ("running", "recovering") for one in self._replicas.values())
         if self._on_ready is None or num_ready < min(self.config.ready_replicas, self._num_wanted):
             return
         self.config = self._given.resolved(replica.num_blocks)
+        self._is_ready.set()
         on_ready, self._on_ready = self._on_ready, None
         on_ready()
 

@@ -76,13 +76,16 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _live(answers: Mapping[int, Any]) -> Any:
-    """The requests of all replicas, each with the number of its own; the steps are those of the first that runs."""
-    first = next(iter(answers.values()))
-    requests: dict[str, Any] = {}
-    for number, answer in answers.items():
-        for kind, listed in answer["requests"].items():
-            if isinstance(listed, list):
-                requests.setdefault(kind, []).extend({**one, "replica": number} for one in listed)
-            else:
-                requests[kind] = requests.get(kind, 0) + listed
-    return {**first, "requests": requests}
+    """What all replicas do now: their requests, each with the number of its own. The steps are those of the first."""
+    trees = list(answers.values())
+    requests = {
+        kind: [{**one, "replica": number} for number, tree in answers.items() for one in tree["requests"][kind]]
+        for kind in trees[0]["requests"]
+    }
+    return {
+        **trees[0],
+        "counts": _sum([tree["counts"] for tree in trees]),
+        "kv_usage": sum(tree["kv_usage"] for tree in trees) / len(trees),
+        "slo": _sum([tree["slo"] for tree in trees]),
+        "requests": requests,
+    }

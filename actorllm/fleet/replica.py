@@ -233,7 +233,7 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         """Whether a request may be sent here now; one that recovers takes them, too."""
-        return not (self.is_draining or self.is_removed or self.is_lost) and self.supervisor.health().state in (
+        return not (self.is_draining or self.is_removed or self.is_lost) and self.supervisor.state in (
             "running",
             "recovering",
         )
@@ -242,7 +242,7 @@ class Replica:
     def state(self) -> ReplicaState:
         if self.is_lost:
             return "lost"
-        state = self.supervisor.health().state
+        state = self.supervisor.state
         if state == "dead":
             return "lost"
         if self.is_draining and state in ("running", "recovering"):

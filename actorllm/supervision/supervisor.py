@@ -242,7 +242,7 @@ class Supervisor:
     def health(self) -> EngineHealth:
         """From any thread, at any time."""
         return EngineHealth(
-            self._state,
+            self.state,
             {
                 name: self._health_of(name, child)
                 for name, child in (*list(self._children.items()), *self._parked_by_name().items())
@@ -253,7 +253,8 @@ class Supervisor:
         )
 
     @property
-    def _state(self) -> EngineState:
+    def state(self) -> EngineState:
+        """That of `health`, by itself. From any thread."""
         if self.failure is not None:
             return "dead"
         match self._phase:

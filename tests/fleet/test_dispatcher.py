@@ -29,7 +29,6 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
 from actorllm.scheduling.router import RoundRobin
-from actorllm.supervision.health import EngineHealth
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
 
@@ -48,9 +47,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @dataclass
 class FakeSupervisor:
     state: str = "running"
-
-    def health(self) -> EngineHealth:
-        return EngineHealth(self.state)  # type: ignore[arg-type]
 
 
 @dataclass

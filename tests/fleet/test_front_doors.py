@@ -1,0 +1,69 @@
+"""A fleet behind the server and behind `LLM`: what their users see of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.server.app import create_app
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with AsyncLLM("storyteller", data_parallel_size=2, ready_replicas=2, num_threads=1) as llm:
+        transport = httpx.ASGITransport(app=create_app(llm))
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+            yield client
+
+
+@pytest.mark.anyio
+async def test_a_server_shows_every_replica(client: httpx.AsyncClient) -> None:
+    answers: list[Any] = []
+
+    async def ask(number: int) -> None:
+        body = {"prompt": f"Number {number}", "max_tokens": 8, "seed": number}
+        answers.append((await client.post("/v1/completions", json=body)).raise_for_status().json())
+
+    async with anyio.create_task_group() as group:
+        for number in range(6):
+            group.start_soon(ask, number)
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [8] * 6
+    text = (await client.get("/metrics")).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    per_replica = {
+        sample.labels["engine"]: sample.value for sample in samples if sample.name == "vllm:generation_tokens_total"
+    }
+    assert set(per_replica) == {"0", "1"}
+    assert all(per_replica.values()), "requests that come together are shared out"
+    (total,) = [sample.value for sample in samples if sample.name == "actorllm:generation_tokens_total"]
+    assert total == sum(per_replica.values()) == 48
+    live = (await client.get("/live")).raise_for_status().json()
+    assert (live["state"], live["engine"]["counts"]["num_output_tokens"]) == ("running", 48)
+    assert (await client.get("/health")).status_code == 200
+
+
+def test_llm_uses_every_replica() -> None:
+    params = [SamplingParams(max_tokens=8, seed=seed, temperature=0.7) for seed in range(8)]
+    prompts = [f"Once upon a time, number {number}" for number in range(8)]
+    with LLM("storyteller", dtype="float32", num_threads=1) as one:
+        wanted = [output.outputs[0].text for output in one.generate(prompts, params, use_tqdm=False)]
+    with LLM("storyteller", dtype="float32", num_threads=1, data_parallel_size=2, ready_replicas=2) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].text for output in found] == wanted
+        stats = llm.stats()
+        assert all(one["scheduler"]["num_output_tokens"] for one in stats["scheduler"]["replicas"].values())
+        labels = {metric.labels.get("engine") for metric in llm.get_metrics() if metric.name.startswith("vllm:")}
+        assert labels == {"0", "1"}
+        llm.scale(1)
+        assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
