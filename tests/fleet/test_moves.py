@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 import pytest
 
-from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.errors import EngineDeadError, InvalidParameterError, ReplicaLostError
 from actorllm.types.structured_outputs import StructuredOutputsParams
 from tests import conftest
@@ -168,6 +168,73 @@ async def test_streams_of_a_killed_replica_go_on_with_the_same_tokens(
 
     assert_same(await run_all(fleet, at_token, strike), undisturbed)
     assert moved(fleet) > before
+
+
+@pytest.mark.anyio
+async def test_streams_outlive_the_replica_that_adopted_them(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+    await all_run(fleet)
+    before = moved(fleet)
+
+    async def strike() -> None:
+        first, second = fleet.health().replicas
+        kill(first.pids.values())
+        await until(lambda: moved(fleet) > before)
+        kill(second.pids.values())
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+
+
+@pytest.mark.anyio
+async def test_requests_end_as_asked_while_their_replica_is_dead(fleet: AsyncLLM) -> None:
+    """By an abort or a deadline, wherever they are."""
+    await all_run(fleet)
+    long = params(1, max_tokens=1500)
+    pinned = [fleet.generate(PROMPTS[0], long, data_parallel_rank=0) for _ in range(2)]
+    pinned.append(fleet.generate(PROMPTS[0], long, data_parallel_rank=0, timeout=0.5))
+    moving = [fleet.generate(PROMPTS[0], long, timeout=0.5) for _ in range(2)]
+    for stream in (*pinned, *moving):
+        await anext(stream)
+    kill(fleet.health().replicas[0].pids.values())
+    fleet._engine.abort([pinned[0].request_id])
+    last: dict[int, RequestOutput] = {}
+
+    async def read(number: int, stream: Any) -> None:
+        async for output in stream:
+            last[number] = output
+            if number == 1 and len(output.outputs[0].token_ids) > 100:
+                stream.abort()
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            for number, stream in enumerate((*pinned, *moving)):
+                group.start_soon(read, number, stream)
+    ends = [last[number].outputs[0] for number in range(5)]
+    assert [end.finish_reason for end in ends] == ["abort"] * 5
+    assert [end.stop_reason for end in ends] == [None, None, "deadline", "deadline", "deadline"]
+
+
+@pytest.mark.anyio
+async def test_vectors_come_from_another_replica() -> None:
+    texts = [f"Once upon a time, number {number}, there was a king" * 3 for number in range(40)]
+    with LLM("storyteller", runner="pooling", dtype="float32", num_threads=1) as one:
+        wanted = [output.outputs.data for output in one.encode(texts, pooling_task="embed", use_tqdm=False)]
+    options: dict[str, Any] = {"runner": "pooling", "dtype": "float32", "num_threads": 1, "data_parallel_size": 2}
+    async with AsyncLLM("storyteller", **options, standby_worker=False, max_num_seqs=4) as llm:
+        await all_run(llm)
+        found: dict[int, Any] = {}
+
+        async def encode(number: int) -> None:
+            async for output in llm.encode(texts[number]):
+                found[number] = output.outputs.data
+            if len(found) == 5:
+                kill(llm.health().replicas[0].pids.values())
+
+        async with anyio.create_task_group() as group:
+            for number in range(len(texts)):
+                group.start_soon(encode, number)
+        assert moved(llm)
+    for number, vector in enumerate(wanted):
+        assert np.allclose(found[number], vector, atol=1e-4)
 
 
 @pytest.mark.anyio
