@@ -559,6 +559,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "fleet.fleet: Fleet._replicas",
         "fleet.fleet: Fleet._start_s",
         "fleet.replica: Replica.limits",
+        "fleet.dispatcher: Dispatcher._views",
         "fleet.dispatcher: Dispatcher.num_routed",
         "scheduling.router: LeastLoad._chosen",
         "server.processes: ApiProcesses._processes",

@@ -45,7 +45,7 @@ class Dispatcher:
 
     def __init__(self, replicas: Mapping[int, Replica], router: Router, last_rid: int = 0) -> None:
         self._replicas = replicas
-        self._router = router
+        self.router = router
         self.last_rid = last_rid
         self._error: BaseException | None = None
         self._pause_mode: str | None = None
@@ -208,7 +208,7 @@ class Dispatcher:
         views = self._views_of(candidates)
         free = [view for view in views if not view.is_on_trial]
         try:
-            number = self._router.route(request, free or views)
+            number = self.router.route(request, free or views)
         except Exception:  # of the application's own code: the request goes to the least busy one
             logger.exception("the router failed; the request goes where the fewest are")
             number = -1
@@ -272,7 +272,7 @@ class Dispatcher:
 
     def forget(self, number: int) -> None:
         """The KV of a replica is gone; routers that remember what they sent there are told."""
-        forget = getattr(self._router, "forget", None)
+        forget = getattr(self.router, "forget", None)
         if forget is not None:
             forget(number)
 

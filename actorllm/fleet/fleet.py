@@ -28,6 +28,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, shown
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
+from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.views import views_of
 from actorllm.scheduling.router import MAX_REPLICAS, Seconds, make_router
 from actorllm.supervision.health import EngineHealth, EngineState
@@ -53,6 +54,7 @@ class Fleet:
         self._on_end = on_end
         self._replicas: dict[int, Replica] = {}
         self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid)
+        self._recorded: RecordedRouter | None = None
         self._num_wanted = config.data_parallel_size
         self._num_divided = config.data_parallel_size
         for _ in range(config.data_parallel_size):
@@ -87,6 +89,9 @@ class Fleet:
         """The engine's whole life (see `engine_thread.Service`)."""
         if self._is_stop_requested:
             raise EngineShutdownError("the engine was shut down before it was started")
+        if self._given.record is not None:
+            self._recorded = RecordedRouter(self.dispatcher.router, self._given.router, self._given.record)
+            self.dispatcher.router = self._recorded
         self._over, self._is_ready, self._on_ready = anyio.Event(), anyio.Event(), on_ready
         async with anyio.create_task_group() as self._tasks:
             for replica in list(self._replicas.values()):
@@ -96,6 +101,8 @@ class Fleet:
             for replica in self._replicas.values():
                 replica.request_stop(self._stop_timeout_s)
         self._board.close()
+        if self._recorded is not None:
+            self._recorded.close()
         if self._on_ready is not None:
             if self._is_stop_requested:
                 raise EngineShutdownError("the engine was shut down while it started")

@@ -20,7 +20,7 @@ from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineShutdownError
-from actorllm.scheduling.router import StepSeconds
+from actorllm.scheduling.router import LinearSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
@@ -182,17 +182,13 @@ class Replica:
         held, self.held = self.held, {}
         self.frontend.adopt(held, None)
 
-    def load(self) -> tuple[int, StepSeconds] | None:
+    def load(self) -> tuple[int, LinearSteps] | None:
         """The free blocks of its cache, and what its steps take; None: not known yet."""
         known = self._board.read(self.number)
         if known is None:
             return None
-        free, (fixed, prompt, decode, context) = known
-
-        def seconds(num_prompt: float, num_rows: float, num_context: float) -> float:
-            return max(0.0, fixed + prompt * num_prompt + decode * num_rows + context * num_context)
-
-        return free, seconds
+        free, weights = known
+        return free, LinearSteps(weights)
 
     def request_stop(self, timeout: float) -> None:
         """Stop its processes, and begin no other life."""

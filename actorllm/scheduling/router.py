@@ -28,6 +28,17 @@ StepSeconds = Callable[[float, float, float], float]
 """What a step of so many prompt tokens and decode rows takes, which attend to so many tokens of context."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSteps:
+    """What steps take, as a sum: fixed, for a prompt token, for a decode row, for a token of context. In seconds."""
+
+    weights: tuple[float, float, float, float]
+
+    def __call__(self, num_prompt: float, num_rows: float, num_context: float) -> float:
+        fixed, prompt, decode, context = self.weights
+        return max(0.0, fixed + prompt * num_prompt + decode * num_rows + context * num_context)
+
+
 @dataclass(slots=True)
 class ReplicaView:
     """A replica that takes requests, as it was a moment ago, with what it was sent since."""

@@ -1,0 +1,63 @@
+"""Decisions of a live router replay exactly."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import ConfigError
+from actorllm.fleet.route_record import record_path, replay_routes
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("router", ["seconds", "prefix-aware"])
+async def test_what_a_router_decided_it_decides_again(tmp_path: Path, router: str) -> None:
+    record = tmp_path / "run.rec"
+    options = {"data_parallel_size": 2, "ready_replicas": 2, "num_threads": 1, "standby_worker": False}
+    async with AsyncLLM("storyteller", router=router, record=record, **options) as llm:  # type: ignore[arg-type]
+        await llm.start()
+
+        async def ask(number: int) -> None:
+            prompt = {"prompt_token_ids": [5 + number % 3] * 70 + [number] * 10}
+            await llm.complete(prompt, SamplingParams(max_tokens=4 + number % 9, seed=number), slo=5.0)
+
+        for burst in range(4):
+            async with anyio.create_task_group() as group:
+                for number in range(8):
+                    group.start_soon(ask, 8 * burst + number)
+        routed = llm._engine.statistics()["frontend"]["num_routed"]
+    path = record_path(record)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert replay_routes(path) == (sum(routed.values()), [])
+    assert sorted(os.listdir(tmp_path)) == ["run-0.rec", "run-1.rec", "run-router.rec"]
+    # A decision that was another one is told.
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3].replace(b'"chosen":0', b'"chosen":7').replace(b'"chosen":1', b'"chosen":7')
+    path.write_bytes(b"".join(lines))
+    assert replay_routes(path).differing == [2]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", "is empty"),
+        (b"hello\n", "line 1: no line of a recording of routes"),
+        (b'{"version": 9, "router": "seconds"}\n', "a recording of version 9"),
+        (b'{"version": 1, "router": "second"}\n', "router='second' is none of"),
+        (b'{"version": 1, "router": "seconds"}\n{"chosen": 1}\n', "line 2: no line of a recording of routes"),
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, error: str) -> None:
+    path = tmp_path / "run-router.rec"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=error):
+        replay_routes(path)
