@@ -163,8 +163,10 @@ class Fleet:
             replica.frontend.fail_all(error)  # a replica that never ran has told of nothing
             if self._ends_with(replica, error):
                 return
-            logger.error("replica %d is lost and made anew in %g s: %s", replica.number, pause_s, error)
             await self._is_ready.wait()  # a start that fails is told; trying on would hide it behind the next one
+            if self._is_over:
+                return
+            logger.error("replica %d is lost and made anew in %g s: %s", replica.number, pause_s, error)
             replica.renew()
             replica.is_lost = True  # until it starts
             with anyio.move_on_after(pause_s):
