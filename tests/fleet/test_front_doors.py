@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.config import BUNDLED_MODELS
+from actorllm.errors import CorruptModelError
 from actorllm.server.app import create_app
 
 
@@ -67,3 +71,13 @@ def test_llm_uses_every_replica() -> None:
         assert labels == {"0", "1"}
         llm.scale(1)
         assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
+
+
+def test_a_start_that_fails_everywhere_is_told(tmp_path: Path) -> None:
+    """With the error of a replica; nothing is tried again behind it."""
+    folder = tmp_path / "broken"
+    shutil.copytree(BUNDLED_MODELS["storyteller"], folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises(CorruptModelError, match="cannot be read"):
+        LLM(folder, data_parallel_size=2).generate("x", use_tqdm=False)
