@@ -100,10 +100,12 @@ async def main():
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(consume(llm, number == 2))
+code = 0
 try:
     asyncio.run(main())
-except* ValueError:
-    sys.exit(7)
+except* ValueError:  # what is raised in here is raised as a group
+    code = 7
+sys.exit(code)
 """
 
 ASYNCIO = "def RUN(main): asyncio.run(main())\n"
