@@ -262,15 +262,18 @@ class Seconds(LeastLoad):
         keys = self._sent.keys(request)
         sent = {} if all(view.find is not None for view in views) else self._sent.find(keys)
         has_times = all(view.step_seconds is not None for view in views)
+        has_promise = has_times and request.slo is not None
         best: tuple[float, ...] | None = None
-        number = views[0].number
+        number, num_prompt, chosen = views[0].number, request.num_prompt, self._chosen
         for view in views:
             num_found = sent.get(view.number, 0) if view.find is None else view.find(request.block_hashes)
-            num_new = max(1, request.num_prompt - num_found * view.block_size)
+            num_new = max(1, num_prompt - num_found * view.block_size)
             wait = self.wait_s(view, num_new) if has_times else self._wait_tokens(view, num_new)
-            keeps = has_times and self._keeps(request, view, wait)
             # First those that keep the promise, by what they have to compute; without a promise, all by their wait.
-            key = (0.0, num_new, wait, self.order(view)) if keeps else (1.0, wait, num_new, self.order(view))
+            if has_promise and self._keeps(request, view, wait):
+                key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(view.number, 0))
+            else:
+                key = (1.0, wait, num_new, chosen.get(view.number, 0))
             if best is None or key < best:
                 best, number = key, view.number
         self._sent.add(keys, number)
@@ -290,7 +293,9 @@ class Seconds(LeastLoad):
         seconds, rows = view.step_seconds, view.num_running
         room = max(1, view.max_num_batched_tokens - rows)
         full, rest = divmod(view.num_waiting_tokens + num_new, room)
-        wait = full * seconds(room, rows, view.num_context) + (seconds(rest, rows, view.num_context) if rest else 0.0)
+        wait = seconds(rest, rows, view.num_context) if rest else 0.0
+        if full:
+            wait += full * seconds(room, rows, view.num_context)
         if view.num_free_blocks is not None:
             missing = -(-(view.num_waiting_tokens + num_new) // view.block_size) - view.num_free_blocks
             if missing > 0 and rows:  # until rows have ended; each is about as long as the mean
