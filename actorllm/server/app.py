@@ -47,7 +47,6 @@ from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.server.vectors.bodies import BODIES as POOLED_BODIES
 from actorllm.server.vectors.routes import router as vectors_router
-from actorllm.text.reasoning.parsers import reasoning_named
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -113,13 +112,7 @@ def create_app(
     model = llm.config.model
     layers = [middleware_named(path) for path in middleware]
     parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
-    defaults = Defaults(
-        sampling=model.sampling_defaults,
-        max_prompt_characters=model.max_prompt_characters,
-        trusts_chat_templates=trust_request_chat_template,
-        reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
-        answers=AnswerOptions.of(**answers),
-    )
+    defaults = Defaults.of(model, AnswerOptions.of(**answers), trusts_chat_templates=trust_request_chat_template)
     hidden: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None} if disable_fastapi_docs else {}
     app = FastAPI(
         title="actorllm",

@@ -1,4 +1,4 @@
-"""Bodies of requests for vectors, labels or scores. The fields are OpenAI's and vLLM's, the latter's being those of Jina and Cohere."""
+"""Bodies of requests for vectors, labels or scores, with the fields of OpenAI, vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
