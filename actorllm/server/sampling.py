@@ -129,8 +129,15 @@ class Defaults:
     def conversation(self, messages: Any, **options: Any) -> Conversation:
         """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.
 
-        Raises InvalidPromptError and InvalidParameterError.
+        Raises InvalidPromptError and InvalidParameterError, and ApiError for a template of the client's own unless that is
+        trusted: it is a program that runs here.
         """
+        if options.get("chat_template") is not None and not self.trusts_chat_templates:
+            raise ApiError(
+                400,
+                "chat_template: this server uses the model's own; it takes others with --trust-request-chat-template",
+                "chat_template",
+            )
         answers = self.answers
         if options.get("chat_template") is None:
             options["chat_template"] = answers.chat_template

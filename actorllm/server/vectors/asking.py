@@ -19,6 +19,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults, Extras, extras_of
 from actorllm.server.vectors.bodies import (
     IDLE,
+    OF_CONVERSATIONS,
     SIDES,
     ClassifyRequest,
     EmbeddingRequest,
@@ -36,6 +37,7 @@ from actorllm.server.vectors.vector_shapes import (
     RerankShape,
     ScoreShape,
 )
+from actorllm.text.chat_template import Conversation
 from actorllm.types.params import MAX_N, PoolingParams
 from actorllm.types.pooling_params import Pooler
 
@@ -57,14 +59,14 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
     """
     extras = _extras(body, headers)
     asked = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
-    pooler, most = config.pooler, defaults.max_prompt_characters
+    pooler = config.pooler
     shape: PooledShape
     if isinstance(body, TextsRequest):
-        prompts = prompts_of(body.input, most, body.truncate_prompt_tokens)
+        prompts = _prompts(body, defaults)
         params, shape = _of_texts(body, asked, pooler)
     else:
         params = PoolingParams(**asked)
-        scoring, documents = _scoring(body, params, pooler, most)
+        scoring, documents = _scoring(body, params, pooler, defaults.max_prompt_characters)
         prompts, params = scoring.prompts, scoring.params
         if isinstance(body, RerankRequest):
             shape = RerankShape(body, "rerank", scoring, documents)
@@ -86,8 +88,25 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
 def prompt_field(body: Pooled) -> str:
     """The field of a body that has the prompts, for errors to name."""
     if isinstance(body, TextsRequest):
-        return "input"
+        return "input" if body.messages is None else "messages"
     return "documents" if isinstance(body, RerankRequest) else next(iter(_sides(body)), SIDES[0])[0]
+
+
+def _prompts(body: TextsRequest, defaults: Defaults) -> list[Prompt]:
+    if body.messages is None:
+        if body.input is None:
+            raise ApiError(400, "input: this field is required; a conversation goes into messages instead", "input")
+        return prompts_of(body.input, defaults.max_prompt_characters, body.truncate_prompt_tokens)
+    if body.input is not None:
+        raise ApiError(400, "messages beside input: these are two ways to give a prompt; leave one out", "messages")
+    conversation = defaults.conversation(
+        body.messages,
+        chat_template=body.chat_template,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return [conversation]
 
 
 def _of_texts(body: TextsRequest, asked: dict[str, Any], pooler: Pooler | None) -> tuple[PoolingParams, PooledShape]:
@@ -162,6 +181,11 @@ def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
             shown = " or ".join(repr(value) for value in accepted if value is not None)
             instead = f"; leave it at {shown}" if shown else "; leave it out"
             raise ApiError(400, f"{name}={getattr(body, name)!r:.80} is not supported{instead}", name)
+    for name in OF_CONVERSATIONS if getattr(body, "messages", None) is None else ():
+        if getattr(body, name, None) not in (None, False, {}):
+            raise ApiError(
+                400, f"{name} is for a conversation: it needs messages, of /v1/embeddings, /classify or /pooling", name
+            )
     extras = extras_of(body, headers)
     if body.truncation_side is not None:
         extras.arguments.setdefault("tokenization_kwargs", {})["truncation_side"] = body.truncation_side
@@ -169,4 +193,4 @@ def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
 
 
 def _salted(prompt: Prompt, salt: str) -> Prompt:
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+    return {"prompt" if isinstance(prompt, str | Conversation) else "prompt_token_ids": prompt, "cache_salt": salt}

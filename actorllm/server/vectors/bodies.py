@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorllm.server.protocol import Body, Many, Objective, Prompts
+from actorllm.server.protocol import Body, Many, Messages, Objective, Prompts
 
 IDLE: dict[str, tuple[Any, ...]] = {
     "embed_dtype": (None, "float32"),
@@ -13,9 +13,11 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "max_tokens_per_query": (None, 0),
     "max_tokens_per_doc": (None, 0),
     "instruction": (None,),
-    "chat_template_kwargs": (None, {}),
 }
 """Fields of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+"""Fields that say how `messages` become a prompt."""
 
 
 class Pooled(Body):
@@ -46,11 +48,15 @@ class Pooled(Body):
 
 
 class TextsRequest(Pooled):
-    """What requests about texts share, each of which has an answer of its own."""
+    """What requests about texts share, each of which has an answer of its own; or about one conversation, `messages`."""
 
     TOKEN_FIELDS = ("input",)
 
-    input: Prompts
+    input: Prompts = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
 
 
 class EmbeddingRequest(TextsRequest):
