@@ -280,7 +280,9 @@ def read_pooler(
     size = _hidden_size(hf)
     matryoshka = _matryoshka(path, hf)
     pooler = Pooler(
-        pooling_type=_pooling_type(path, given, files, is_encoder),
+        pooling_type=_pooling_type(
+            path, given, files, is_encoder, None if head is None else hf.get("classifier_pooling")
+        ),
         use_activation=_first(given.use_activation, given.normalize, None if files is None else files.normalizes, True),
         embedding_size=size,
         dimensions=given.dimensions,
@@ -354,13 +356,18 @@ def _pooler_config(given: Any) -> PoolerConfig:
     return given
 
 
-def _pooling_type(path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool) -> PoolingType:
+def _pooling_type(
+    path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool, of_head: Any
+) -> PoolingType:
+    """of_head: what config.json says that the head of a classifier was trained with."""
     chosen = given.pooling_type if given.seq_pooling_type is None else given.seq_pooling_type
     if chosen is not None:
         try:
             return check_pooling_type(chosen, "pooler_config: ")
         except InvalidParameterError as error:
             raise ConfigError(str(error)) from error
+    if of_head is not None:
+        return "MEAN" if of_head == "mean" else "CLS"
     if files is not None and files.unsupported is not None:
         raise UnsupportedModelError(
             f"{path}: {files.unsupported}; or choose with pooler_config={{'pooling_type': 'MEAN'}}"
