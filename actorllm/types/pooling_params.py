@@ -18,7 +18,7 @@ import orjson
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
 from actorllm.types.model_files import read_json, read_object
 from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
-from actorllm.types.pooling_head import MAX_VECTOR_BYTES, Head, read_head
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES, REWARD_HEADS, Head, read_head
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")
@@ -267,10 +267,10 @@ def read_pooler(
             if value is not None:
                 raise ConfigError(f"{name}={value!r:.200} needs runner='pooling'; this engine generates text")
         return None
-    if architecture.endswith(OTHER_HEADS):
+    if head is None and architecture.endswith(OTHER_HEADS):
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: of the heads that classify, those of ...ForSequenceClassification "
-            f"and ...ForTokenClassification are"
+            f"and ...ForTokenClassification are, and {' and '.join(REWARD_HEADS)}"
         )
     # A generating model pools only when it is converted.
     if convert == "none" and not is_made_for_it:
