@@ -196,7 +196,8 @@ class StepResult:
     infinity (nonfinite_counts says how many; none: one each), or whose parameters left nothing to choose (0); their token
     is void. nonfinite_prefills: those of the plan's prefill rows whose states are not finite, be they through or not; what
     they had written is cleared. errors: of each of nonfinite_rows, why a logits processor has failed, or an empty text
-    (`actorllm.types.logits_processors.travel`); none: of no row.
+    (`actorllm.types.logits_processors.travel`); none: of no row. num_drafted: how many drafts of each row were checked; none:
+    there were no drafts. A row has at most one token more than drafts.
     logprob_*: for rows that asked (see `actorllm.messages.logprobs`). The row of a span is that of the result, of a prompt's span
     that of the plan's prefill rows.
     """
@@ -214,6 +215,7 @@ class StepResult:
     logprobs: F32 = field(default_factory=no_f32)
     logprob_ranks: I32 = field(default_factory=no_i32)
     errors: U8 = field(default_factory=no_u8)
+    num_drafted: I32 = field(default_factory=no_i32)
     started: float = 0.0
     ended: float = 0.0
 
@@ -232,6 +234,7 @@ class StepResult:
             and self.logprob_ids is NO_I32
             and self.logprobs is NO_F32
             and self.logprob_ranks is NO_I32
+            and self.num_drafted is NO_I32
         )
 
     @property
@@ -367,6 +370,8 @@ class StepPlan:
     """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
     new_processed: U8 = field(default_factory=no_u8)
     """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
+    max_drafts: int = 0
+    """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
 
     @property
     def new(self) -> NDArray[np.void]:

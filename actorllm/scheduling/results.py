@@ -31,6 +31,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.types.logits_processors.travel import decode_errors
 
 NO_SPANS: list[LogprobSpan] = []
@@ -75,6 +76,7 @@ class Results:
         self._view = view
         self._vocab_size = vocab_size
         self._max_tokens_per_row = max_tokens_per_row
+        self.drafts = DraftCounters(max_tokens_per_row - 1)
         self._vector_size = vector_size
         self._batch = batch
         self._kv = kv
@@ -104,11 +106,15 @@ class Results:
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
-        plain = not (
-            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless
-        )
-        if plain and self._batch.has_all(rows):
+        if result.num_drafted.size:
+            self.drafts.observe(result.num_drafted, result.counts)
+        plain = not (result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless)
+        if not plain or not self._batch.has_all(rows):
+            events = self._append_rows(record, result)
+        elif not result.counts.size:
             events = self._append_column(record, result.tokens)
+        elif np.minimum.reduce(result.counts) > 0 and not self._stopping.is_watching:
+            events = self._append_runs(record, result.tokens, result.counts)
         else:
             events = self._append_rows(record, result)
         if bad_prompts:
@@ -149,6 +155,8 @@ class Results:
             if int(result.counts.max()) > self._max_tokens_per_row:
                 return f"{int(result.counts.max())} tokens of one row, of which a step has {self._max_tokens_per_row} at most"
             expected = int(result.counts.sum())
+        if result.num_drafted.size and (error := self._wrong_drafts(result, record)) is not None:
+            return error
         if result.tokens.size != expected:
             return f"{result.tokens.size} tokens for a plan of {expected}"
         for rows in (result.nonfinite_rows, result.vector_rows):
@@ -169,6 +177,20 @@ class Results:
                 return error
         if record.num_decode < num_rows or result.vector_rows.size or result.vectors.size:
             return self._wrong_vectors(result, record)
+        return None
+
+    @staticmethod
+    def _wrong_drafts(result: StepResult, record: StepRecord) -> str | None:
+        drafted, num_decode = result.num_drafted, record.num_decode
+        if drafted.size != len(record.rows):
+            return f"drafts of {drafted.size} rows for a plan of {len(record.rows)}"
+        if drafted[num_decode:].any():
+            return "drafts of rows that are no decode rows"
+        if int(drafted.max()) > record.max_drafts:
+            return f"{int(drafted.max())} drafts of one row in a plan of {record.max_drafts} at most"
+        if result.counts.size and (result.counts > drafted + 1).any():
+            row = int(np.argmax(result.counts > drafted + 1))
+            return f"{result.counts[row]} tokens of row {row}, which had {drafted[row]} drafts"
         return None
 
     @staticmethod
@@ -267,18 +289,77 @@ class Results:
         known += ONE
         batch.num_known[rows.index] = known
         self.num_output_tokens += tokens.size
-        cached: list[Sequence] = []
-        for sequence in rows.sequences[record.num_decode :].tolist():
-            if sequence.first_token is None:
-                sequence.first_token = self._view.now
-                if sequence.num_cached_tokens:
-                    cached.append(sequence)
+        cached = self._first_tokens(record)
         ends = [
             end
             for row in self._stopping.candidates(rows, tokens, known)
             if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
         ]
         return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
+
+    def _first_tokens(self, record: StepRecord) -> list[Sequence]:
+        """Prompts that ended with this step have their first token. Returns those that had found a part of them cached."""
+        cached: list[Sequence] = []
+        for sequence in record.rows.sequences[record.num_decode :].tolist():
+            if sequence.first_token is None:
+                sequence.first_token = self._view.now
+                if sequence.num_cached_tokens:
+                    cached.append(sequence)
+        return cached
+
+    def _append_runs(self, record: StepRecord, tokens: I32, counts: I32) -> Events:
+        """As `_append_column`, where some rows got several tokens: drafts that were right, and the one behind them."""
+        batch, rows = self._batch, record.rows
+        known = batch.num_known[rows.index]
+        ends_at = np.cumsum(counts)
+        starts = ends_at - counts
+        row_of = np.repeat(np.arange(len(rows)), counts)
+        positions = known[row_of] + (np.arange(tokens.size, dtype=np.int32) - starts[row_of].astype(np.int32))
+        limits = rows.limits[row_of]
+        # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
+        is_within = positions < limits
+        if is_within.all():
+            self._kv.write_token_ids(rows.index[row_of], positions, tokens)
+        else:
+            self._kv.write_token_ids(rows.index[row_of[is_within]], positions[is_within], tokens[is_within])
+        index = known - batch.num_prompt[rows.index]
+        batch.num_known[rows.index] = np.minimum(known + counts, rows.limits)
+        # The step was planned for one token; the others have their KV already, since they were computed as drafts.
+        computed = batch.num_computed[rows.index] + (counts - ONE)
+        batch.num_computed[rows.index] = computed
+        is_at_end = (computed + ONE >= rows.limits) & batch.is_decoding[rows.index]
+        batch.stop_rows(rows.index[is_at_end])
+        cached = self._first_tokens(record)
+        ends: list[End] = []
+        kept = counts
+        ended: set[int] = set()
+        for at in self._stopping.candidates_at(tokens, positions + ONE, limits):
+            row = int(row_of[at])
+            if row in ended:
+                continue
+            place = at - int(starts[row])
+            end = self._stop(rows.sequences[row], int(tokens[at]), int(index[row]) + place + 1)
+            if end is None:
+                continue
+            ended.add(row)
+            ends.append(end)
+            # Tokens behind the one that ends the request are not part of its output.
+            if place + 1 < counts[row]:
+                kept = kept.copy() if kept is counts else kept
+                kept[row] = place + 1
+                room = int(limits[at]) - int(known[row])
+                self._count_wasted(rows.sequences[row], min(int(counts[row]), room) - place - 1)
+        if kept is not counts:
+            tokens = tokens[positions - known[row_of] < kept[row_of]]
+        self.num_output_tokens += tokens.size
+        return Events(
+            rows.sequences,
+            tokens,
+            index,
+            NO_I32 if tokens.size == len(rows) else kept,
+            tuple(ends),
+            cached=tuple(cached),
+        )
 
     def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
         """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
@@ -325,6 +406,8 @@ class Results:
                 end = self._stop(sequence, token, start + position + 1)
                 # Tokens behind the one that ends the request are not part of its output.
                 if end is not None:
+                    room = sequence.limit - sequence.num_prompt - start if is_here else tokens.size
+                    self._count_wasted(sequence, min(tokens.size, room) - position - 1)
                     tokens = tokens[: position + 1]
                     ends.append(end)
                     break
@@ -409,6 +492,11 @@ class Results:
         elif not batch.is_decoding[slot]:
             batch.start_decoding([slot])
         return known - sequence.num_prompt
+
+    def _count_wasted(self, sequence: Sequence, number: int) -> None:
+        """Tokens behind the end of a request, as far as there was a place for them."""
+        sequence.num_wasted_tokens += number
+        self._table.num_wasted += number
 
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""

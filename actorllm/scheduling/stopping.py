@@ -63,6 +63,20 @@ class Stopping:
         found: list[int] = may_end.nonzero()[0].tolist()
         return found
 
+    @property
+    def is_watching(self) -> bool:
+        """Some request looks out for repetitions, and is to be told of each of its tokens."""
+        return self._num_watched > 0
+
+    def candidates_at(self, tokens: I32, known: I32, limits: I32) -> list[int]:
+        """As `candidates`, of tokens of which a row may have several; none of the requests looks out for repetitions.
+
+        known: how many tokens the row of each knows with it. limits: of these rows.
+        """
+        may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= limits)
+        found: list[int] = may_end.nonzero()[0].tolist()
+        return found
+
     def end_of(self, sequence: Sequence, token: int, num_outputs: int) -> tuple[FinishReason, int | str | None] | None:
         """Why a request ends with this token, its num_outputs-th, and the stop_reason; None: it goes on."""
         if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:
