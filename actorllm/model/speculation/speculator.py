@@ -7,24 +7,16 @@ position of every draft and stops at the first difference. Drafts therefore chan
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 import numpy as np
 
 from actorllm.messages import I32, StepPlan
+from actorllm.model.inputs import Drafts
 from actorllm.model.speculation.histories import Histories
 from actorllm.types.drafter import Speculation
 from actorllm.types.speculation import make_drafter
 
 logger = logging.getLogger(__name__)
-
-
-class Drafts(NamedTuple):
-    """Of one step."""
-
-    counts: I32  # [num_rows]
-    """How many each decode row has, in the order of the plan."""
-    tokens: I32  # [counts.sum()]
 
 
 class Speculator:
