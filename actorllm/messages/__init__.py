@@ -222,9 +222,13 @@ class StepResult:
     @property
     def is_plain(self) -> bool:
         """Whether no column but `tokens` holds anything: so are most results, and a step costs less where that is known."""
+        return self.counts is NO_I32 and self.num_drafted is NO_I32 and self.is_run
+
+    @property
+    def is_run(self) -> bool:
+        """Whether no column but `tokens`, `counts` and `num_drafted` holds anything: so are most results with drafts."""
         return (
-            self.counts is NO_I32
-            and self.vector_rows is NO_I32
+            self.vector_rows is NO_I32
             and self.vectors is NO_F32
             and self.nonfinite_rows is NO_I32
             and self.nonfinite_counts is NO_I32
@@ -234,7 +238,6 @@ class StepResult:
             and self.logprob_ids is NO_I32
             and self.logprobs is NO_F32
             and self.logprob_ranks is NO_I32
-            and self.num_drafted is NO_I32
         )
 
     @property

@@ -46,6 +46,9 @@ U32_DTYPE = np.dtype(np.uint32)
 _is_right_if_plain = check_of_fields("StepResult", ("step", "tokens", "started", "ended"))
 """Whether a result that is plain is as the schema says: its other columns are the shared empty ones."""
 
+_is_right_run = check_of_fields("StepResult", ("step", "tokens", "counts", "num_drafted", "started", "ended"))
+"""The same of a result that is a run (`StepResult.is_run`)."""
+
 
 class ContradictionError(ValueError):
     """A result cannot be that of its plan: the worker that made it is broken. Nothing of it was used."""
@@ -91,6 +94,8 @@ class Results:
         record: None if the step is not the oldest in flight; the result is held against the schema alone.
         """
         is_plain = result.is_plain and _is_right_if_plain(result)
+        if not is_plain and record is not None and result.counts.size and self._is_right_run(result, record):
+            return NO_SPANS
         error = None if is_plain else violation(result, WORKER)
         if error is None and record is not None:
             error = self._plain_contradiction(result, record) if is_plain else self._contradiction(result, record)
@@ -141,6 +146,22 @@ class Results:
             return self._wrong_token()
         # Rows that end a prompt may want a vector only of a model that makes some: others were refused at their arrival.
         return self._wrong_vectors(result, record) if self._vector_size and record.num_decode < num_rows else None
+
+    def _is_right_run(self, result: StepResult, record: StepRecord) -> bool:
+        """Whether it is a run without a contradiction, by few looks at its columns; else the slower way says what is wrong."""
+        if not result.is_run or not _is_right_run(result):
+            return False
+        tokens, counts, drafted = result.tokens, result.counts, result.num_drafted
+        num_rows, num_decode = len(record.rows), record.num_decode
+        if counts.size != num_rows or drafted.size != num_rows or (num_decode < num_rows and self._vector_size):
+            return False
+        return bool(
+            np.add.reduce(counts) == tokens.size
+            and np.maximum.reduce(drafted) <= record.max_drafts
+            and np.maximum.reduce(counts - drafted) <= 1
+            and np.maximum.reduce(tokens.view(U32_DTYPE)) < self._vocab_size
+            and (num_decode == num_rows or not drafted[num_decode:].any())
+        )
 
     def _wrong_token(self) -> str:
         return f"a token id outside the vocabulary of {self._vocab_size}"
@@ -310,47 +331,51 @@ class Results:
     def _append_runs(self, record: StepRecord, tokens: I32, counts: I32) -> Events:
         """As `_append_column`, where some rows got several tokens: drafts that were right, and the one behind them."""
         batch, rows = self._batch, record.rows
-        known = batch.num_known[rows.index]
-        ends_at = np.cumsum(counts)
-        starts = ends_at - counts
-        row_of = np.repeat(np.arange(len(rows)), counts)
-        positions = known[row_of] + (np.arange(tokens.size, dtype=np.int32) - starts[row_of].astype(np.int32))
-        limits = rows.limits[row_of]
-        # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
-        is_within = positions < limits
-        if is_within.all():
-            self._kv.write_token_ids(rows.index[row_of], positions, tokens)
+        slots, limits = rows.index, rows.limits
+        known = batch.num_known[slots]
+        after = known + counts
+        starts: I32 = counts.cumsum(dtype=np.int32) - counts
+        # One entry per token from here on: its position, and its slot.
+        positions: I32 = np.arange(tokens.size, dtype=np.int32)
+        positions += (known - starts).repeat(counts)
+        slot_of = slots.repeat(counts)
+        if np.count_nonzero(after > limits):
+            # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
+            is_within = positions < limits.repeat(counts)
+            self._kv.write_token_ids(slot_of[is_within], positions[is_within], tokens[is_within])
+            batch.num_known[slots] = np.minimum(after, limits)
         else:
-            self._kv.write_token_ids(rows.index[row_of[is_within]], positions[is_within], tokens[is_within])
-        index = known - batch.num_prompt[rows.index]
-        batch.num_known[rows.index] = np.minimum(known + counts, rows.limits)
+            self._kv.write_token_ids(slot_of, positions, tokens)
+            batch.num_known[slots] = after
+        index = known - batch.num_prompt[slots]
         # The step was planned for one token; the others have their KV already, since they were computed as drafts.
-        computed = batch.num_computed[rows.index] + (counts - ONE)
-        batch.num_computed[rows.index] = computed
-        is_at_end = (computed + ONE >= rows.limits) & batch.is_decoding[rows.index]
-        batch.stop_rows(rows.index[is_at_end])
+        computed = batch.num_computed[slots] + counts
+        batch.num_computed[slots] = computed - ONE
+        is_at_end = computed >= limits
+        if np.count_nonzero(is_at_end):
+            batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
         cached = self._first_tokens(record)
         ends: list[End] = []
         kept = counts
-        ended: set[int] = set()
-        for at in self._stopping.candidates_at(tokens, positions + ONE, limits):
-            row = int(row_of[at])
-            if row in ended:
+        ended = -1
+        for at in self._stopping.candidates_at(tokens, after - limits, counts):
+            row = int(np.searchsorted(starts, at, "right")) - 1
+            if row == ended:
                 continue
-            place = at - int(starts[row])
-            end = self._stop(rows.sequences[row], int(tokens[at]), int(index[row]) + place + 1)
+            place = at - starts.item(row)
+            end = self._stop(rows.sequences[row], tokens.item(at), index.item(row) + place + 1)
             if end is None:
                 continue
-            ended.add(row)
+            ended = row
             ends.append(end)
             # Tokens behind the one that ends the request are not part of its output.
             if place + 1 < counts[row]:
                 kept = kept.copy() if kept is counts else kept
                 kept[row] = place + 1
-                room = int(limits[at]) - int(known[row])
-                self._count_wasted(rows.sequences[row], min(int(counts[row]), room) - place - 1)
+                room = limits.item(row) - known.item(row)
+                self._count_wasted(rows.sequences[row], min(counts.item(row), room) - place - 1)
         if kept is not counts:
-            tokens = tokens[positions - known[row_of] < kept[row_of]]
+            tokens = tokens[positions < (known + kept).repeat(counts)]
         self.num_output_tokens += tokens.size
         return Events(
             rows.sequences,

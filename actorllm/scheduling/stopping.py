@@ -68,12 +68,15 @@ class Stopping:
         """Some request looks out for repetitions, and is to be told of each of its tokens."""
         return self._num_watched > 0
 
-    def candidates_at(self, tokens: I32, known: I32, limits: I32) -> list[int]:
+    def candidates_at(self, tokens: I32, beyond: I32, counts: I32) -> list[int]:
         """As `candidates`, of tokens of which a row may have several; none of the requests looks out for repetitions.
 
-        known: how many tokens the row of each knows with it. limits: of these rows.
+        counts: tokens of each row. beyond: how many more a row knows with all of them than its limit. Returns places in `tokens`.
         """
-        may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= limits)
+        may_end = self._num_stopping.take(tokens)
+        if np.count_nonzero(beyond >= 0):
+            place = np.arange(tokens.size) - (counts.cumsum() - counts).repeat(counts)  # of each token in its row
+            may_end |= place >= (counts - 1 - beyond).repeat(counts)
         found: list[int] = may_end.nonzero()[0].tolist()
         return found
 
