@@ -98,7 +98,8 @@ class LoadPublisher:
         """Its result has come."""
         features = self._launched.pop(result.step, None)
         if features is not None and isinstance(result, StepResult):
-            self._times.observe(*features, result.ended - result.started)
+            p, d, context = features
+            self._times.observe(p, d + result.num_checked, context, result.ended - result.started)
         self._board.write(self._row, scheduler.kv.num_free, self._times)
 
     def clear(self) -> None:

@@ -241,6 +241,11 @@ class StepResult:
         )
 
     @property
+    def num_checked(self) -> int:
+        """Drafts of all rows together."""
+        return 0 if self.num_drafted is NO_I32 else int(self.num_drafted.sum())
+
+    @property
     def came_to_nothing(self) -> bool:
         """Values were not finite, and no row shows that any are."""
         if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:

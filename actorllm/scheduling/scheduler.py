@@ -589,7 +589,7 @@ class Scheduler:
                 record.launched,
                 result.started,
                 result.ended,
-                int(result.num_drafted.sum()) if result.num_drafted.size else 0,
+                result.num_checked,
             ),
             self,
         )

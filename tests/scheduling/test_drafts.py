@@ -179,6 +179,22 @@ def test_prompts_go_before_drafts() -> None:
     assert (record.num_tokens, record.num_decode, record.max_drafts) == (14, 2, 3)
 
 
+def test_models_of_step_times_see_a_draft_as_a_row() -> None:
+    """A step of 2 rows with 6 drafts is no slow step of 2 rows."""
+    from actorllm.scheduling.policy import StepDone
+    from actorllm.scheduling.step_time import Pace
+
+    scheduler = drafting(random.Random(0), 3).scheduler
+    slots = np.arange(2, dtype=np.int32)
+    pace = Pace()
+    for number in range(60):
+        drafts = 6 * (number % 2)
+        ended = 0.001 + 0.0005 * (2 + drafts)
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, ended, drafts), scheduler)
+    assert pace.step_time.seconds(0, 2, 0) == pytest.approx(0.002, rel=0.01)
+    assert pace.step_time.seconds(0, 8, 0) == pytest.approx(0.005, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "room", "expected"),
     [(1, 100, 3), (2, 100, 3), (3, 100, 1), (4, 100, 1), (5, 100, 0), (0, 100, 0), (2, 5, 2), (2, 1, 0), (2, -4, 0)],
