@@ -35,6 +35,12 @@ class Speculation:
     """Fewest tokens of an n-gram that is looked up (method 'ngram')."""
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """Most of them."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Most tokens of a suffix that is looked up (method 'suffix')."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Drafts for each token of the suffix."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Least share of the places of the suffix that go on with the drafts."""
     num_speculative_tokens_per_batch_size: Ranges = ()
     """How many drafts a row may have in a step with so many decode rows; a number of rows that is in no range has none."""
 

@@ -7,6 +7,7 @@ of torch.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +15,16 @@ from actorllm.errors import ConfigError, nearest_name
 from actorllm.types.drafter import DEFAULT_LOOKUP, Drafter, Ranges, Speculation
 from actorllm.types.named_class import named_class
 
-NGRAM = "ngram"
+NGRAM, SUFFIX = "ngram", "suffix"
 
-DRAFTERS = {NGRAM: "actorllm.model.speculation.ngram:NgramDrafter"}
+DRAFTERS = {
+    NGRAM: "actorllm.model.speculation.ngram:NgramDrafter",
+    SUFFIX: "actorllm.model.speculation.suffix:SuffixDrafter",
+}
 """Where the built-in drafters are, by method."""
 
 NOT_THERE = (
-    *("suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
+    *("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
     "extract_hidden_states",
 )
 """Methods of vLLM that are refused by name."""
@@ -29,6 +33,8 @@ MAX_DRAFTS = 31
 """Most drafts of a row in a step."""
 MAX_LOOKUP = 64
 """Most tokens of an n-gram that is looked up."""
+SUFFIX_DRAFTS = 8
+"""Of num_speculative_tokens with method 'suffix', where none is given."""
 MAX_ENTRIES = 64
 """Of num_speculative_tokens_per_batch_size."""
 
@@ -46,7 +52,8 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
 
 KNOWN = (
     *("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
-    "num_speculative_tokens_per_batch_size",
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("suffix_decoding_max_cached_requests", "num_speculative_tokens_per_batch_size"),
 )
 
 
@@ -111,13 +118,31 @@ def read_speculation(given: Any) -> Speculation | None:
         raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
     drafter_class(method)
     most = tree.get("num_speculative_tokens")
+    if most is None and method == SUFFIX:
+        most = SUFFIX_DRAFTS
     if most is None:
         raise ConfigError(
             "speculative_config: num_speculative_tokens is missing; give the most drafts of a step, like 4"
         )
     most = _count("num_speculative_tokens", most, MAX_DRAFTS)
     least_lookup, most_lookup = _lookup(tree)
-    return Speculation(method, most, least_lookup, most_lookup, _ranges(tree, most))
+    cached = tree.get("suffix_decoding_max_cached_requests")
+    if cached is not None and _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0):
+        warnings.warn(
+            f"speculative_config: suffix_decoding_max_cached_requests={cached} is taken and has no effect: suffixes are looked up "
+            f"in the sequence itself",
+            stacklevel=5,
+        )
+    return Speculation(
+        method,
+        most,
+        least_lookup,
+        most_lookup,
+        _count("suffix_decoding_max_tree_depth", tree.get("suffix_decoding_max_tree_depth", 24), MAX_LOOKUP),
+        _share("suffix_decoding_max_spec_factor", tree.get("suffix_decoding_max_spec_factor", 1.0), 100),
+        _share("suffix_decoding_min_token_prob", tree.get("suffix_decoding_min_token_prob", 0.1), 1),
+        _ranges(tree, most),
+    )
 
 
 def _tree(given: Any) -> Mapping[Any, Any] | None:
@@ -135,6 +160,12 @@ def _count(name: str, value: Any, most: int, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"speculative_config: {name}={value!r:.80} must be an integer from {least} to {most}")
     return value
+
+
+def _share(name: str, value: Any, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"speculative_config: {name}={value!r:.80} must be a number from 0 to {most:g}")
+    return float(value)
 
 
 def _lookup(tree: Mapping[Any, Any]) -> tuple[int, int]:

@@ -92,7 +92,7 @@ def compare(streams: list[Stream], reference: list[Stream]) -> Account:
 
 GRID = [
     (method, most, topology, depth, preempt)
-    for method in ("ngram", "knowing")
+    for method in ("ngram", "suffix", "knowing")
     for most in (1, 3, 7)
     for topology in ("inline", "process")
     for depth in (1, 2)
@@ -103,7 +103,7 @@ QUICK = [
     for cell in GRID
     if (cell[2:] in {("inline", 1, False), ("inline", 2, True), ("process", 2, False)} and cell[0] == "knowing")
     or cell == ("ngram", 3, "process", 2, True)
-    or cell == ("ngram", 7, "inline", 1, False)
+    or cell in {("ngram", 7, "inline", 1, False), ("suffix", 7, "inline", 2, True)}
 ]
 
 

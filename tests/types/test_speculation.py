@@ -17,7 +17,9 @@ def test_a_mapping_and_its_json_say_the_same() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 6}
     read = read_speculation(given)
     assert (
-        read == read_speculation(json.dumps(given)) == Speculation("ngram", 4, 2, 6, ((1, 2, 4), (3, 4, 3), (5, 8, 1)))
+        read
+        == read_speculation(json.dumps(given))
+        == Speculation("ngram", 4, 2, 6, num_speculative_tokens_per_batch_size=((1, 2, 4), (3, 4, 3), (5, 8, 1)))
     )
     assert read is not None
     assert Speculation.from_tree(json.loads(json.dumps(asdict(read)))) == read
@@ -82,6 +84,23 @@ def test_bad_values_are_named_with_the_fix(given: Any, message: str) -> None:
         given = {"method": "ngram", "num_speculative_tokens": 4} | given
     with pytest.raises(ConfigError, match=message):
         read_speculation(given)
+
+
+def test_suffix_decoding_has_the_options_of_vllm() -> None:
+    read = read_speculation({"method": "suffix"})
+    assert read is not None
+    assert read.num_speculative_tokens == 8
+    told = (
+        read.suffix_decoding_max_tree_depth,
+        read.suffix_decoding_max_spec_factor,
+        read.suffix_decoding_min_token_prob,
+    )
+    assert told == (24, 1.0, 0.1)
+    given = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 100}
+    with pytest.warns(UserWarning, match="suffix_decoding_max_cached_requests=100 is taken and has no effect"):
+        assert read_speculation(given) is not None
+    with pytest.raises(ConfigError, match="suffix_decoding_min_token_prob=2 must be a number from 0 to 1"):
+        read_speculation({"method": "suffix", "suffix_decoding_min_token_prob": 2})
 
 
 @pytest.mark.parametrize("method", NOT_THERE)
