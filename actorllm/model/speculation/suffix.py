@@ -1,8 +1,7 @@
 """`SuffixDrafter`: what followed the longest repeated suffix of a sequence, most often (suffix decoding).
 
-Where n-grams take the latest place, this one looks at all places of the longest suffix and goes on with what most of them go on
-with, token by token, as long as enough of them agree. A longer suffix drafts more. It looks at the sequence itself; outputs of
-other requests have no part in it. Pure.
+It looks at all places of the longest suffix, and goes on with what most of them go on with. It does so token by token, as long as
+enough of them agree. A longer suffix drafts more. Outputs of other requests have no part in it. Pure.
 """
 
 from __future__ import annotations
