@@ -43,7 +43,6 @@ BOUNDS = (
             "intake.job_queue: JobQueue._open_light",
             "intake.lanes: Lanes._calls",
             "actors.frontend: FrontendActor._unsent",
-            "fleet.replica: Replica.held",
             "actors.scheduler: SchedulerActor._inbox",
         ),
         "each request",

@@ -2,58 +2,36 @@
 
 Each scheduler writes its own row only, after each result; readers take it as it is. A word is one aligned number. A row that is
 half of the turn before is a hint as good as any: a wrong one costs time, and no token. So there is no lock and no message. The
-owner of the engine makes the memory, and schedulers open it by its number in that process.
+owner of the engine makes the memory (`memory_file`), and schedulers open it.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import StepFailed, StepResult
 from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.router import MAX_REPLICAS
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import StepTime, features_of
 
 NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
 NUM_COLUMNS = WEIGHTS + 4
-NUM_ROWS = 64
-"""As many as there may be replicas."""
 
 
 class LoadBoard:
     """See the module docstring."""
 
-    def __init__(self, path: str | None = None) -> None:
-        """path: of memory that another process has made; None: it is made here. Raises OSError."""
-        self._fd = -1
-        size = NUM_ROWS * NUM_COLUMNS * 8
-        self._fd = os.memfd_create("actorllm-loads", os.MFD_CLOEXEC) if path is None else os.open(path, os.O_RDWR)
-        try:
-            if path is None:
-                os.ftruncate(self._fd, size)
-            memory = mmap.mmap(self._fd, size)
-        except BaseException:
-            self.close()
-            raise
-        self._table: NDArray[np.float64] = np.frombuffer(memory, np.float64).reshape(NUM_ROWS, NUM_COLUMNS)
+    NUM_BYTES = MAX_REPLICAS * NUM_COLUMNS * 8
 
-    @property
-    def path(self) -> str:
-        """Under which other processes of this user open it, as long as it is not closed."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def close(self) -> None:
-        """No other process can open it any more. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+    def __init__(self, path: str) -> None:
+        """path: of NUM_BYTES of memory, which stays mapped when the file is closed. Raises OSError: its owner has ended."""
+        with open(path, "r+b", buffering=0) as file:
+            memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
+        self._table: NDArray[np.float64] = np.frombuffer(memory, np.float64).reshape(MAX_REPLICAS, NUM_COLUMNS)
 
     def clear(self, row: int) -> None:
         """Its replica has ended: nothing is known of the next one."""
@@ -83,9 +61,7 @@ class LoadPublisher:
 
     def __init__(self, path: str, row: int) -> None:
         """Raises OSError: the owner has ended."""
-        board = LoadBoard(path)
-        board.close()  # the memory stays mapped
-        self._board = board
+        self._board = LoadBoard(path)
         self._row = row
         self._times = StepTime()
         self._launched: dict[int, tuple[int, int, int]] = {}

@@ -111,8 +111,6 @@ class Dispatcher:
             self._error = error
         for replica in self._replicas.values():
             replica.frontend.end_all(error)
-            held, replica.held = replica.held, {}
-            replica.frontend.fail(held, error)
 
     async def wait_until_idle(self) -> bool:
         """Wait until every request has ended, wherever it moves. False: they ended because the engine did."""
@@ -148,10 +146,9 @@ class Dispatcher:
             for replica in asked:
                 group.start_soon(ask, replica)
         gone = {number for number in failures if number not in self._replicas or self._replicas[number].is_lost}
-        if answers and failures.keys() <= gone:  # it was lost meanwhile: the others speak for the engine
-            return merged(verb, dict(sorted(answers.items())))
-        if failures:
-            raise next(error for number, error in sorted(failures.items()) if number not in gone or not answers)
+        told = [failures[number] for number in sorted(failures) if number not in gone or not answers]
+        if told:  # of a replica that was lost meanwhile the others speak, if there are any
+            raise told[0]
         return merged(verb, dict(sorted(answers.items())))
 
     def statistics(self) -> dict[str, Any]:
@@ -177,7 +174,7 @@ class Dispatcher:
         """Where a request goes, and how its message is made there. None: nowhere, and its consumer has been told."""
         pin = pin_of(consumer)
         if pin is not None:
-            if pin not in self._replicas:
+            if pin not in self._replicas or self._replicas[pin].is_removed:
                 self._refuse(consumer, ReplicaLostError(f"data_parallel_rank={pin}: this replica was stopped"))
                 return None, make_submit
             return self._note(self._replicas[pin]), make_submit
@@ -261,10 +258,9 @@ class Dispatcher:
     ) -> None:
         """The journal of a replica that is lost: what is pinned waits for its next life, all else goes elsewhere or fails."""
         pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) == source.number}
-        for rid, entry in pinned.items():
+        for rid in pinned:
             del entries[rid]
-            entry.lost_at = entry.lost_at or lost_at
-        source.held |= pinned
+        source.frontend.adopt(pinned, lost_at)
         if entries and not self._candidates(source):
             source.frontend.fail(entries, error)
         else:
@@ -278,8 +274,7 @@ class Dispatcher:
 
     def move_rest(self, source: Replica) -> None:
         """What is left of a replica that does not come back: what is pinned fails, and what is on trial goes elsewhere."""
-        left = source.held | source.frontend.surrender()
-        source.held = {}
+        left = source.frontend.surrender()
         pinned = {rid: entry for rid, entry in left.items() if pin_of(entry.consumer) == source.number}
         reason = f"data_parallel_rank={source.number}: this replica is lost for good; leave data_parallel_rank out to be moved"
         source.frontend.fail(pinned, ReplicaLostError(reason))

@@ -23,6 +23,7 @@ from anyio.abc import TaskGroup
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S
 from actorllm.actors.frontend import JournalEntry
 from actorllm.actors.load_board import LoadBoard
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, shown
@@ -50,7 +51,8 @@ class Fleet:
         """Resolved once a replica is ready: with its number of blocks."""
         self.failure: EngineError | None = None
         self._given = config
-        self._board = LoadBoard()
+        self._board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
+        self._board = LoadBoard(self._board_file.path)
         self._on_end = on_end
         self._replicas: dict[int, Replica] = {}
         self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid)
@@ -66,7 +68,6 @@ class Fleet:
         self._first_error: Exception | None = None
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._is_stop_requested = False
-        self._num_ended = 0
         self._start_s: dict[int, float] = {}
         """What the last start of each took."""
 
@@ -77,7 +78,7 @@ class Fleet:
 
     def _add(self) -> Replica:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
-        config = replica_config(self._given, number, self._num_divided, self._board)
+        config = replica_config(self._given, number, self._num_divided, self._board_file.path)
         replica = Replica(number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board)
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         self._replicas[number] = replica
@@ -100,7 +101,8 @@ class Fleet:
             self._is_ready.set()
             for replica in self._replicas.values():
                 replica.request_stop(self._stop_timeout_s)
-        self._board.close()
+        self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
+        self._board_file.close()
         if self._recorded is not None:
             self._recorded.close()
         if self._on_ready is not None:
@@ -139,7 +141,7 @@ class Fleet:
         """The lives of a replica, one after the other."""
         pause_s = FIRST_PAUSE_S
         while True:
-            began = now()
+            began, frontend = now(), replica.frontend
 
             def ready(began: float = began) -> None:
                 nonlocal pause_s
@@ -160,7 +162,7 @@ class Fleet:
             replica.last_failure = f"{type(error).__name__}: {error}"
             replica.is_lost = True
             events.is_settled.set()
-            replica.frontend.fail_all(error)  # a replica that never ran has told of nothing
+            frontend.fail_all(error)  # a replica that never ran has told of nothing
             if self._ends_with(replica, error):
                 return
             await self._is_ready.wait()  # a start that fails is told; trying on would hide it behind the next one

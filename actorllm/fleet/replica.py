@@ -6,7 +6,6 @@ GPUs and its recording.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import anyio
 
 from actorllm.actors.frontend import FrontendActor, JournalEntry
 from actorllm.actors.load_board import LoadBoard
+from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.config import EngineConfig
@@ -30,8 +30,8 @@ from actorllm.supervision.supervisor import Supervisor
 ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "lost", "stopped"]
 
 
-def replica_config(config: EngineConfig, number: int, num_replicas: int, board: LoadBoard) -> EngineConfig:
-    """What the number-th of so many replicas is built with. board: on which it tells of its load.
+def replica_config(config: EngineConfig, number: int, num_replicas: int, board_path: str) -> EngineConfig:
+    """What the number-th of so many replicas is built with. board_path: of the board on which it tells of its load.
 
     Threads, and of the memory what was asked for as a share, are divided. What was asked for in bytes, in blocks or in threads
     is each replica's own, as in vLLM.
@@ -49,7 +49,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board: 
         cpu_share=share / num_replicas,
         record=record,
         replica=number,
-        load_board=board.path,
+        load_board=board_path,
         first_device=config.first_device + number * config.world_size,
         log_statistics=False,
     )
@@ -149,26 +149,24 @@ class Replica:
         self.is_lost = False
         """Its supervisor has given it up; it may be made anew."""
         self.num_lives = 0
-        self.held: dict[int, JournalEntry] = {}
-        """What is pinned to it and waits for its next life."""
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
         self.last_failure: str | None = None
-        self.frontend: ReplicaFrontend
+        self.frontend = ReplicaFrontend(next_rid, self._lose)
+        """Of its next life as soon as it is lost: what is pinned to it waits there."""
         self.supervisor: Supervisor
         self.renew()
 
+    def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
+        pause_mode = self.frontend.pause_mode
+        self.frontend = ReplicaFrontend(self._next_rid, self._lose)
+        if pause_mode is not None:
+            self.frontend.assume_paused(pause_mode)
+        self._on_lost(self, entries, error)
+
     def renew(self) -> None:
-        """New actors, which have not started; the pause of those before goes on."""
-        before = self.frontend if self.num_lives else None
+        """A new supervisor, which has not started, for its next life."""
         self.num_lives += 1
-
-        def lose(entries: dict[int, JournalEntry], error: BaseException) -> None:
-            self._on_lost(self, entries, error)
-
-        self.frontend = ReplicaFrontend(self._next_rid, lose)
-        if before is not None and before.is_paused:
-            self.frontend.assume_paused(before.pause_mode)
         log = StartLog(self._resolve)
         config = self._meeting_place.renewed(self._given)
         self.supervisor = make_supervisor(
@@ -179,8 +177,6 @@ class Replica:
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
         )
-        held, self.held = self.held, {}
-        self.frontend.adopt(held, None)
 
     def load(self) -> tuple[int, LinearSteps] | None:
         """The free blocks of its cache, and what its steps take; None: not known yet."""
@@ -206,14 +202,7 @@ class Replica:
         return float(self.supervisor.statistics()["max_recovery_s"]) or start_s
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-        kept = weakref.ref(self.supervisor)
-
-        def pids() -> list[int]:
-            supervisor = kept()
-            of_actors = {} if supervisor is None else supervisor.pids
-            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
-
-        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor)))
 
     def _note_death(self, death: ActorDeath) -> None:
         """Its supervisor gives up; the frontend hears of it by its link."""

@@ -11,8 +11,10 @@ import anyio
 import numpy as np
 import pytest
 
+import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from actorllm.errors import EngineDeadError, InvalidParameterError, ReplicaLostError
+from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError, ReplicaLostError
+from actorllm.supervision.restart import RestartLimits
 from actorllm.types.structured_outputs import StructuredOutputsParams
 from tests import conftest
 
@@ -281,6 +283,28 @@ async def test_a_pinned_request_stays_and_waits_for_its_replica(fleet: AsyncLLM,
     assert moved(fleet) == before
     with pytest.raises(InvalidParameterError, match="data_parallel_rank=2 is no replica of this engine"):
         fleet.generate("x", data_parallel_rank=2)
+
+
+@pytest.mark.anyio
+async def test_a_pinned_request_waits_for_a_replica_that_is_lost(
+    undisturbed: dict[str, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes before the replica is made anew; the end of the engine is its end."""
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    async with AsyncLLM("storyteller", dtype="float32", data_parallel_size=2, num_threads=1) as llm:
+        await all_run(llm)
+        first = llm.health().replicas[0]
+        kill([first.pids["scheduler"]])
+        await until(lambda: llm.health().replicas[0].state == "lost")
+        stream = llm.generate(*REQUESTS["plain"], data_parallel_rank=0)
+        found = [Told.of(output) async for output in stream]
+        assert found[-1].sequences == undisturbed["plain"].sequences
+        kill([llm.health().replicas[0].pids["scheduler"]])
+        await until(lambda: llm.health().replicas[0].state == "lost")
+        waiting = llm.generate(*REQUESTS["plain"], data_parallel_rank=0)
+        llm.shutdown()
+        with pytest.raises(EngineShutdownError):
+            await anext(waiting)
 
 
 @pytest.mark.anyio
