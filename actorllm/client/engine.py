@@ -181,7 +181,9 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        self._attach_server = AttachServer(self.config.name, self._supervisor, cast(FrontendActor, self._frontend))
+        supervisor = self._supervisor
+        frontend = cast(FrontendActor, self._frontend)
+        self._attach_server = AttachServer(self.config.name, supervisor, frontend, lambda: {0: supervisor})
         return self._attach_server
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:

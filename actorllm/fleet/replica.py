@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import anyio
 
@@ -59,14 +59,23 @@ class ReplicaFrontend(FrontendActor):
     """The frontend of one replica: numbers of requests are the fleet's, and a lost replica's journal is moved, not failed."""
 
     def __init__(
-        self, next_rid: Callable[[], int], on_lost: Callable[[dict[int, JournalEntry], BaseException], None]
+        self,
+        next_rid: Callable[[], int],
+        on_lost: Callable[[dict[int, JournalEntry], BaseException], None],
+        on_outputs: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_lost: takes the journal. on_outputs: hears of each batch of them."""
         super().__init__()
         self._next_rid = next_rid
         self._on_lost = on_lost
+        self._on_outputs = on_outputs
 
     def next_rid(self) -> int:
         return self._next_rid()
+
+    def on_batch(self) -> None:
+        super().on_batch()
+        self._on_outputs()
 
     def fail_all(self, error: BaseException) -> None:
         """This replica is gone for good: what it had goes on elsewhere, if there is an elsewhere."""
@@ -103,6 +112,40 @@ class ReplicaFrontend(FrontendActor):
         return self._journal
 
 
+class RoutedReplica(Protocol):
+    """What a dispatcher sees of a replica: of this process's own, or of an engine that it has joined."""
+
+    number: int
+    frontend: ReplicaFrontend
+    limits: dict[str, Any]
+    is_draining: bool
+    is_removed: bool
+    is_lost: bool
+
+    @property
+    def takes_requests(self) -> bool: ...
+    @property
+    def state(self) -> ReplicaState: ...
+    def load(self) -> tuple[int, LinearSteps] | None: ...
+
+
+def limits_of(config: EngineConfig) -> dict[str, Any]:
+    """What routers are told of the configuration of a replica, by the names of `ReplicaView`."""
+    return {
+        "block_size": config.cache.block_size,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+    }
+
+
+def load_of(board: LoadBoard, number: int) -> tuple[int, LinearSteps] | None:
+    """The free blocks of a replica's cache, and what its steps take; None: not known yet."""
+    known = board.read(number)
+    if known is None:
+        return None
+    free, weights = known
+    return free, LinearSteps(weights)
+
+
 class ReplicaEvents:
     """What is waited for of a replica; to be made on the loop."""
 
@@ -118,7 +161,7 @@ class Replica:
     """See the module docstring. Everything is called on the engine's loop.
 
     on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
-    started again.
+    started again. on_outputs: of its frontend.
     """
 
     def __init__(
@@ -129,19 +172,17 @@ class Replica:
         on_lost: Callable[[Replica, dict[int, JournalEntry], BaseException], None],
         on_fall: Callable[[Replica, str], None],
         board: LoadBoard,
+        on_outputs: Callable[[], None],
     ) -> None:
         self.number = number
         self._given = config
         self._next_rid = next_rid
         self._on_lost = on_lost
+        self._on_outputs = on_outputs
         self._on_fall = on_fall
         self._board = board
         self._meeting_place = MeetingPlace()
-        self.limits: dict[str, Any] = {
-            "block_size": config.cache.block_size,
-            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        }
-        """What routers are told of its configuration."""
+        self.limits = limits_of(config)
         self.is_draining = False
         """It takes no new requests."""
         self.is_removed = False
@@ -152,14 +193,14 @@ class Replica:
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
         self.last_failure: str | None = None
-        self.frontend = ReplicaFrontend(next_rid, self._lose)
+        self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs)
         """Of its next life as soon as it is lost: what is pinned to it waits there."""
         self.supervisor: Supervisor
         self.renew()
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
         pause_mode = self.frontend.pause_mode
-        self.frontend = ReplicaFrontend(self._next_rid, self._lose)
+        self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs)
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
         self._on_lost(self, entries, error)
@@ -179,12 +220,8 @@ class Replica:
         )
 
     def load(self) -> tuple[int, LinearSteps] | None:
-        """The free blocks of its cache, and what its steps take; None: not known yet."""
-        known = self._board.read(self.number)
-        if known is None:
-            return None
-        free, weights = known
-        return free, LinearSteps(weights)
+        """As `load_of`."""
+        return load_of(self._board, self.number)
 
     def request_stop(self, timeout: float) -> None:
         """Stop its processes, and begin no other life."""
