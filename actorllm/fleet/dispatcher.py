@@ -180,9 +180,10 @@ class Dispatcher:
 
     def statistics(self) -> dict[str, Any]:
         """As FrontendActor.statistics, added up, with what is the fleet's."""
-        found = {replica.number: replica.frontend.statistics() for replica in self._replicas.values()}
+        known = list(self._replicas.values())
+        found = {one.number: one.frontend.statistics() for one in known if one.frontend.has_runner}
         return {
-            **merged("statistics of frontends", found),
+            **(merged("statistics of frontends", found) or {}),  # a lost one that is made anew has none yet
             "num_moved": self.num_moved,
             "num_routed": dict(self.num_routed),
         }

@@ -96,7 +96,6 @@ def test_a_replica_sees_its_own_gpus(first: int, known: str | None, wanted: str)
         ({"data_parallel_size": 65}, "data_parallel_size=65 is more than the 64 replicas"),
         ({"data_parallel_size": 2, "ready_replicas": 3}, "ready_replicas=3 is more than data_parallel_size=2"),
         ({"data_parallel_size": 2, "topology": "inline"}, "topology='inline' computes in this one"),
-        ({"data_parallel_size": 2, "name": "tale"}, "name='tale': programs cannot join an engine of several replicas"),
         ({"data_parallel_size": 2, "router": "rounds"}, "router='rounds' is none of 'seconds', 'round-robin'"),
         ({"router": 3}, "router=3 must be"),
     ],
