@@ -276,6 +276,7 @@ class AttachServer:
             "state": self._state,
             "uptime_s": round(now() - self._began, 3),
             "num_frontends": 1 + self.num_attached,
+            "num_replicas": len(self._supervisors()) if self._state == "running" else None,
             "num_running": None,
             "num_waiting": None,
         }

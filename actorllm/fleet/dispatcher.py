@@ -360,6 +360,8 @@ class Dispatcher:
         if elsewhere_s >= restart_s:
             return
         num_moved = self.move(source, lost_at)
+        if not num_moved:  # what it has is pinned, or on trial there
+            return
         fields = {"event": "move", "seconds": elsewhere_s}
         told = "replica %d lost its %s: %d sequences moved (%.2f s elsewhere, %.2f s here)"
         logger.warning(told, source.number, group, num_moved, elsewhere_s, restart_s, extra=fields)

@@ -15,6 +15,7 @@ import pytest
 
 import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM
+from actorllm.attach.rendezvous import running_engines
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, ReplicaLostError
 from actorllm.supervision.restart import RestartLimits
 from tests import conftest
@@ -117,6 +118,8 @@ async def test_controls_of_a_program_reach_every_replica(owner: AsyncLLM, guest:
     assert await owner.is_paused()
     await guest.resume_generation()
     assert not await owner.is_paused()
+    (engine,) = [engine for engine in running_engines() if engine.name == "fleet"]
+    assert (engine.num_replicas, engine.num_frontends, engine.num_running) == (2, 2, 0)
     stats = await guest.stats()
     assert set(stats["scheduler"]["replicas"]) == {0, 1}
     assert stats["frontend"]["num_routed"] == {}
