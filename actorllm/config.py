@@ -518,11 +518,6 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
         )
-    if size > 1 and given["name"] is not None:
-        raise ConfigError(
-            f"name={given['name']!r}: programs cannot join an engine of several replicas yet; leave it out, or "
-            f"data_parallel_size at 1"
-        )
     return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"]}
 
 
