@@ -14,11 +14,13 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.inputs import PersistentBatch
 from actorllm.model.sampler import Sampler
 from actorllm.scheduling.telemetry.recording import replay
+from actorllm.types.device import BackendRules, rules_of
 from tests.api.knowing_drafter import STREAMS
 from tests.oracle import Account, Stream
 
@@ -343,6 +345,29 @@ def test_a_recording_replays(reference: list[Stream], tmp_path: Path) -> None:
 
 
 # What does not go together --------------------------------------------------------------------------------------------
+
+
+def test_the_cache_must_hold_a_sequence_and_its_drafts() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    made = EngineConfig.from_arguments("storyteller", max_model_len=64, speculative_config=drafts)
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=64 and 8 drafts; give more memory .* or set max_model_len=56"
+    ):
+        made.resolved(2)
+    assert made.resolved(3).cache.num_blocks == 3
+    assert EngineConfig.from_json(made.to_json()) == made
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override=2: so many blocks"):
+        EngineConfig.from_arguments(
+            "storyteller", max_model_len=64, speculative_config=drafts, num_gpu_blocks_override=2
+        )
+
+
+def test_backends_that_do_not_know_drafts_refuse_them_by_name() -> None:
+    options = {"dtype": "auto", "block_size": None, "device": "npu", "speculative_config": {"method": "ngram"}}
+    told = "speculative_config={'method': 'ngram'} is not supported on device='npu' yet; leave it at None"
+    assert BackendRules().why_not(options, pools=False) == told
+    assert "on CUDA yet" in str(rules_of("cuda").why_not(options, pools=False))
+    assert rules_of("cpu").why_not(options, pools=False) is None
 
 
 @pytest.mark.parametrize(
