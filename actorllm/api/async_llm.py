@@ -28,6 +28,7 @@ from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.model_files import check_weights_exist
 from actorllm.types.objective import SLO
 from actorllm.types.options import EngineOptions, with_options
@@ -188,6 +189,7 @@ class AsyncLLM:
         timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt.
@@ -206,7 +208,8 @@ class AsyncLLM:
             timeout: the same in seconds from now; None: no deadline.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
-            vllm_arguments: further arguments of vLLM (lora_request, trace_headers ...), accepted at their defaults.
+            lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
+            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
 
         Raises:
             InvalidParameterError, UnknownParameterError, DuplicateRequestError: at once.
@@ -231,6 +234,7 @@ class AsyncLLM:
             timeout=timeout,
             tokenization_kwargs=tokenization_kwargs,
             data_parallel_rank=data_parallel_rank,
+            lora_request=lora_request,
             **vllm_arguments,
         )
 
@@ -296,7 +300,7 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -316,8 +320,9 @@ class AsyncLLM:
             params: SamplingParams, or PoolingParams for a vector.
             arrival_time: epoch seconds; None: now.
             data_parallel_rank: the replica that it is pinned to; None: any.
-            lora_request, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
-                kv_hints: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: as in `generate`.
+            session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs, kv_hints: accepted at None, where vLLM's argument
+                asks for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `generate`.
 
@@ -366,7 +371,7 @@ class AsyncLLM:
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -380,7 +385,7 @@ class AsyncLLM:
         Arguments:
             prompt, request_id, priority: as in `generate`.
             pooling_params: None: the engine's own way.
-            lora_request, reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: as in `generate`. reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             extras: as in `generate`.

@@ -477,10 +477,11 @@ class Engine:
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream.
 
-        arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
+        arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, and VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
         replica = self._pinned_replica(vllm_arguments)
+        lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -506,8 +507,8 @@ class Engine:
                 **more,
             )
 
-        maker = functools.partial(self._submits.generating, params=sampling)
-        return self._accept(
+        maker = functools.partial(self._submits.generating, params=sampling, lora_request=lora_request)
+        stream = self._accept(
             prompt,
             RequestSpec(
                 params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
@@ -524,6 +525,8 @@ class Engine:
             arrival_time=arrival_time,
             replica=replica,
         )
+        stream.lora_request = lora_request
+        return stream
 
     def encode(
         self,
@@ -539,6 +542,7 @@ class Engine:
         self._check()
         of_vllm = dict(vllm_arguments or {})
         replica = self._pinned_replica(of_vllm)
+        lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:
@@ -553,7 +557,9 @@ class Engine:
         pooling = pooler.resolved(params, model.name)
         pooler.check_room(pooling, self.config.scheduler.max_num_batched_tokens)
         skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
-        maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
+        maker = functools.partial(
+            self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
+        )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
         stream = self._accept(prompt, asked, request_id, replica=replica, **extras)
