@@ -522,11 +522,11 @@ BOUNDS = (
     ),
     Bound(
         "digests of adapters",
-        ("types.adapter_folder: AdapterDigests._known",),
-        "each request with an adapter of another folder",
+        ("types.adapter_folder: AdapterDigests._known", "types.adapter_folder: AdapterDigests._numbers"),
+        "each request with an adapter of another folder, or another number",
         ("types.adapter_folder:MAX_DIGESTS=1024",),
-        "folders",
-        "the one that was used longest ago is read again",
+        "folders, and numbers",
+        "the one that was used longest ago is forgotten, and a folder read again",
     ),
     Bound(
         "rows of a step that a logits processor of requests changes",

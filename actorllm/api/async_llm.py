@@ -609,6 +609,64 @@ class AsyncLLM:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the workers read an adapter before a request comes with it.
+
+        Arguments:
+            lora_request: as in `generate`.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or not this one.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        adapter = await HostLoop.current().result_of(self._engine.read_adapter(lora_request))
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("add_adapter", adapter)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let the workers forget an adapter; requests that run with it go on. Returns whether they had kept it.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            return False
+        await self.start()
+        self._engine.forget_adapter(lora_id)
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("remove_adapter", adapter)))
+
+    async def list_loras(self) -> set[int]:
+        """The adapters that the workers keep, by the lora_int_id of this program's requests.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        digests = await HostLoop.current().result_of(self._engine.ask_scheduler("list_adapters"))
+        return self._engine.numbers_of_adapters(digests)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Let the workers keep an adapter whatever comes, until it is removed or they end.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or knows none of this number.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            raise InvalidParameterError(f"lora_id={lora_id!r:.100} is no adapter of this program; add it with add_lora")
+        await self.start()
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("pin_adapter", adapter)))
+
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Start no request until `resume_generation`; returns when nothing is going on any more (to change weights).
 

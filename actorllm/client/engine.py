@@ -64,7 +64,9 @@ from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
+from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
     MAX_LABEL,
@@ -783,6 +785,46 @@ class Engine:
         """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
+
+    def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
+        """The content of a folder, read on a lane; the number of the request stands for it from now on."""
+        self._check()
+        checked = self._submits.checked_adapter(lora_request)
+        if checked is None:
+            raise InvalidParameterError("lora_request=None must be a LoRARequest")
+
+        def read(lane: JobLane | None) -> Adapter:
+            adapter = self._submits.adapter_of(checked)
+            assert adapter is not None
+            return adapter
+
+        reading = Reading(read, is_heavy=True)
+        self._enqueue(reading)
+        return reading.future
+
+    def ask_for_adapter(self, verb: str, adapter: Adapter) -> Future[Any]:
+        """verb: add_adapter, pin_adapter or remove_adapter. Answered when every worker has done it."""
+        return self.ask_scheduler(verb, timeout=math.inf, digest=adapter.digest, path=adapter.path)
+
+    def adapter_of_number(self, lora_id: int) -> Adapter | None:
+        """What this program called so last; None: nothing that is remembered."""
+        return self._adapter_digests().of_number(lora_id)
+
+    def forget_adapter(self, lora_id: int) -> None:
+        """The number stands for nothing from now on."""
+        self._adapter_digests().forget_number(lora_id)
+
+    def numbers_of_adapters(self, digests: Iterable[str]) -> set[int]:
+        """By which this program knows these."""
+        return self._adapter_digests().numbers_of(digests)
+
+    def _adapter_digests(self) -> AdapterDigests:
+        digests = self._submits.digests
+        if digests is None:
+            raise InvalidParameterError("this engine takes no adapters; build it with enable_lora=True")
+        return digests
 
     def start_profile(
         self,

@@ -50,7 +50,7 @@ class SubmitMaker:
         self._objectives: set[SLO] = set()  # that were looked at
         paths = config.model.logits_processors
         self._processors = ParameterChecks(paths) if paths else None
-        self._digests = None if config.lora is None else AdapterDigests(config.lora.max_lora_rank)
+        self.digests = None if config.lora is None else AdapterDigests(config.lora.max_lora_rank)
 
     def checked_adapter(self, lora_request: object) -> LoRARequest | None:
         """Raises InvalidParameterError for what is none, and where the engine takes none."""
@@ -58,7 +58,7 @@ class SubmitMaker:
             return None
         if not isinstance(lora_request, LoRARequest):
             raise InvalidParameterError(f"lora_request={shown(lora_request)} must be a LoRARequest, or None")
-        if self._digests is None:
+        if self.digests is None:
             raise InvalidParameterError(
                 f"lora_request={lora_request.lora_name!r}: this engine takes no adapters; build it with enable_lora=True"
             )
@@ -66,9 +66,9 @@ class SubmitMaker:
 
     def adapter_of(self, lora_request: LoRARequest | None) -> Adapter | None:
         """What the scheduler is told of it. Reads its files where they have changed, and so runs on no loop."""
-        if lora_request is None or self._digests is None:
+        if lora_request is None or self.digests is None:
             return None
-        return self._digests.adapter_of(lora_request.lora_path)
+        return self.digests.adapter_of(lora_request.lora_path, lora_request.lora_int_id)
 
     def carried(
         self,

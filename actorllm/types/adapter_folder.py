@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -145,10 +145,40 @@ class AdapterDigests:
         """max_rank: of the adapters that the engine takes."""
         self._max_rank = max_rank
         self._known: OrderedDict[tuple[Any, ...], str] = OrderedDict()
+        self._numbers: OrderedDict[int, Adapter] = OrderedDict()
+        """What this program's numbers stand for, those used last at the end."""
         self._lock = threading.Lock()
 
-    def adapter_of(self, path: str) -> Adapter:
-        """Read a folder. Raises InvalidParameterError where there is no adapter that the engine takes."""
+    def adapter_of(self, path: str, number: int | None = None) -> Adapter:
+        """Read a folder. Raises InvalidParameterError where there is no adapter that the engine takes.
+
+        number: what stands for it from now on; None: nothing.
+        """
+        adapter = self._read(path)
+        if number is not None:
+            with self._lock:
+                self._numbers[number] = adapter
+                self._numbers.move_to_end(number)
+                while len(self._numbers) > MAX_DIGESTS:
+                    self._numbers.popitem(last=False)
+        return adapter
+
+    def of_number(self, number: int) -> Adapter | None:
+        """What a number of this program stands for; None: nothing that is remembered."""
+        with self._lock:
+            return self._numbers.get(number)
+
+    def forget_number(self, number: int) -> None:
+        with self._lock:
+            self._numbers.pop(number, None)
+
+    def numbers_of(self, digests: Iterable[str]) -> set[int]:
+        """Those that stand for one of these adapters."""
+        wanted = set(digests)
+        with self._lock:
+            return {number for number, adapter in self._numbers.items() if adapter.digest in wanted}
+
+    def _read(self, path: str) -> Adapter:
         folder = Path(path).expanduser().absolute()
         check_files(folder)
         key = (str(folder), *(_stamp(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)))

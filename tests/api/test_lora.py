@@ -239,3 +239,36 @@ def test_a_recording_replays_with_the_slots_of_adapters(adapters: Path, expected
     plans = list(replay(recording, fresh_scheduler(record)))
     slots = [int(row["adapter_id"]) for plan in plans if plan.new_rows.size for row in plan.new]
     assert sorted(slots) in ([1, 1, 2], [1, 2, 2])
+
+
+def test_adapters_are_added_listed_pinned_and_removed(adapters: Path, expected: Streams) -> None:
+    with LLM("storyteller", topology="inline", max_loras=1, max_cpu_loras=2, **ENGINE) as llm:
+        a, b, c = (LoRARequest(name, number, str(adapters / name)) for number, name in enumerate(NAMES, 1))
+        assert llm.list_loras() == set()
+        assert llm.add_lora(a)
+        assert llm.add_lora(b)
+        assert llm.list_loras() == {1, 2}
+        assert llm.pin_lora(1)
+        assert tokens(llm.generate([PROMPT] * 2, greedy(), use_tqdm=False, lora_request=[c, b])) == [
+            expected["c"],
+            expected["b"],
+        ]
+        assert llm.list_loras() == {1, 2}, "1 is pinned, and 3 was used before 2"
+        assert llm.remove_lora(1)
+        assert not llm.remove_lora(1)
+        assert llm.list_loras() == {2}
+        with pytest.raises(InvalidParameterError, match="lora_id=9 is no adapter of this program"):
+            llm.pin_lora(9)
+        with pytest.raises(InvalidParameterError, match="is no folder"):
+            llm.add_lora(LoRARequest("none", 9, str(adapters / "none")))
+        assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=a)) == [expected["a"]]
+
+
+async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Path, expected: Streams) -> None:
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        stream = llm.generate(PROMPT, greedy())
+        assert await llm.add_lora(LoRARequest("a", 5, str(adapters / "a")))
+        assert await llm.list_loras() == {5}
+        assert [output async for output in stream][-1].outputs[0].token_ids == expected[None]
+        assert await llm.remove_lora(5)
+        assert await llm.list_loras() == set()
