@@ -51,6 +51,8 @@ class BackendRules:
     """Quantized weights are computed with here."""
     adapts: bool = False
     """Requests may have LoRA adapters here."""
+    drafts: bool = False
+    """Several tokens of a row are checked in one step here (`speculative_config`)."""
     has_own_memory: bool = False
     """The KV cache is not in the memory of the machine."""
     title: str = ""
@@ -71,6 +73,8 @@ class BackendRules:
             return f"quantization={options['quantization']!r} is not supported on {where} yet; leave it at None"
         if options.get("enable_lora") and not self.adapts:
             return f"enable_lora=True: there are no adapters on {where} yet; leave it out"
+        if options.get("speculative_config") is not None and not self.drafts:
+            return f"speculative_config={options['speculative_config']!r:.120} is not supported on {where} yet; leave it at None"
         if dtype_name(dtype) not in ("auto", *self.dtypes):
             known = ", ".join(map(repr, ("auto", *self.dtypes[:-1])))
             return f"dtype={dtype!r} is not supported on {where}; use {known} or {self.dtypes[-1]!r}"
@@ -83,7 +87,9 @@ class BackendRules:
 
 
 OWN_RULES = {
-    "cpu": BackendRules(dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True, adapts=True),
+    "cpu": BackendRules(
+        dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True, adapts=True, drafts=True
+    ),
     "cuda": BackendRules(
         dtypes=("bfloat16", "float16"), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"
     ),

@@ -272,3 +272,12 @@ async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Pat
         assert [output async for output in stream][-1].outputs[0].token_ids == expected[None]
         assert await llm.remove_lora(5)
         assert await llm.list_loras() == set()
+
+
+def test_drafts_change_no_stream_of_an_adapter(adapters: Path, expected: Streams) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM("storyteller", topology="inline", max_loras=2, speculative_config=speculation, **ENGINE) as llm:
+        names = ["a", None, "b", "a"]
+        loras = [request_of(adapters, name) for name in names]
+        outputs = llm.generate([PROMPT] * 4, greedy(), use_tqdm=False, lora_request=loras)
+    assert tokens(outputs) == [expected[name] for name in names]
