@@ -502,6 +502,37 @@ BOUNDS = (
         "the request fails",
     ),
     Bound(
+        "requests that wait for their adapter, or use it",
+        (
+            "actors.adapters: AdapterLoading._refused",
+            "scheduling.residency: Residency.waiting",
+            "scheduling.residency: AdapterSlot.users",
+        ),
+        "each request with an adapter",
+        WAITING,
+        "requests; an entry goes with its request",
+        "`EngineOverloaded`",
+    ),
+    Bound(
+        "adapters in slots",
+        (
+            "scheduling.residency: Residency.slots",
+            "scheduling.residency: Residency._by_digest",
+        ),
+        "each request with an adapter",
+        ("max_loras=1", "config:MAX_LORAS=1024"),
+        "adapters of at most `max_lora_rank`",
+        "the request waits",
+    ),
+    Bound(
+        "digests of adapters",
+        ("types.adapter_folder: AdapterDigests._known", "types.adapter_folder: AdapterDigests._numbers"),
+        "each request with an adapter of another folder, or another number",
+        ("types.adapter_folder:MAX_DIGESTS=1024",),
+        "folders, and numbers",
+        "the one that was used longest ago is forgotten, and a folder read again",
+    ),
+    Bound(
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",

@@ -21,6 +21,7 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import PoolingParams, SamplingParams
@@ -123,7 +124,7 @@ class LLMEngine(BlockingDoor):
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -141,7 +142,8 @@ class LLMEngine(BlockingDoor):
             arrival_time: epoch seconds; None: now.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             priority: lower is sooner, under policies that look at it; default 0.
-            lora_request, session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
+            lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
+            session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `AsyncLLM.generate`.
 

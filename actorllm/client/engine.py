@@ -65,7 +65,9 @@ from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
+from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
     MAX_LABEL,
@@ -506,10 +508,11 @@ class Engine:
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream.
 
-        arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
+        arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, and VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
         replica = self._pinned_replica(vllm_arguments)
+        lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -535,8 +538,8 @@ class Engine:
                 **more,
             )
 
-        maker = functools.partial(self._submits.generating, params=sampling)
-        return self._accept(
+        maker = functools.partial(self._submits.generating, params=sampling, lora_request=lora_request)
+        stream = self._accept(
             prompt,
             RequestSpec(
                 params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
@@ -553,6 +556,8 @@ class Engine:
             arrival_time=arrival_time,
             replica=replica,
         )
+        stream.lora_request = lora_request
+        return stream
 
     def encode(
         self,
@@ -568,6 +573,7 @@ class Engine:
         self._check()
         of_vllm = dict(vllm_arguments or {})
         replica = self._pinned_replica(of_vllm)
+        lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:
@@ -582,7 +588,9 @@ class Engine:
         pooling = pooler.resolved(params, model.name)
         pooler.check_room(pooling, self.config.scheduler.max_num_batched_tokens)
         skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
-        maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
+        maker = functools.partial(
+            self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
+        )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
         stream = self._accept(prompt, asked, request_id, replica=replica, **extras)
@@ -806,6 +814,46 @@ class Engine:
         """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
+
+    def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
+        """The content of a folder, read on a lane; the number of the request stands for it from now on."""
+        self._check()
+        checked = self._submits.checked_adapter(lora_request)
+        if checked is None:
+            raise InvalidParameterError("lora_request=None must be a LoRARequest")
+
+        def read(lane: JobLane | None) -> Adapter:
+            adapter = self._submits.adapter_of(checked)
+            assert adapter is not None
+            return adapter
+
+        reading = Reading(read, is_heavy=True)
+        self._enqueue(reading)
+        return reading.future
+
+    def ask_for_adapter(self, verb: str, adapter: Adapter) -> Future[Any]:
+        """verb: add_adapter, pin_adapter or remove_adapter. Answered when every worker has done it."""
+        return self.ask_scheduler(verb, timeout=math.inf, digest=adapter.digest, path=adapter.path)
+
+    def adapter_of_number(self, lora_id: int) -> Adapter | None:
+        """What this program called so last; None: nothing that is remembered."""
+        return self._adapter_digests().of_number(lora_id)
+
+    def forget_adapter(self, lora_id: int) -> None:
+        """The number stands for nothing from now on."""
+        self._adapter_digests().forget_number(lora_id)
+
+    def numbers_of_adapters(self, digests: Iterable[str]) -> set[int]:
+        """By which this program knows these."""
+        return self._adapter_digests().numbers_of(digests)
+
+    def _adapter_digests(self) -> AdapterDigests:
+        digests = self._submits.digests
+        if digests is None:
+            raise InvalidParameterError("this engine takes no adapters; build it with enable_lora=True")
+        return digests
 
     def start_profile(
         self,

@@ -54,7 +54,7 @@ MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
     "config": {
         "VllmConfig": "actorllm.config:EngineConfig",
-        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig"),
+        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig"),
         **_same("actorllm", "PoolerConfig"),
     },
     "engine": {},
@@ -70,6 +70,8 @@ MODULES: dict[str, dict[str, str]] = {
     "inputs.data": _PROMPTS,
     "logits_process": {"LogitsProcessor": "actorllm.types.logits_processors:RequestLogitsProcessor"},
     "logprobs": _LOGPROBS,
+    "lora": {},
+    "lora.request": _same("actorllm", "LoRARequest"),
     "outputs": {
         **_same("actorllm", "RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
         **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
