@@ -539,7 +539,9 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
             for target in targets:
                 best = found.max_rate(label, target, reading)
                 if best is None:
-                    cells.append("-")
+                    rates = found.rates(label)
+                    cells.append(f"< {rates[0]:.2f}" if rates else "failed")
+                    is_open |= bool(rates)
                     continue
                 # Footnotes are printed only if a cell refers to them.
                 mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
@@ -551,7 +553,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
     print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.describe()}")
     _print_rows(rows)
     if is_open:
-        print("< > the band ends beyond the rates that were simulated")
+        print("< > beyond the rates that were simulated: the end of a band, or the figure itself")
     if flagged:
         print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
 

@@ -18,14 +18,13 @@ from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.journal import Journal, StepTable
 from actorllm.slo.metrics import good, latency_figures
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
+from actorllm.slo.report.lead import READS
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 NUM_BINS = 220
-READS = {"tpot": "mean gap", "deadline": "due dates"}
-"""What the two readings of a promise per token are called for people."""
 
 
 def run_page(

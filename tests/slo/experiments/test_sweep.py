@@ -251,7 +251,7 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert sweep_in_a_process(path, 0, 0)[-1] == "6 6"
     sweep = Sweep(SCENARIO, [FCFS, EDF], (0, 1))
     sweep.run(rates=(2.0, 4.0), store=path, num_processes=0, on_progress=lambda *_: pytest.fail("simulated again"))
-    scenario, records, stamp = read_results(path)
+    scenario, records, stamp, _ = read_results(path)
     assert scenario == SCENARIO
     assert stamp["versions"]["numpy"]
     fresh = sweep.run(rates=(2.0, 4.0), num_processes=0)
@@ -369,7 +369,7 @@ def test_a_policy_that_was_edited_is_not_mixed_with_what_it_was(
     sweep.run(rates=(2.0, 3.0), store=path, num_processes=0)
     monkeypatch.setattr("actorllm.slo.experiments.point._own_source", lambda path: f"another {path}")
     sweep.run(rates=(3.0, 4.0), store=path, num_processes=0)
-    scenario, records, stamp = read_results(path)
+    scenario, records, stamp, _ = read_results(path)
     assert len(records) == 8
     found = SweepResults.of_records(scenario, records, stamp)
     for label in found.labels():
