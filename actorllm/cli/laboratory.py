@@ -364,15 +364,16 @@ def explain(
 
 
 def _explain_recording(recording: Path, request_id: int | str, model: str) -> str:
+    """model: the default: the recording's own step times, never those of another machine."""
     from actorllm.scheduling.cost_model import load_model
-    from actorllm.slo.explanation import chosen_request
+    from actorllm.slo.explanation import UNSEEN_BY_A_RECORDING, chosen_request
     from actorllm.slo.explanation import explain as explained
 
     is_number = str(request_id).isdecimal()
     choose = int(request_id) if is_number else partial(chosen_request, request_id)
     found = _recorded_run(recording, choose).run
-    if found.model is None:
-        print(f"note: too few steps to fit step times to; causes are told apart by those of {model!r}", file=sys.stderr)
+    is_own = model == DEFAULT.model
+    notes = [] if is_own else [f"step times are those of {model!r}, not fitted to this recording"]
     workload = found.workload
     return str(
         explained(
@@ -381,9 +382,10 @@ def _explain_recording(recording: Path, request_id: int | str, model: str) -> st
             workload.classes,
             workload.class_ids,
             found.journal,
-            load_model(model) if found.model is None else found.model,
+            found.step_fit if is_own else load_model(model),
             keys=found.keys,
             promises=workload.own_promises,
+            notes=(*notes, UNSEEN_BY_A_RECORDING),
         )
     )
 
@@ -424,7 +426,7 @@ def _check_of_recording(
     config = recorded_configuration(recording)
     shape = EngineShape.of(config)
     given = {name: (getattr(options, name), getattr(DEFAULT, name)) for name in ScenarioOptions.__dataclass_fields__}
-    del given["model"]  # which may be needed: short recordings have no step times of their own
+    del given["model"]  # short recordings have no step times of their own: a file of the same machine may be named
     for name, (value, default) in (given | of_run).items():
         if value == default:
             continue

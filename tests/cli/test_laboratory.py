@@ -157,6 +157,10 @@ def test_a_recording_says_itself_of_which_engine_it_is(tmp_path: Path, capsys: p
     assert "8 output tokens, finished" in told.out
     assert "first token" in told.out
     assert "warning" not in told.err
+    assert "too few steps to fit step times to: what a step would have taken alone is not known" in told.out
+    assert "the way to the client, and a client that reads late, are not in it" in told.out
+    run("explain", "2", "--recording", str(file), "--model", "h200-llama-3-8b-roofline")
+    assert "step times are those of 'h200-llama-3-8b-roofline', not fitted" in capsys.readouterr().out
     for arguments, message in [
         (
             ("--num-blocks", "2048"),
