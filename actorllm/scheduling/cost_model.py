@@ -301,6 +301,8 @@ class Fit:
     measured: F64
     """Seconds of the held-out steps, and what is predicted for them: the parity plot."""
     predicted: F64
+    features: F64
+    """[num_held_out, 6] of the same steps."""
     num_steps: int
     warnings: tuple[str, ...]
 
@@ -336,6 +338,7 @@ def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> F
         float(predicted.sum() / measured.sum() - 1),
         measured,
         predicted,
+        features[is_held],
         num,
         tuple(_unseen(train)),
     )
