@@ -516,10 +516,15 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
         times = [_ms(kind[key]) for key in ("p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_e2el_ms")]
         rows.append((name, str(kind["requests"]), *share, *times))
     _print_rows(rows)
-    print(
-        f"goodput {summary['request_goodput']:.3g} (tpot) / {summary['actorllm_goodput_deadline']:.3g} (deadline) requests/s, "
-        f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions"
+    window, drained = (
+        " / ".join(f"{_rate(summary[key])} ({reading})" for reading, key in keys)
+        for keys in (
+            [(reading, f"actorllm_goodput_window_{reading}") for reading in ("tpot", "deadline")],
+            [("tpot", "request_goodput"), ("deadline", "actorllm_goodput_deadline")],
+        )
     )
+    print(f"goodput in requests/s: {window} of the window without warm-up and drain; {drained} with the drain")
+    print(f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions")
     if unfinished := summary["actorllm_num_unfinished"]:
         print(f"{unfinished} requests never ended")
     print(f"{verdict['verdict']}: {verdict['message']}")
@@ -558,6 +563,10 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
         print("< > beyond the rates that were simulated: the end of a band, or the figure itself")
     if flagged:
         print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _ms(value: float | None) -> str:

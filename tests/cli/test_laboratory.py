@@ -40,6 +40,7 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
         "edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b"
     )
     assert "short: 60 requests are too few to tell" in out
+    assert "of the window without warm-up and drain; " in out
     told = json.loads(files["run.json"].read_bytes())
     assert told["completed"] == 60
     assert told["actorllm_made"]["point"]["seed"] == 0

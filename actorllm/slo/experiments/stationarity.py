@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from actorllm.messages import F64
+from actorllm.slo.metrics import WARM_UP
 from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline
 from actorllm.types.objective import RequestClass
@@ -28,7 +29,6 @@ from actorllm.types.objective import RequestClass
 Verdict = Literal["stationary", "growing", "short"]
 NUM_BATCHES = 25
 SAMPLES_PER_BATCH = 40
-WARM_UP = 0.2
 MIN_SCORE = 2.5
 """Standard errors by which the slope must be above 0."""
 MAX_SCORE = 100.0

@@ -222,7 +222,9 @@ def _by_rate(results: SweepResults) -> Section:
                 )
             )
         chart = lines(series, f"goodput by {READS[reading]}", "requests per second", "good requests per second")
-        charts.append(figure(chart, f"Goodput by {READS[reading]}", "all classes"))
+        charts.append(
+            figure(chart, f"Goodput by {READS[reading]}", "all classes; share kept times the rate, without the drain")
+        )
     section.add(grid(charts))
     overall = []
     for reading in READINGS:
