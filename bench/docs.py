@@ -38,7 +38,7 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("embedding", "calls", "quantization", "fleet"),
-    *("parameters", "structured", "simulation"),
+    *("parameters", "structured", "simulation", "slo_statistics"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
