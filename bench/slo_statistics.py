@@ -1,4 +1,4 @@
-"""How often do the laboratory's bands hold the truth, and its verdicts on backlogs come true?
+"""How often do the laboratory's bands hold the truth, and how often are its findings on backlogs true?
 
     python bench/slo_statistics.py [--json FILE] [--trials N]
 
