@@ -34,7 +34,7 @@ from typing import Any
 
 from report import command, environment, print_table, versions, write_json
 
-from actorllm.slo.experiments import Band, Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band
+from actorllm.slo.experiments import Band, Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band, sustained
 from actorllm.slo.experiments.point import code_digest
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.simulator import EngineShape
@@ -166,9 +166,11 @@ def fairness_rows(trace: str, num: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def best(results: SweepResults, labels: list[str], target: float, reading: Reading) -> str:
+    """Rates at which the backlog grows do not count: how high they are depends on the length of the run."""
+
     def rate(label: str) -> float:
-        found = results.max_rate(label, target, reading)
-        return 0.0 if found is None else found.rate
+        found = sustained(results, label, target, reading)
+        return 0.0 if found is None else found.least
 
     return max(labels, key=rate)
 
