@@ -31,6 +31,7 @@ from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
+from actorllm.types.drafter import Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
@@ -39,6 +40,7 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import read_method
+from actorllm.types.speculation import read_speculation
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
@@ -187,6 +189,11 @@ class SchedulerConfig:
     step_model: str | None = None
     """What steps take, for policies that ask (`scheduling.cost_model.to_json`); None: they learn it while they run."""
 
+    @property
+    def num_spare_tokens(self) -> int:
+        """How far behind its last known token a row may write: the lookahead of every step in flight."""
+        return self.num_lookahead_tokens * self.depth
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -261,6 +268,8 @@ class EngineConfig:
     """Where its scheduler tells routers of its load (`actors.load_board`); None: nowhere."""
     first_device: int = 0
     """The GPU of rank 0, of those that this process sees."""
+    speculation: Speculation | None = None
+    """How tokens are drafted; None: not at all."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -292,11 +301,14 @@ class EngineConfig:
             ConfigError: not even one sequence of max_model_len would fit.
         """
         capacity = num_blocks * self.cache.block_size
-        if capacity < self.model.max_model_len:
+        spare = self.scheduler.num_spare_tokens
+        if capacity < self.model.max_model_len + spare:
+            most = capacity - spare
+            drafts = f" and {spare} drafts" if spare else ""
             raise ConfigError(
                 f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {self.cache.block_size}), less than one "
-                f"sequence of max_model_len={self.model.max_model_len}; give more memory (kv_cache_memory_bytes, "
-                f"gpu_memory_utilization)" + (f" or set max_model_len={capacity} or less" if capacity else "")
+                f"sequence of max_model_len={self.model.max_model_len}{drafts}; give more memory (kv_cache_memory_bytes, "
+                f"gpu_memory_utilization)" + (f" or set max_model_len={most} or less" if most > 0 else "")
             )
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
@@ -323,6 +335,7 @@ class EngineConfig:
             model=ModelConfig(**model),
             cache=CacheConfig(**tree.pop("cache")),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
+            speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
         )
 
@@ -375,6 +388,8 @@ class EngineConfig:
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = _generation(path, given["generation_config"], module)
+        speculation = _speculation(given, pooler, block_size)
+        lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -411,12 +426,14 @@ class EngineConfig:
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
                 and (pooler is None or not pooler.is_encoder),
-                num_blocks_override=_num_blocks(given["num_gpu_blocks_override"], block_size, max_model_len),
+                num_blocks_override=_num_blocks(
+                    given["num_gpu_blocks_override"], block_size, max_model_len + lookahead * _depth(given)
+                ),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
-                depth=2 if given["async_scheduling"] in (None, True) else 1,
+                depth=_depth(given),
                 policy=policy_path(given["scheduling_policy"]),
                 admission=None if given["admission_policy"] is None else ADMISSIONS.path(given["admission_policy"]),
                 long_prefill_token_threshold=_not_negative(
@@ -428,7 +445,9 @@ class EngineConfig:
                 max_waiting_tokens=_optional_count("max_waiting_tokens", given["max_waiting_tokens"]),
                 max_waiting_attached=_optional_count("max_waiting_attached", given["max_waiting_attached"]),
                 step_model=_step_model(given["step_model"]),
+                num_lookahead_tokens=lookahead,
             ),
+            speculation=speculation,
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text),
             device=device,
@@ -452,6 +471,38 @@ class EngineConfig:
         )
 
 
+def _depth(given: dict[str, Any]) -> Literal[1, 2]:
+    """Steps in flight."""
+    return 2 if given["async_scheduling"] in (None, True) else 1
+
+
+def _speculation(given: dict[str, Any], pooler: Pooler | None, block_size: int) -> Speculation | None:
+    """How tokens are drafted. What that cannot be combined with is refused by name."""
+    speculation = read_speculation(given["speculative_config"])
+    if speculation is None:
+        return None
+    told = f"speculative_config (method={speculation.method!r:.80})"
+    if pooler is not None:
+        raise ConfigError(f"{told}: a model that makes vectors samples no tokens; leave speculative_config out")
+    if given["tensor_parallel_size"] > 1:
+        raise ConfigError(
+            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; leave one of them out"
+        )
+    if given["model_impl"] == "transformers":
+        raise ConfigError(
+            f"{told} is not supported for modules of transformers yet; leave it out, or model_impl at 'auto'"
+        )
+    spare = speculation.num_speculative_tokens * _depth(given)
+    if spare >= block_size:
+        most = (block_size - 1) // _depth(given)
+        fix = f"use {most} or fewer, or larger blocks" if most else "use larger blocks"
+        raise ConfigError(
+            f"{told}: num_speculative_tokens={speculation.num_speculative_tokens} for each of {_depth(given)} steps in flight must "
+            f"be less than block_size={block_size}; {fix}"
+        )
+    return speculation
+
+
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     """How many replicas there are. What a fleet cannot be combined with is refused by name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
@@ -466,11 +517,6 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     if size > 1 and given["topology"] == "inline":
         raise ConfigError(
             f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
-        )
-    if size > 1 and given["name"] is not None:
-        raise ConfigError(
-            f"name={given['name']!r}: programs cannot join an engine of several replicas yet; leave it out, or "
-            f"data_parallel_size at 1"
         )
     return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"]}
 

@@ -9,6 +9,8 @@
 - Router: one decision at 8 replicas for a prompt of 256 blocks, on this thread.
 - Death: kill -9 of all processes of one replica under streams. Tokens that differ from an undisturbed run, and the longest
   gap of the streams that moved. In float32.
+- Herd: four programs join a fleet of four replicas, and send 100 requests each at the same time. The replica that was sent the
+  most, against the one that was sent the least.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from sides import exit_on_sigterm
 
 TOKENS = 200
 MODEL = "storyteller"
+HERD = "herd"
 
 
 async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[float]]:
@@ -98,6 +101,42 @@ async def kill(num_streams: int, num_tokens: int) -> dict:
     }
 
 
+async def send_burst(num_requests: int) -> dict:
+    """Join, and send them when a line comes. Where they went."""
+    from actorllm import AsyncLLM, SamplingParams
+
+    async with AsyncLLM.attach(HERD) as llm:
+        await llm.complete("Once", SamplingParams(max_tokens=1))
+        before = (await llm.stats())["frontend"]["num_routed"]
+        print("joined", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        await asyncio.gather(
+            *[llm.complete(f"Once upon a time, number {number},", params) for number in range(num_requests)]
+        )
+        after = (await llm.stats())["frontend"]["num_routed"]
+        return {number: after[number] - before.get(number, 0) for number in after}
+
+
+async def herd(num_programs: int, num_requests: int) -> dict:
+    """How many requests of a burst each replica was sent."""
+    from actorllm import AsyncLLM
+
+    async with AsyncLLM(MODEL, num_threads=1, data_parallel_size=4, ready_replicas=4, name=HERD) as llm:
+        await all_ready(llm)
+        command = (sys.executable, __file__, "--side", "burst", "--streams", str(num_requests // num_programs))
+        pipe = asyncio.subprocess.PIPE
+        programs = [
+            await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(num_programs)
+        ]
+        for program in programs:
+            await program.stdout.readline()
+        for program in programs:
+            program.stdin.write(b"\n")
+        told = [json.loads((await program.communicate())[0].splitlines()[-1]) for program in programs]
+    return {number: sum(one.get(str(number), 0) for one in told) for number in range(4)}
+
+
 def route_seconds(num_decisions: int = 2000) -> float:
     """One decision of the default router."""
     import numpy as np
@@ -133,27 +172,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--side", choices=("one", "fleet", "kill"), help="of use to this program only")
+    parser.add_argument("--side", choices=("one", "fleet", "kill", "herd", "burst"), help="of use to this program only")
     arguments = parser.parse_args()
     exit_on_sigterm()
     if arguments.side is not None:
         one = {"num_threads": 1}
         options = one if arguments.side == "one" else {**one, "data_parallel_size": 2, "ready_replicas": 2}
-        run = (
-            kill(arguments.streams, arguments.tokens)
-            if arguments.side == "kill"
-            else serve(arguments.streams, arguments.tokens, options)
-        )
+        match arguments.side:
+            case "kill":
+                run = kill(arguments.streams, arguments.tokens)
+            case "herd":
+                run = herd(4, arguments.streams)
+            case "burst":
+                run = send_burst(arguments.streams)
+            case _:
+                run = serve(arguments.streams, arguments.tokens, options)
         print(json.dumps(asyncio.run(run)))
         return
     load_before = os.getloadavg()
-    fleets, ones, halves, deaths, routes = [], [], [], [], []
+    fleets, ones, halves, deaths, routes, herds = [], [], [], [], [], []
     for _ in range(arguments.rounds):
         fleets.append(measured("fleet", arguments.streams, arguments.tokens))
         ones.append(measured("one", arguments.streams, arguments.tokens))
         halves.append(measured("one", arguments.streams // 2, arguments.tokens))
         deaths.append(measured("kill", 32, arguments.tokens))
         routes.append(route_seconds() * 1e6)
+        herds.append(measured("herd", 400, arguments.tokens))
     speed = [run["tokens_per_s"] for run in fleets]
     rows = [
         compared(
@@ -181,6 +225,9 @@ def main() -> None:
             "killed replica: longest gap of moved streams, p99, s", [run["gap_p99_s"] for run in deaths], at_most=0.5
         ),
         absolute("killed replica: tokens that differ", [float(run["differing"]) for run in deaths], at_most=0.0),
+        absolute(
+            "herd: most to least loaded replica", [max(run.values()) / min(run.values()) for run in herds], at_most=1.1
+        ),
         informative("killed replica: sequences that moved", [float(run["moved"]) for run in deaths]),
     ]
     finish(
@@ -195,7 +242,7 @@ def main() -> None:
             "tokens": arguments.tokens,
             "versions": versions(),
         },
-        rounds={"fleet": fleets, "one": ones, "half": halves, "kill": deaths, "router_us": routes},
+        rounds={"fleet": fleets, "one": ones, "half": halves, "kill": deaths, "router_us": routes, "herd": herds},
     )
 
 

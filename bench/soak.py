@@ -1,13 +1,14 @@
 """Does the engine lose, change or leak anything in half an hour of kills, stops, guests and shortages?
 
-    python bench/soak.py [--minutes 30] [--seed 1] [--json FILE]
+    python bench/soak.py [--minutes 30] [--seed 1] [--replicas N] [--json FILE]
 
 One engine with the bundled storyteller in float32 serves mixed requests while its processes are killed and stopped at
 random, programs join it and leave or are killed, memory is taken away, /dev/shm is filled and the owner runs out of
 descriptors. Every stream is held against an oracle (`tests/oracle.py`), those of the programs that leave included. Prints the
 figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and its children have grown: medians
 of the last quarter of the samples against those of the second (the first is warm-up). Fails when a stream is lost or differs,
-and when something has grown by more than GROWTH allows.
+and when something has grown by more than GROWTH allows. With --replicas 2 or more it is a fleet: whole replicas are killed,
+also while they start, and it is drained and scaled under its streams.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ GROWTH = {
 class Soak:
     """The events of one run, drawn at random, and the samples of what the engine holds."""
 
-    def __init__(self, chaos: Chaos, seed: int) -> None:
+    def __init__(self, chaos: Chaos, seed: int, num_replicas: int = 1) -> None:
         self.chaos = chaos
+        self._num_replicas = num_replicas
         self.counts: dict[str, int] = {}
         self.samples: list[dict[str, float]] = []
         self._has_guest = False
@@ -105,6 +107,13 @@ class Soak:
             (1, "/dev/shm filled", self._fill_shared_memory),
             (1, "descriptors taken", self._take_descriptors),
         ]
+        if num_replicas > 1:
+            self._events += [
+                (4, "replica killed", self._kill_replica),
+                (2, "replica drained", self._drain),
+                (2, "scaled down and up", self._scale),
+                (2, "killed while it started", self._kill_start),
+            ]
 
     async def run(self, minutes: float) -> None:
         end = time.monotonic() + 60 * minutes
@@ -149,7 +158,14 @@ class Soak:
     # Events
 
     def _victims(self) -> tuple[str, ...]:
-        return VICTIMS[int(self._rng.integers(len(VICTIMS)))]
+        """Of one replica, if there are several."""
+        return self._of_a_replica(VICTIMS[int(self._rng.integers(len(VICTIMS)))])
+
+    def _of_a_replica(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if self._num_replicas == 1:
+            return names
+        number = int(self._rng.integers(self._num_replicas))
+        return tuple(f"replica{number}/{name}" for name in names)
 
     async def _kill(self) -> None:
         await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)))
@@ -161,7 +177,43 @@ class Soak:
         await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)))
 
     async def _stop(self) -> None:
-        await self.chaos.stop(str(self._rng.choice(["scheduler", "worker"])), float(self._rng.random()))
+        (name,) = self._of_a_replica((str(self._rng.choice(["scheduler", "worker"])),))
+        await self.chaos.stop(name, float(self._rng.random()))
+
+    async def _kill_replica(self) -> None:
+        await self.chaos.kill(self._of_a_replica(("scheduler", "worker")), in_prefill=bool(self._rng.integers(2)))
+
+    async def _drain(self) -> None:
+        """A replica gives its streams away, and takes requests again later."""
+        number = int(self._rng.integers(self._num_replicas))
+        await self._all_run()
+        await self.chaos.engine.drain_replica(number)
+        await anyio.sleep(float(self._rng.random()))
+        await self.chaos.engine.drain_replica(number, is_draining=False)
+
+    async def _scale(self) -> None:
+        await self._all_run()
+        await self.chaos.engine.scale(int(self._rng.integers(1, self._num_replicas)))
+        await anyio.sleep(float(self._rng.random()))
+        await self.chaos.engine.scale(self._num_replicas)
+
+    async def _kill_start(self) -> None:
+        """The last replica is stopped, and dies while it starts again."""
+        await self._all_run()
+        engine, last = self.chaos.engine, self._num_replicas - 1
+        await engine.scale(last)
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.scale, self._num_replicas)
+            await anyio.sleep(0.2 + 2 * float(self._rng.random()))
+            for replica in engine.health().replicas:
+                for pid in replica.pids.values() if replica.number == last else ():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    async def _all_run(self) -> None:
+        with anyio.fail_after(120):
+            while any(one.state != "running" for one in self.chaos.engine.health().replicas):  # noqa: ASYNC110 (of processes)
+                await anyio.sleep(0.05)
 
     async def _guest(self) -> None:
         """Another program joins, gets tokens, and is killed."""
@@ -209,13 +261,14 @@ class Soak:
     async def _take_descriptors(self) -> None:
         """The owner can open nothing for a while, and a process dies."""
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        await self.chaos.kill(self._victims(), in_prefill=False, is_patient=False)
+        victims = self._victims()
+        await self.chaos.kill(victims, in_prefill=False, is_patient=False)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             await anyio.sleep(1.0 + float(self._rng.random()))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await self.chaos.kill(self._victims(), in_prefill=False)
+        await self.chaos.kill(victims, in_prefill=False)
 
     async def _fill_shared_memory(self) -> bool:
         """There is no shared memory left while a process dies. False: nothing was done."""
@@ -226,11 +279,11 @@ class Soak:
         try:
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, max(1, free - (1 << 20)))
-            await self.chaos.kill(("scheduler",), in_prefill=False, is_patient=False)
+            await self.chaos.kill(self._of_a_replica(("scheduler",)), in_prefill=False, is_patient=False)
             await anyio.sleep(0.05)
         finally:
             path.unlink(missing_ok=True)
-        await self.chaos.kill(("worker",), in_prefill=False)
+        await self.chaos.kill(self._of_a_replica(("worker",)), in_prefill=False)
         return True
 
 
@@ -245,13 +298,16 @@ def grown(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-async def soak(minutes: float, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+async def soak(
+    minutes: float, seed: int, num_replicas: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """The figures, the growth, and what went wrong."""
-    engine = AsyncLLM(
-        "storyteller", dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_threads=1, name=NAME
-    )
+    options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "num_threads": 1, "name": NAME}
+    if num_replicas > 1:
+        options |= {"data_parallel_size": num_replicas, "kv_cache_memory_bytes": 256 << 20}
+    engine = AsyncLLM("storyteller", **options)
     chaos = Chaos(engine, seed)
-    run = Soak(chaos, seed)
+    run = Soak(chaos, seed, num_replicas)
     async with engine, anyio.create_task_group() as watchers:
         watchers.start_soon(run.sample)
         watchers.start_soon(chaos.compare)
@@ -269,6 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if (
@@ -278,7 +335,7 @@ def main() -> None:
         os.environ["SOAK_HAS_OWN_SHM"] = "1"
         os.execvp(OWN_SHARED_MEMORY[0], [*OWN_SHARED_MEMORY, sys.executable, *sys.argv])
     load_before = os.getloadavg()
-    table, growth, wrong = anyio.run(soak, arguments.minutes, arguments.seed)
+    table, growth, wrong = anyio.run(soak, arguments.minutes, arguments.seed, arguments.replicas)
     rows = [
         {"figure": name, "value": value if isinstance(value, int | float) else str(value)}
         for name, value in table.items()
@@ -293,7 +350,12 @@ def main() -> None:
                 "bench": "soak",
                 "environment": environment(),
                 "load_before": [round(x, 2) for x in load_before],
-                "configuration": {"minutes": arguments.minutes, "seed": arguments.seed, "dtype": "float32"},
+                "configuration": {
+                    "minutes": arguments.minutes,
+                    "seed": arguments.seed,
+                    "replicas": arguments.replicas,
+                    "dtype": "float32",
+                },
                 "rows": rows,
                 "growth": growth,
                 "wrong": wrong[:100],

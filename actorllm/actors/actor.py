@@ -193,6 +193,11 @@ class Actor:
         """Something came of the work: the supervisor's count of deaths in a row begins anew. Once after each is enough."""
         self._runner.report_progress()
 
+    @property
+    def has_runner(self) -> bool:
+        """It was given to a runner, and can be asked for statistics."""
+        return hasattr(self, "_runner")
+
     def statistics(self) -> dict[str, Any]:
         """Counters, as JSON values. Subclasses add theirs. From any thread: a link that is closed meanwhile is left out."""
         links: dict[str, Any] = {}

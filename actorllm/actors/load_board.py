@@ -1,59 +1,50 @@
-"""`LoadBoard`: what schedulers tell routers, a row per replica in shared memory, and `LoadPublisher`, which writes one.
+"""`LoadBoard`: what routers are told by schedulers and by each other, in shared memory, and `LoadPublisher`, which writes a row.
 
-Each scheduler writes its own row only, after each result; readers take it as it is. A word is one aligned number. A row that is
-half of the turn before is a hint as good as any: a wrong one costs time, and no token. So there is no lock and no message. The
-owner of the engine makes the memory, and schedulers open it by its number in that process.
+Each scheduler writes the row of its replica, after each result. Each program that routes requests writes a row as well: what it
+has on each replica, from the moment at which it sends it. So what is on its way counts for the routers of all programs.
+
+A writer writes its own row only, and readers take it as it is. A word is one aligned number. A row that is half of the turn
+before is a hint as good as any: a wrong one costs time, and no token. So there is no lock and no message. The owner of the
+engine makes the memory (`memory_file`); schedulers open it by path, and attached programs by descriptor.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import StepFailed, StepResult
 from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.router import MAX_REPLICAS
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import StepTime, features_of
 
 NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
 NUM_COLUMNS = WEIGHTS + 4
-NUM_ROWS = 64
-"""As many as there may be replicas."""
+MAX_PROGRAMS = 256
+"""That have rows of their own; of more, some share one, and routers know less."""
+
+Journal = tuple[int, int, int, int]
+"""What a program has on a replica: sequences that wait, their prompt tokens, sequences that run, their tokens of context."""
+NO_JOURNAL: Journal = (0, 0, 0, 0)
 
 
 class LoadBoard:
     """See the module docstring."""
 
-    def __init__(self, path: str | None = None) -> None:
-        """path: of memory that another process has made; None: it is made here. Raises OSError."""
-        self._fd = -1
-        size = NUM_ROWS * NUM_COLUMNS * 8
-        self._fd = os.memfd_create("actorllm-loads", os.MFD_CLOEXEC) if path is None else os.open(path, os.O_RDWR)
-        try:
-            if path is None:
-                os.ftruncate(self._fd, size)
-            memory = mmap.mmap(self._fd, size)
-        except BaseException:
-            self.close()
-            raise
-        self._table: NDArray[np.float64] = np.frombuffer(memory, np.float64).reshape(NUM_ROWS, NUM_COLUMNS)
+    NUM_LOADS = MAX_REPLICAS * NUM_COLUMNS
+    NUM_BYTES = (NUM_LOADS + MAX_PROGRAMS * MAX_REPLICAS * len(NO_JOURNAL) + 1) * 8
 
-    @property
-    def path(self) -> str:
-        """Under which other processes of this user open it, as long as it is not closed."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def close(self) -> None:
-        """No other process can open it any more. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+    def __init__(self, path: str) -> None:
+        """path: of NUM_BYTES of memory, which stays mapped when the file is closed. Raises OSError: its owner has ended."""
+        with open(path, "r+b", buffering=0) as file:
+            memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
+        words: NDArray[np.float64] = np.frombuffer(memory, np.float64)
+        self._table = words[: self.NUM_LOADS].reshape(MAX_REPLICAS, NUM_COLUMNS)
+        self._journals = words[self.NUM_LOADS : -1].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_JOURNAL))
+        self._num_programs = words[-1:]
 
     def clear(self, row: int) -> None:
         """Its replica has ended: nothing is known of the next one."""
@@ -77,15 +68,45 @@ class LoadBoard:
         fixed, prompt, decode, context = weights
         return int(free), (fixed, prompt, decode, context)
 
+    # Programs
+
+    @property
+    def has_others(self) -> bool:
+        """Programs have joined the engine since it started."""
+        return bool(self._num_programs[0])
+
+    def add_program(self, program: int) -> None:
+        """The program-th joins; the owner is number 0."""
+        row = self._row_of(program)
+        self._journals[row] = 0.0
+        self._num_programs[0] = max(self._num_programs[0], row + 1)
+
+    def remove_program(self, program: int) -> None:
+        """It is gone, with what it had."""
+        self._journals[self._row_of(program)] = 0.0
+
+    def write_journal(self, program: int, replica: int, journal: Journal) -> None:
+        self._journals[self._row_of(program), replica] = journal
+
+    def journals_of_others(self, program: int) -> list[Journal]:
+        """By replica, of all programs but this one."""
+        known = self._journals[: int(self._num_programs[0])]
+        total = known.sum(axis=0)
+        if len(known):
+            total -= known[self._row_of(program)]
+        return [(int(a), int(b), int(c), int(d)) for a, b, c, d in total.tolist()]
+
+    @staticmethod
+    def _row_of(program: int) -> int:
+        return 0 if program == 0 else 1 + (program - 1) % (MAX_PROGRAMS - 1)
+
 
 class LoadPublisher:
     """Learns what steps take, and writes the row of its replica. A part of the scheduler actor."""
 
     def __init__(self, path: str, row: int) -> None:
         """Raises OSError: the owner has ended."""
-        board = LoadBoard(path)
-        board.close()  # the memory stays mapped
-        self._board = board
+        self._board = LoadBoard(path)
         self._row = row
         self._times = StepTime()
         self._launched: dict[int, tuple[int, int, int]] = {}
@@ -98,7 +119,8 @@ class LoadPublisher:
         """Its result has come."""
         features = self._launched.pop(result.step, None)
         if features is not None and isinstance(result, StepResult):
-            self._times.observe(*features, result.ended - result.started)
+            p, d, context = features
+            self._times.observe(p, d + result.num_checked, context, result.ended - result.started)
         self._board.write(self._row, scheduler.kv.num_free, self._times)
 
     def clear(self) -> None:

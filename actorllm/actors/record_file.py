@@ -226,6 +226,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "primary_eos_token_id": primary,
         "depth": config.scheduler.depth,
         "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
+        "draft_ranges": () if config.speculation is None else config.speculation.num_speculative_tokens_per_batch_size,
         "enable_prefix_caching": config.cache.enable_prefix_caching,
         "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
         "watermark": config.scheduler.watermark,

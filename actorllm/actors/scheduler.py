@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
 MAX_RETRY_S = 0.1
+SUSPECTS_EXPECTED_S = 10.0
+"""How long after the death of another replica any frontend may bring requests that are suspected of it."""
 
 WORKERS = "workers"
 """The name of the link to them."""
@@ -105,6 +107,7 @@ class SchedulerActor(Actor):
         "stop_profile",
         "live",
         "warm_up_grammars",
+        "expect_suspects",
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -668,6 +671,9 @@ class SchedulerActor(Actor):
                 return events
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
+            case "expect_suspects":
+                self._probes.expected_until = now() + SUSPECTS_EXPECTED_S
+                return True
             case "warm_up_grammars":
                 return self._warm_up_grammars()
             case "worker_statistics":

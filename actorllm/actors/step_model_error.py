@@ -35,6 +35,7 @@ class StepModelMonitor:
         while self._in_flight and self._in_flight[0][0] <= result.step:
             step, (p, d, context, before, pairs) = self._in_flight.popleft()
             if step == result.step and isinstance(result, StepResult):
+                d += result.num_checked  # a draft costs about what a decode row does
                 self._times.observe(p, d, context, result.ended - result.started, before, pairs)
 
     def clear(self) -> None:

@@ -162,7 +162,9 @@ class WorkerActor(Actor):
         """Of the step of this plan, the next one."""
         if plan.decode_slots is not None:
             self._num_decode = plan.decode_slots.size
-        return self._num_decode + (int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0)
+        return self._num_decode * (1 + plan.max_drafts) + (
+            int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0
+        )
 
     def budget_of(self, num_tokens: int) -> float:
         """How long a step of so many tokens may take, in seconds."""

@@ -16,13 +16,13 @@ from typing import Any, Self, Unpack
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
-from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
@@ -81,7 +81,7 @@ class AsyncLLM:
             EngineShutdownError, EngineDeadError: it has ended.
         """
         llm = cls.__new__(cls)
-        llm._adopt(AttachedEngine(name))
+        llm._adopt(attached.attach(name))
         return llm
 
     @classmethod

@@ -15,7 +15,6 @@ from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPar
 from actorllm.api.blocking import BlockingDoor
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.api.llm_engine import LLMEngine
-from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring
@@ -23,6 +22,7 @@ from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError
+from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
@@ -93,7 +93,7 @@ class LLM(BlockingDoor):
             EngineNotFoundError, AttachError, EngineShutdownError, EngineDeadError: as in `AsyncLLM.attach`.
         """
         llm = cls.__new__(cls)
-        llm._adopt(AttachedEngine(name))
+        llm._adopt(attached.attach(name))
         return llm
 
     @classmethod

@@ -4,6 +4,8 @@ Owns the connection to the engine's `AttachServer`, and the frontend actor of th
 pair whose descriptors come over the connection. It installs another one whenever the scheduler was started again, and
 it watches the owner. Everything else goes through the rings.
 
+`meet` asks a running engine what it is. An engine of several replicas is joined by a subclass (`fleet.attached`).
+
 Invariants: the constructor leaves nothing open when it raises. The end of the owner ends every stream of this process
 with an error, after what was in the ring has been delivered. Leaving touches only the requests of this process. A
 Service (see `engine_thread`), made by AttachedEngine.
@@ -14,9 +16,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from actorllm import __version__
 from actorllm.actors.child import error_of_loss, receive_frame, send_frame
@@ -40,24 +44,44 @@ from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 
 
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A running engine that has answered, and the connection to it, which the holder of this owns."""
+
+    name: str
+    control: socket.socket
+    config: EngineConfig
+    watched_pid: int
+    """Of its owner; 0: the kernel does not tell."""
+    owner_pid: int
+
+
+def meet(name: str) -> Met:
+    """Find the engine of this name and learn what it is. Waits for one short answer.
+
+    Raises EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
+    """
+    control = connect(name)
+    try:
+        welcome = exchange(control, name, "hello", version=__version__)
+        watched_pid = peer_of(control).pid
+        config = EngineConfig.from_json(welcome["config"])
+        return Met(name, control, config, watched_pid, watched_pid or welcome["pid"])
+    except BaseException:
+        control.close()
+        raise
+
+
 class AttachClient:
-    """One frontend of an engine that another process owns."""
+    """One frontend of an engine that another process owns. It is joined by `run`."""
 
-    def __init__(self, name: str) -> None:
-        """Meet the engine and learn what it is; join it later, with `run`. Waits for one short answer.
-
-        Raises EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
-        """
-        self.name = name
-        self._control: socket.socket | None = connect(name)
-        try:
-            welcome = exchange(self._control, name, "hello", version=__version__)
-            self.config = EngineConfig.from_json(welcome["config"])
-            self._watched_pid = peer_of(self._control).pid
-            self.owner_pid: int = self._watched_pid or welcome["pid"]
-        except BaseException:
-            self._control.close()
-            raise
+    def __init__(self, met: Met) -> None:
+        """met: the engine, whose connection this takes."""
+        self.name = met.name
+        self._control: socket.socket | None = met.control
+        self.config = met.config
+        self._watched_pid = met.watched_pid
+        self.owner_pid = met.owner_pid
         self.frontend = FrontendActor()
         self.on_loss: Callable[[EngineError], None] = lambda error: None
         """Hears, on the loop, why the engine is gone, before any stream does."""
@@ -93,26 +117,43 @@ class AttachClient:
         self._loop = current_loop()
         self._changed = anyio.Event()
         failure: Exception | None = None
-        self._child = OwnerChild(ActorSpec("frontend", "", placement="owner"), self._on_frontend_end, self.frontend)
         async with anyio.create_task_group() as tasks:
             try:
-                await self._child.spawn(tasks, self.config)
-                await self._child.start(self.config)
+                await self._start_frontends(tasks)
                 await self._join()
-                await self._child.run()
+                await self._run_frontends()
                 on_ready()
                 await self._until(lambda: False)
             except Exception as error:  # raised outside of the group, which would wrap it
                 failure = error
             finally:
                 with anyio.CancelScope(shield=True):
-                    self._child.request_stop()
                     with anyio.move_on_after(self._stop_timeout_s):
-                        await self._child.gone.wait()
+                        await self._stop_frontends()
                     self._leave()
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    # The frontends: one for each replica
+
+    async def _start_frontends(self, tasks: TaskGroup) -> None:
+        self._child = OwnerChild(ActorSpec("frontend", "", placement="owner"), self._on_frontend_end, self.frontend)
+        await self._child.spawn(tasks, self.config)
+        await self._child.start(self.config)
+
+    async def _run_frontends(self) -> None:
+        await self._child.run()
+
+    async def _stop_frontends(self) -> None:
+        self._child.request_stop()
+        await self._child.gone.wait()
+
+    def _fail_frontends(self, error: EngineError) -> None:
+        lose_links(self.frontend, self._child, error)
+        self.frontend.fail_all(error)
+
+    # The engine
 
     async def _join(self) -> None:
         if self._control is None:
@@ -175,12 +216,9 @@ class AttachClient:
     def _obey(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         match frame["op"]:
             case "link":
-                end = LinkEnd(frame["generation"], frame["num_spokes"], frame["index"], fds)
-                self._child.install_ring(LinkInfo.from_json(frame["info"]), end)
+                install_link(self._child, frame, fds)
             case "joined":
-                self.config = EngineConfig.from_json(frame["config"])
-                self._is_joined = True
-                self._wake()
+                self._note_joined(frame)
             case "lost":
                 loss = error_of_loss(frame)
                 if isinstance(loss, PeerRestartedError):
@@ -192,6 +230,11 @@ class AttachClient:
                 self._end(error if isinstance(error, EngineError) else EngineDeadError(str(error)))
             case op:
                 raise CorruptLinkError(f"the control frame {op!r} is unknown")
+
+    def _note_joined(self, frame: dict[str, Any]) -> None:
+        self.config = EngineConfig.from_json(frame["config"])
+        self._is_joined = True
+        self._wake()
 
     def _owner_died(self) -> EngineDeadError:
         return EngineDeadError(f"the process that owns engine {self.name!r} (pid {self.owner_pid}) died")
@@ -209,9 +252,7 @@ class AttachClient:
             return
         self._error = error
         self.on_loss(error)
-        for link in list(self.frontend.links.values()):
-            self._child.runner.lose(link.name, link.generation, error)
-        self.frontend.fail_all(error)
+        self._fail_frontends(error)
         self._wake()
 
     def _leave(self) -> None:
@@ -223,3 +264,15 @@ class AttachClient:
             os.close(self._pidfd)
             self._pidfd = -1
         self.close()
+
+
+def install_link(child: OwnerChild, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
+    """Give a frontend the ring pair that the owner has made for it. Raises OSError."""
+    end = LinkEnd(frame["generation"], frame["num_spokes"], frame["index"], fds)
+    child.install_ring(LinkInfo.from_json(frame["info"]), end)
+
+
+def lose_links(frontend: FrontendActor, child: OwnerChild, error: EngineError) -> None:
+    """The other end is gone. What it had sent is delivered first."""
+    for link in list(frontend.links.values()):
+        child.runner.lose(link.name, link.generation, error)

@@ -311,6 +311,8 @@ class EngineDescription:
     num_running: int | None
     """Requests; None while it starts."""
     num_waiting: int | None
+    num_replicas: int | None = None
+    """That run now."""
 
 
 def running_engines() -> list[EngineDescription]:

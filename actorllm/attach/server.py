@@ -3,7 +3,8 @@
 Owns the engine's name, the socket under it, and every connection from outside. It runs on the engine thread, around the
 supervisor. An engine without a name has none of this, and one that no program joins pays nothing. A program that joins
 is a child of the supervisor that the supervisor did not start. It has a link of its own to the scheduler and hears of
-the deaths that concern it. Its end is the loss of one link, and no death of the engine.
+the deaths that concern it. Its end is the loss of one link, and no death of the engine. Of an engine of several replicas it
+is a child of each one's supervisor, and hears of what becomes of them (`tell`).
 
 Invariants: only processes of the same user and the same version join. A joined process is watched by its socket and by
 its pidfd, since an inherited duplicate can keep its socket open. Nothing that comes over a socket raises into the loop.
@@ -16,11 +17,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import anyio
 from anyio.abc import TaskGroup
@@ -28,7 +29,8 @@ from anyio.abc import TaskGroup
 from actorllm import __version__
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
-from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.load_board import LoadBoard
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.topology import ActorSpec, attached_frontend
 from actorllm.attach.rendezvous import Claim, Peer, claim, peer_of
 from actorllm.clock import now
@@ -53,13 +55,45 @@ COUNTS_TIMEOUT_S = 2.0
 """How long a description waits for the scheduler's counts."""
 
 
-class AttachServer:
-    """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to programs that come by name."""
+class Joinable(Protocol):
+    """The service that programs join: a supervisor, or a fleet."""
 
-    def __init__(self, name: str, supervisor: Supervisor, frontend: FrontendActor) -> None:
+    @property
+    def config(self) -> Any: ...
+    @property
+    def failure(self) -> EngineError | None: ...
+    async def run(self, on_ready: Callable[[], object]) -> None: ...
+    def request_stop(self, timeout: float) -> None: ...
+    def kill(self) -> None: ...
+
+
+class OwnFrontend(Protocol):
+    """What the owner has for its own requests; asked for what it knows of the engine."""
+
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None: ...
+    async def ask_scheduler(self, verb: str, **arguments: Any) -> Any: ...
+
+
+class AttachServer:
+    """A Service (see `engine_thread`): the engine's life, and beside it the answers to programs that come by name.
+
+    supervisors: of the replicas that run now, by number. board: what programs read and write beside the rings, with its file;
+    None: there is one replica, and nothing to choose.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        service: Joinable,
+        frontend: OwnFrontend,
+        supervisors: Callable[[], Mapping[int, Supervisor]],
+        board: tuple[LoadBoard, MemoryFile] | None = None,
+    ) -> None:
         self.name = name
-        self._supervisor = supervisor
+        self._service = service
         self._frontend = frontend
+        self._supervisors = supervisors
+        self._board = board
         self._loop: AsyncioLoop
         self._claim: Claim | None = None
         self._state = "starting"
@@ -75,7 +109,7 @@ class AttachServer:
         reason: ActorLLMError = EngineShutdownError(f"engine {self.name!r} was shut down")
         try:
             self._loop.watch(self._claim.listener.fileno(), self._on_visit)
-            await self._supervisor.run(partial(self._open, on_ready))
+            await self._service.run(partial(self._open, on_ready))
         except ActorLLMError as error:
             reason = EngineDeadError(f"engine {self.name!r} did not start: {error}")
             raise
@@ -88,15 +122,20 @@ class AttachServer:
 
     def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         self._state = "stopping"
-        self._supervisor.request_stop(timeout)
+        self._service.request_stop(timeout)
 
     def kill(self) -> None:
-        self._supervisor.kill()
+        self._service.kill()
 
     @property
     def num_attached(self) -> int:
         """Programs that have joined and are still there."""
-        return sum(visitor.child is not None for visitor in list(self._visitors))
+        return sum(visitor.is_joined for visitor in list(self._visitors))
+
+    @property
+    def is_ending(self) -> bool:
+        """The engine ends, and not one of its replicas alone."""
+        return self._state == "stopping" or self._service.failure is not None
 
     def _open(self, on_ready: Callable[[], object]) -> None:
         if self._state == "starting":
@@ -132,17 +171,17 @@ class AttachServer:
         self._visitors.discard(visitor)
         if visitor in self._waiting:
             self._waiting.remove(visitor)
-        if visitor.child is not None:
-            self._supervisor.dismiss(
-                visitor.child.spec.name, PeerLostError(f"the attached process {visitor.peer.pid} is gone")
-            )
+        if self._board is not None and visitor.number:
+            self._board[0].remove_program(visitor.number)
+        for child in visitor.children.values():
+            child.supervisor.dismiss(child.spec.name, PeerLostError(f"the attached process {visitor.peer.pid} is gone"))
 
     def on_frame(self, visitor: Visitor, frame: dict[str, Any]) -> None:
         """What a visitor wants. An ActorLLMError is its refusal; anything else means that the frame made no sense."""
         match frame["op"]:
             case "hello":
                 self._greet(visitor, str(frame["version"]))
-            case "join" if visitor.is_welcome and visitor.child is None and visitor not in self._waiting:
+            case "join" if visitor.is_welcome and not visitor.is_joined and visitor not in self._waiting:
                 self._check_open()
                 if self._state == "starting":
                     self._waiting.append(visitor)
@@ -171,7 +210,7 @@ class AttachServer:
 
     def _config(self) -> EngineConfig:
         """As another process needs it: without paths that depend on where this one runs."""
-        config = cast(EngineConfig, self._supervisor.config)
+        config = cast(EngineConfig, self._service.config)
         tokenizer = config.model.tokenizer
         if tokenizer is not None and Path(tokenizer).exists():
             tokenizer = os.path.abspath(tokenizer)
@@ -179,24 +218,53 @@ class AttachServer:
 
     def _join(self, visitor: Visitor) -> None:
         self._num_joined += 1
-        spec, link = attached_frontend(self._num_joined)
-        child = AttachedChild(spec, visitor, self._farewell)
+        visitor.number = self._num_joined
         try:
             visitor.watch_process()
-            visitor.child = child
-            self._supervisor.admit(child, link)
+            for number, supervisor in sorted(self._supervisors().items()):
+                self._admit(visitor, number, supervisor)
         except ProcessLookupError:
             visitor.close()
         except (ActorLLMError, OSError) as error:
-            visitor.child = None
             visitor.see_out(AttachError(f"engine {self.name!r} cannot take another frontend: {error}"))
         else:
-            visitor.send("joined", config=self._config().to_json().decode())
-            logger.info("process %d joined engine %r as %s", visitor.peer.pid, self.name, spec.name)
+            visitor.is_joined = True
+            fds: tuple[int, ...] = ()
+            if self._board is not None:
+                self._board[0].add_program(visitor.number)
+                fds = (self._board[1].fd,)
+            visitor.send("joined", fds, config=self._config().to_json().decode(), number=visitor.number)
+            logger.info("process %d joined engine %r as number %d", visitor.peer.pid, self.name, visitor.number)
 
-    def _farewell(self) -> EngineError:
+    def _admit(self, visitor: Visitor, replica: int, supervisor: Supervisor) -> None:
+        spec, link = attached_frontend(visitor.number)
+        child = visitor.children[replica] = AttachedChild(spec, visitor, replica, supervisor, self)
+        try:
+            supervisor.admit(child, link)
+        except BaseException:
+            visitor.children.pop(replica, None)
+            raise
+
+    # What a fleet tells of its replicas
+
+    def admit_all(self, replica: int, supervisor: Supervisor) -> None:
+        """A replica runs that did not, and everything that has joined gets a link to it."""
+        for visitor in list(self._visitors):
+            if visitor.is_joined and replica not in visitor.children:
+                try:
+                    self._admit(visitor, replica, supervisor)
+                except (ActorLLMError, OSError) as error:  # it goes on with the others
+                    logger.error("process %d gets no link to replica %d: %s", visitor.peer.pid, replica, error)
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """A frame for every program that has joined."""
+        for visitor in list(self._visitors):
+            if visitor.is_joined:
+                visitor.send(op, **fields)
+
+    def farewell(self) -> EngineError:
         """Why the engine leaves its attached frontends."""
-        failure = self._supervisor.failure
+        failure = self._service.failure
         if failure is not None:
             return EngineDeadError(str(failure))
         return EngineShutdownError(f"engine {self.name!r} was shut down by its owner (process {os.getpid()})")
@@ -208,6 +276,7 @@ class AttachServer:
             "state": self._state,
             "uptime_s": round(now() - self._began, 3),
             "num_frontends": 1 + self.num_attached,
+            "num_replicas": len(self._supervisors()) if self._state == "running" else None,
             "num_running": None,
             "num_waiting": None,
         }
@@ -231,8 +300,11 @@ class Visitor:
         self.peer: Peer = peer_of(control)
         self.is_welcome = False
         """It has shown that its version fits."""
-        self.child: AttachedChild | None = None
-        """What it is to the supervisor, once it has joined."""
+        self.is_joined = False
+        self.number = 0
+        """Of those that have joined since the engine started, from 1 on."""
+        self.children: dict[int, AttachedChild] = {}
+        """What it is to the supervisor of each replica that runs, by number."""
         self._reception = reception
         self._control: socket.socket | None = control
         self._loop = loop
@@ -273,9 +345,11 @@ class Visitor:
         if self._pidfd >= 0:
             self._loop.unwatch(self._pidfd)
             os.close(self._pidfd)
-        if self.child is not None:
-            self.child.gone.set()
+        self.is_joined = False
+        for child in self.children.values():
+            child.gone.set()
         self._reception.forget(self)
+        self.children.clear()
 
     def _on_readable(self) -> None:
         while self._control is not None:
@@ -304,14 +378,18 @@ class Visitor:
 class AttachedChild(RemoteChild):
     """A frontend in another program, as the supervisor sees it. The engine did not start it, so it has no start here."""
 
-    def __init__(self, spec: ActorSpec, visitor: Visitor, farewell: Callable[[], EngineError]) -> None:
+    def __init__(
+        self, spec: ActorSpec, visitor: Visitor, replica: int, supervisor: Supervisor, reception: AttachServer
+    ) -> None:
         super().__init__(spec, lambda *_: None)
         self.phase = "running"
+        self.supervisor = supervisor
+        self._replica = replica
         self._visitor = visitor
-        self._farewell = farewell
+        self._reception = reception
 
     def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
-        self._visitor.send(op, fds, **fields)
+        self._visitor.send(op, fds, replica=self._replica, **fields)
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         # Supervisor.admit takes it in where others have been started already.
@@ -327,15 +405,19 @@ class AttachedChild(RemoteChild):
         """It does."""
 
     def request_stop(self) -> None:
-        error = self._farewell()
-        self._visitor.send("bye", type_name=type(error).__name__, message=str(error))
-        self._visitor.close()
+        if self._reception.is_ending:
+            error = self._reception.farewell()
+            self._visitor.send("bye", type_name=type(error).__name__, message=str(error))
+            self._visitor.close()
+        elif self._visitor.children.pop(self._replica, None) is self:
+            self.gone.set()  # the fleet tells of it
 
     def kill(self) -> None:
         """It is not ours to kill."""
 
     def close(self) -> None:
-        self._visitor.close()
+        if self._visitor.children.get(self._replica) is self:
+            self._visitor.close()
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {"pid": self._visitor.peer.pid}

@@ -177,11 +177,11 @@ def ps(*, json: bool = False) -> None:
         print(orjson.dumps([asdict(engine) for engine in engines], option=orjson.OPT_INDENT_2).decode())
         return
     rows: list[tuple[str, ...]] = [
-        ("NAME", "PID", "MODEL", "STATE", "UPTIME", "VERSION", "FRONTENDS", "RUNNING", "WAITING")
+        ("NAME", "PID", "MODEL", "STATE", "UPTIME", "VERSION", "REPLICAS", "FRONTENDS", "RUNNING", "WAITING")
     ]
     for engine in engines:
         uptime = None if engine.uptime_s is None else _duration(engine.uptime_s)
-        counts = (engine.num_frontends, engine.num_running, engine.num_waiting)
+        counts = (engine.num_replicas, engine.num_frontends, engine.num_running, engine.num_waiting)
         values = (engine.name, engine.pid, engine.model, engine.state, uptime, engine.version, *counts)
         rows.append(tuple("-" if value in (None, "") else str(value) for value in values))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

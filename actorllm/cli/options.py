@@ -98,6 +98,7 @@ class EngineFlags:
     scheduling_policy: Annotated[str | None, Parameter(name=["--scheduling-policy", "--policy"])] = None
     admission_policy: str | None = None
     step_model: str | None = None
+    speculative_config: str | None = None
     async_scheduling: bool | None = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
@@ -126,7 +127,7 @@ class EngineFlags:
             for policy in (self.scheduling_policy, self.admission_policy, self.router)
             if policy is not None
         )
-        if policies or self.logits_processors:
+        if policies or self.logits_processors or ":" in (self.speculative_config or ""):
             see_own_folder()
 
     def arguments(self) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from actorllm.errors import EngineError
 class AttachedEngine(Engine):
     """An engine that another process owns and gave a name, joined by this process. `shutdown` leaves it running.
 
-    The constructor waits for one short answer of the engine; it is joined by `start`, as any engine is started. Raises
-    EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
+    membership: of the engine, which `attach.client.meet` has found; it is joined by `start`, as any engine is started.
     """
 
-    def __init__(self, name: str) -> None:
-        self._membership = AttachClient(name)
+    def __init__(self, membership: AttachClient) -> None:
+        self._membership = membership
         self._membership.on_loss = self._on_loss
         super().__init__(self._membership.config)
 

@@ -9,15 +9,34 @@ changed. A GPU's cache is allocated whole, and is not recorded.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 from actorllm.config import EngineConfig
 from actorllm.model import memory
 
 PidsOf = Callable[[], list[int]]
+
+
+class HasPids(Protocol):
+    """A supervisor, or what takes its place."""
+
+    @property
+    def pids(self) -> dict[str, int]: ...
+
+
+def worker_pids_of(supervisor: HasPids) -> PidsOf:
+    """Asks for its workers as long as it lives, and does not keep it alive: it knows the engine, that may be dropped."""
+    kept = weakref.ref(supervisor)
+
+    def pids() -> list[int]:
+        supervisor = kept()
+        of_actors = {} if supervisor is None else supervisor.pids
+        return [pid for name, pid in of_actors.items() if name.startswith("worker")]
+
+    return pids
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class CacheMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reservations: WeakKeyDictionary[object, Reservation] = WeakKeyDictionary()
+        self._reservations: weakref.WeakKeyDictionary[object, Reservation] = weakref.WeakKeyDictionary()
 
     def fit(self, owner: object, config: EngineConfig, facts: Mapping[str, Mapping[str, Any]], pids: PidsOf) -> int:
         """The number of KV blocks of an engine: of the rank with the least room, or fewer, beside the other engines' caches.

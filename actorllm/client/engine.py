@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.server import AttachServer
-from actorllm.client.cache_memory import CacheMemory
+from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
@@ -181,19 +181,14 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        self._attach_server = AttachServer(self.config.name, self._supervisor, cast(FrontendActor, self._frontend))
+        supervisor = self._supervisor
+        frontend = cast(FrontendActor, self._frontend)
+        self._attach_server = AttachServer(self.config.name, supervisor, frontend, lambda: {0: supervisor})
         return self._attach_server
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
-        kept: weakref.ref[EngineService] = weakref.ref(self._supervisor)  # which knows the engine, that may be dropped
-
-        def pids() -> list[int]:
-            supervisor = kept()
-            of_actors = {} if supervisor is None else supervisor.pids
-            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
-
-        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor)))
 
     # Life
 

@@ -25,6 +25,8 @@ VLLM_NAMES = frozenset(
         *("cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached"),
         *("prompt_tokens_by_source", "generation_tokens", "num_preemptions", "corrupted_requests", "request_success"),
         *("iteration_tokens_total", "inter_token_latency_seconds"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        "spec_decode_num_accepted_tokens_per_pos",
         *(name for name in BOUNDS if name != "request_intake_time_seconds"),
     )
 )
@@ -138,6 +140,13 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
     write("counter", "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", samples)
     counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
     counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
+    if (drafts := scheduler.get("speculation")) is not None:
+        counter("spec_decode_num_drafts", "Times that a sequence had drafts in a step.", drafts["num_drafts"])
+        counter("spec_decode_num_draft_tokens", "Drafts that were checked.", drafts["num_draft_tokens"])
+        counter("spec_decode_num_accepted_tokens", "Drafts that were right.", drafts["num_accepted_tokens"])
+        by_position = enumerate(drafts["num_accepted_tokens_per_pos"])
+        samples = [("", {"position": str(position)}, number) for position, number in by_position]
+        write("counter", "spec_decode_num_accepted_tokens_per_pos", "Right drafts, by position.", samples)
     counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
     counter("failed_steps", "Steps that raised.", scheduler["num_failed_steps"])
     counter("worker_losses", "Times that workers died.", scheduler["num_worker_losses"])

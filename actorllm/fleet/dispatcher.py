@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
 from actorllm.actors.frontend import Consumer, JournalEntry
+from actorllm.actors.load_board import Journal, LoadBoard
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
-from actorllm.fleet.replica import Replica
-from actorllm.fleet.views import routable_of, views_of
+from actorllm.fleet.replica import RoutedReplica
+from actorllm.fleet.views import add_journal, journal_of, routable_of, views_of
 from actorllm.messages import Submit
-from actorllm.scheduling.router import ReplicaView, Routable, Router
+from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +41,39 @@ VIEW_AGE_S = 0.005
 class Dispatcher:
     """See the module docstring.
 
-    replicas: by number, those that are stopped for good left out; changed by the fleet. last_rid: as of FrontendActor.
+    replicas: by number, those that are stopped for good left out; changed by the fleet. last_rid: as of FrontendActor. board:
+    where programs show each other what they have on each replica. program: the number of this one there; 0: the owner.
     """
 
-    def __init__(self, replicas: Mapping[int, Replica], router: Router, last_rid: int = 0) -> None:
+    def __init__(
+        self,
+        replicas: Mapping[int, RoutedReplica],
+        router: Router,
+        last_rid: int = 0,
+        board: LoadBoard | None = None,
+        program: int = 0,
+    ) -> None:
         self._replicas = replicas
         self.router = router
         self.last_rid = last_rid
         self._error: BaseException | None = None
-        self._pause_mode: str | None = None
         self._views: list[ReplicaView] = []
         self._views_at = -math.inf
+        self._board = board
+        self._program = program
+        self._others: list[Journal] = []
+        self._published_at = -math.inf
+        self._num_published = 0
+        self.trial_replica: int | None = None
+        """Where suspects go if none are on trial yet, so that all programs send theirs to one replica; None: anywhere."""
         self.num_moved = 0
         """Sequences that went to another replica."""
         self.num_routed: dict[int, int] = {}
         """Requests that each replica was sent, by number."""
+
+    def share(self, board: LoadBoard, program: int) -> None:
+        """From here on other programs see what this one has on each replica, and it sees what they have."""
+        self._board, self._program = board, program
 
     @property
     def num_open(self) -> int:
@@ -64,12 +83,13 @@ class Dispatcher:
     @property
     def is_paused(self) -> bool:
         """Generation is, or will be when what was asked for arrives."""
-        return self._pause_mode is not None
+        return self.pause_mode is not None
 
     @property
     def pause_mode(self) -> str | None:
-        """That of the last pause, which a replica that starts now has to know; None: generation goes on."""
-        return self._pause_mode
+        """Of the pause that goes on, which a replica that starts now has to know; None: there is none."""
+        modes = (replica.frontend.pause_mode for replica in self._replicas.values())
+        return next((mode for mode in modes if mode is not None), None)
 
     def next_rid(self) -> int:
         """Unique among all replicas; a 32-bit integer on the wire."""
@@ -111,8 +131,13 @@ class Dispatcher:
             self._error = error
         for replica in self._replicas.values():
             replica.frontend.end_all(error)
-            held, replica.held = replica.held, {}
-            replica.frontend.fail(held, error)
+
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """As FrontendActor.start_soon, of a replica that runs; if there is none, nothing is done."""
+        for replica in self._replicas.values():
+            if replica.frontend.is_running:
+                replica.frontend.start_soon(function, *args)
+                return
 
     async def wait_until_idle(self) -> bool:
         """Wait until every request has ended, wherever it moves. False: they ended because the engine did."""
@@ -122,12 +147,12 @@ class Dispatcher:
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
         """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""
-        if verb in ("pause_generation", "resume_generation"):
-            self._pause_mode = arguments.get("mode")
-        asked: list[Replica] = []
+        asked: list[RoutedReplica] = []
+        paused = verb in ("pause_generation", "resume_generation")
         for replica in self._replicas.values():
-            if replica.is_lost or replica.supervisor.state in ("new", "starting"):
-                replica.frontend.assume_paused(self._pause_mode)  # it hears of it before it has a request
+            if replica.is_lost or replica.state in ("new", "starting"):
+                if paused:  # it hears of it before it has a request
+                    replica.frontend.assume_paused(arguments.get("mode"))
             else:
                 asked.append(replica)
         if not asked:
@@ -135,7 +160,7 @@ class Dispatcher:
         answers: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
 
-        async def ask(replica: Replica) -> None:
+        async def ask(replica: RoutedReplica) -> None:
             own = dict(arguments)
             if verb == "start_profile":
                 own["prefix"] = f"{arguments['prefix']}replica{replica.number}_"
@@ -148,24 +173,24 @@ class Dispatcher:
             for replica in asked:
                 group.start_soon(ask, replica)
         gone = {number for number in failures if number not in self._replicas or self._replicas[number].is_lost}
-        if answers and failures.keys() <= gone:  # it was lost meanwhile: the others speak for the engine
-            return merged(verb, dict(sorted(answers.items())))
-        if failures:
-            raise next(error for number, error in sorted(failures.items()) if number not in gone or not answers)
+        told = [failures[number] for number in sorted(failures) if number not in gone or not answers]
+        if told:  # of a replica that was lost meanwhile the others speak, if there are any
+            raise told[0]
         return merged(verb, dict(sorted(answers.items())))
 
     def statistics(self) -> dict[str, Any]:
         """As FrontendActor.statistics, added up, with what is the fleet's."""
-        found = {replica.number: replica.frontend.statistics() for replica in self._replicas.values()}
+        known = list(self._replicas.values())
+        found = {one.number: one.frontend.statistics() for one in known if one.frontend.has_runner}
         return {
-            **merged("statistics of frontends", found),
+            **(merged("statistics of frontends", found) or {}),  # a lost one that is made anew has none yet
             "num_moved": self.num_moved,
             "num_routed": dict(self.num_routed),
         }
 
     # Routing
 
-    def _owner_of(self, rid: int) -> Replica | None:
+    def _owner_of(self, rid: int) -> RoutedReplica | None:
         for replica in self._replicas.values():
             if replica.frontend.has(rid):
                 return replica
@@ -173,11 +198,11 @@ class Dispatcher:
 
     def _routed(
         self, make_submit: Callable[[int], Submit], consumer: Consumer, num_sequences: int
-    ) -> tuple[Replica | None, Callable[[int], Submit]]:
+    ) -> tuple[RoutedReplica | None, Callable[[int], Submit]]:
         """Where a request goes, and how its message is made there. None: nowhere, and its consumer has been told."""
         pin = pin_of(consumer)
         if pin is not None:
-            if pin not in self._replicas:
+            if pin not in self._replicas or self._replicas[pin].is_removed:
                 self._refuse(consumer, ReplicaLostError(f"data_parallel_rank={pin}: this replica was stopped"))
                 return None, make_submit
             return self._note(self._replicas[pin]), make_submit
@@ -194,7 +219,7 @@ class Dispatcher:
         number = self._choose(routable_of(submit, num_sequences), candidates)
         return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid)
 
-    def _candidates(self, without: Replica | None = None) -> list[Replica]:
+    def _candidates(self, without: RoutedReplica | None = None) -> list[RoutedReplica]:
         """Replicas that a request may go to; if none is ready, those that will be."""
         others = [replica for replica in self._replicas.values() if replica is not without]
         ready = [replica for replica in others if replica.takes_requests]
@@ -204,7 +229,7 @@ class Dispatcher:
             or [replica for replica in others if replica.state in ("new", "starting")]
         )
 
-    def _choose(self, request: Routable, candidates: Sequence[Replica]) -> int:
+    def _choose(self, request: Routable, candidates: Sequence[RoutedReplica]) -> int:
         views = self._views_of(candidates)
         free = [view for view in views if not view.is_on_trial]
         try:
@@ -214,18 +239,44 @@ class Dispatcher:
             number = -1
         if not any(view.number == number for view in free or views):
             number = min(free or views, key=lambda view: view.load).number
-        next(view for view in views if view.number == number).add(request)
+        view = next(view for view in views if view.number == number)
+        view.add(request)
+        if self._others:
+            own = journal_of(self._replicas[number])
+            sent = (own[0] + request.num_sequences, own[1] + request.num_prompt, own[2], own[3])
+            self._show(number, sent)
         return number
 
-    def _views_of(self, candidates: Sequence[Replica]) -> list[ReplicaView]:
+    def _views_of(self, candidates: Sequence[RoutedReplica]) -> list[ReplicaView]:
         """Those of a moment ago, which count what was sent since: a burst does not look at every journal for each request."""
         at = now()
         is_old = at - self._views_at > VIEW_AGE_S or len(candidates) != len(self._views)
         if is_old or {view.number for view in self._views} != {replica.number for replica in candidates}:
-            self._views, self._views_at = views_of(candidates), at
+            self._views, self._views_at, self._others = views_of(candidates), at, []
+        if self._board is not None and self._board.has_others:
+            before, self._others = self._others, self._board.journals_of_others(self._program)
+            for view in self._views:
+                if before:
+                    add_journal(view, before[view.number], -1)
+                add_journal(view, self._others[view.number])
         return self._views
 
-    def _note(self, replica: Replica) -> Replica:
+    def publish(self) -> None:
+        """Show other programs what this one has on each replica, when that has changed. Called with each batch of outputs."""
+        if self._board is None or not self._board.has_others:
+            return
+        num_open, at = self.num_open, now()
+        if num_open == self._num_published and at - self._published_at < VIEW_AGE_S:
+            return
+        self._num_published, self._published_at = num_open, at
+        for replica in self._replicas.values():
+            self._show(replica.number, journal_of(replica))
+
+    def _show(self, number: int, journal: Journal) -> None:
+        assert self._board is not None
+        self._board.write_journal(self._program, number, journal)
+
+    def _note(self, replica: RoutedReplica) -> RoutedReplica:
         self.num_routed[replica.number] = self.num_routed.get(replica.number, 0) + 1
         return replica
 
@@ -237,14 +288,14 @@ class Dispatcher:
 
     # Moves
 
-    def can_move(self, source: Replica) -> bool:
+    def can_move(self, source: RoutedReplica) -> bool:
         """Whether there is a replica that could go on with what this one has."""
-        return any(replica.takes_requests and replica.frontend.is_linked for replica in self._others(source))
+        return any(replica.takes_requests and replica.frontend.is_linked for replica in self._others_than(source))
 
-    def _others(self, source: Replica) -> Iterable[Replica]:
+    def _others_than(self, source: RoutedReplica) -> Iterable[RoutedReplica]:
         return (replica for replica in self._replicas.values() if replica is not source)
 
-    def move(self, source: Replica, lost_at: float | None) -> int:
+    def move(self, source: RoutedReplica, lost_at: float | None) -> int:
         """Move what a replica has to others; what is pinned to it, and what is on trial there, stays. Returns how many moved.
 
         lost_at: when a process of it died, in monotonic seconds: what moves is on trial then. None: nothing died.
@@ -257,14 +308,13 @@ class Dispatcher:
         return len(entries)
 
     def move_lost(
-        self, source: Replica, entries: dict[int, JournalEntry], lost_at: float, error: BaseException
+        self, source: RoutedReplica, entries: dict[int, JournalEntry], lost_at: float, error: BaseException
     ) -> None:
         """The journal of a replica that is lost: what is pinned waits for its next life, all else goes elsewhere or fails."""
         pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) == source.number}
-        for rid, entry in pinned.items():
+        for rid in pinned:
             del entries[rid]
-            entry.lost_at = entry.lost_at or lost_at
-        source.held |= pinned
+        source.frontend.adopt(pinned, lost_at)
         if entries and not self._candidates(source):
             source.frontend.fail(entries, error)
         else:
@@ -276,10 +326,9 @@ class Dispatcher:
         if forget is not None:
             forget(number)
 
-    def move_rest(self, source: Replica) -> None:
+    def move_rest(self, source: RoutedReplica) -> None:
         """What is left of a replica that does not come back: what is pinned fails, and what is on trial goes elsewhere."""
-        left = source.held | source.frontend.surrender()
-        source.held = {}
+        left = source.frontend.surrender()
         pinned = {rid: entry for rid, entry in left.items() if pin_of(entry.consumer) == source.number}
         reason = f"data_parallel_rank={source.number}: this replica is lost for good; leave data_parallel_rank out to be moved"
         source.frontend.fail(pinned, ReplicaLostError(reason))
@@ -289,7 +338,44 @@ class Dispatcher:
         else:
             self._rehome(source, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
 
-    def _rehome(self, source: Replica, entries: dict[int, JournalEntry], lost_at: float | None, is_trial: bool) -> None:
+    def choose_trial(self, source: RoutedReplica) -> int | None:
+        """The replica that takes the suspects of this one, from here on; None: there is no other one."""
+        candidates = self._candidates(source)
+        on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
+        self.trial_replica = self._trial_of(on_trial or candidates).number if candidates else None
+        return self.trial_replica
+
+    @staticmethod
+    def _trial_of(candidates: Sequence[RoutedReplica]) -> RoutedReplica:
+        return min(candidates, key=lambda replica: replica.frontend.num_open)
+
+    def move_if_sooner(self, source: RoutedReplica, group: str, lost_at: float, restart_s: float) -> None:
+        """Its streams go on elsewhere, if computing them there is sooner than its restart, after which it would do the same.
+
+        group: of its processes, that died at lost_at. restart_s: how long it may take until they run again.
+        """
+        if source.is_lost or not source.frontend.num_open or not self.can_move(source):
+            return
+        elsewhere_s = self._expected_move_s(source)
+        if elsewhere_s >= restart_s:
+            return
+        num_moved = self.move(source, lost_at)
+        if not num_moved:  # what it has is pinned, or on trial there
+            return
+        fields = {"event": "move", "seconds": elsewhere_s}
+        told = "replica %d lost its %s: %d sequences moved (%.2f s elsewhere, %.2f s here)"
+        logger.warning(told, source.number, group, num_moved, elsewhere_s, restart_s, extra=fields)
+
+    def _expected_move_s(self, source: RoutedReplica) -> float:
+        """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
+        tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in source.frontend.journal().values())
+        others = [one for one in self._others_than(source) if one.takes_requests]
+        waits = [Seconds.wait_s(view, tokens) for view in views_of(others) if view.step_seconds is not None]
+        return min(waits, default=0.0)
+
+    def _rehome(
+        self, source: RoutedReplica, entries: dict[int, JournalEntry], lost_at: float | None, is_trial: bool
+    ) -> None:
         if not entries:
             return
         self._views_at = -math.inf  # the journals change
@@ -297,8 +383,8 @@ class Dispatcher:
         by_target: dict[int, dict[int, JournalEntry]] = {}
         if is_trial:
             on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
-            target = on_trial[0] if on_trial else min(candidates, key=lambda replica: replica.frontend.num_open)
-            by_target[target.number] = entries
+            chosen_before = [replica for replica in candidates if replica.number == self.trial_replica]
+            by_target[self._trial_of(on_trial or chosen_before or candidates).number] = entries
             for entry in entries.values():
                 entry.record.num_deaths = max(entry.record.num_deaths, 1)
         else:

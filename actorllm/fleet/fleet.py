@@ -12,8 +12,10 @@ The engine ends with the error of the last replica that is lost while no other o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -23,20 +25,32 @@ from anyio.abc import TaskGroup
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S
 from actorllm.actors.frontend import JournalEntry
 from actorllm.actors.load_board import LoadBoard
+from actorllm.actors.memory_file import MemoryFile
+from actorllm.attach.server import AttachServer
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, shown
+from actorllm.errors import (
+    ActorLLMError,
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    InvalidParameterError,
+    shown,
+)
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
-from actorllm.fleet.views import views_of
-from actorllm.scheduling.router import MAX_REPLICAS, Seconds, make_router
+from actorllm.scheduling.router import MAX_REPLICAS, make_router
 from actorllm.supervision.health import EngineHealth, EngineState
+from actorllm.supervision.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
+
+SUSPECTS_TIMEOUT_S = 1.0
+"""How long programs wait at most, after a death, for the scheduler that is to take their suspects."""
 
 
 class Fleet:
@@ -50,10 +64,13 @@ class Fleet:
         """Resolved once a replica is ready: with its number of blocks."""
         self.failure: EngineError | None = None
         self._given = config
-        self._board = LoadBoard()
+        self._board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
+        self._board = LoadBoard(self._board_file.path)
         self._on_end = on_end
         self._replicas: dict[int, Replica] = {}
-        self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid)
+        self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid, self._board)
+        self.attached: AttachServer | None = None
+        """The door for other programs, if the engine has a name."""
         self._recorded: RecordedRouter | None = None
         self._num_wanted = config.data_parallel_size
         self._num_divided = config.data_parallel_size
@@ -66,9 +83,21 @@ class Fleet:
         self._first_error: Exception | None = None
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._is_stop_requested = False
-        self._num_ended = 0
         self._start_s: dict[int, float] = {}
         """What the last start of each took."""
+
+    @property
+    def board(self) -> tuple[LoadBoard, MemoryFile]:
+        """What routers are told, and its file."""
+        return self._board, self._board_file
+
+    def running(self) -> dict[int, Supervisor]:
+        """The supervisors of the replicas that programs can join now, by number."""
+        return {
+            number: replica.supervisor
+            for number, replica in self._replicas.items()
+            if replica.supervisor.state in ("running", "recovering") and not replica.is_removed
+        }
 
     @property
     def replicas(self) -> Mapping[int, Replica]:
@@ -77,8 +106,10 @@ class Fleet:
 
     def _add(self) -> Replica:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
-        config = replica_config(self._given, number, self._num_divided, self._board)
-        replica = Replica(number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board)
+        config = replica_config(self._given, number, self._num_divided, self._board_file.path)
+        replica = Replica(
+            number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board, self.dispatcher.publish
+        )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         self._replicas[number] = replica
         return replica
@@ -100,7 +131,8 @@ class Fleet:
             self._is_ready.set()
             for replica in self._replicas.values():
                 replica.request_stop(self._stop_timeout_s)
-        self._board.close()
+        self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
+        self._board_file.close()
         if self._recorded is not None:
             self._recorded.close()
         if self._on_ready is not None:
@@ -139,7 +171,7 @@ class Fleet:
         """The lives of a replica, one after the other."""
         pause_s = FIRST_PAUSE_S
         while True:
-            began = now()
+            began, frontend = now(), replica.frontend
 
             def ready(began: float = began) -> None:
                 nonlocal pause_s
@@ -147,6 +179,8 @@ class Fleet:
                 self._start_s[replica.number] = now() - began
                 events.is_settled.set()
                 self._note_ready(replica)
+                if self.attached is not None:
+                    self.attached.admit_all(replica.number, replica.supervisor)
 
             error: Exception | None = None
             try:
@@ -160,7 +194,7 @@ class Fleet:
             replica.last_failure = f"{type(error).__name__}: {error}"
             replica.is_lost = True
             events.is_settled.set()
-            replica.frontend.fail_all(error)  # a replica that never ran has told of nothing
+            frontend.fail_all(error)  # a replica that never ran has told of nothing
             if self._ends_with(replica, error):
                 return
             await self._is_ready.wait()  # a start that fails is told; trying on would hide it behind the next one
@@ -211,7 +245,11 @@ class Fleet:
         """On the way to the end of its supervisor: what it had goes on elsewhere."""
         replica.is_lost = True
         self.dispatcher.forget(replica.number)
+        trial = self.dispatcher.choose_trial(replica)
         self.dispatcher.move_lost(replica, entries, now(), error)
+        if self._tasks is not None and not self._is_over:
+            fields = {"replica": replica.number, "type_name": type(error).__name__, "message": str(error)}
+            self._tasks.start_soon(partial(self._tell_attached, trial, "gone", **fields))
         is_alone = self._given.on_failure == "raise" or all(one.state == "lost" for one in self._replicas.values())
         if is_alone and self._on_ready is None and not self._is_over and isinstance(error, Exception):
             self._end(error)  # at once: callers must not wait for the end of its processes
@@ -222,28 +260,26 @@ class Fleet:
         """A process of a replica died, and is started again."""
         self.dispatcher.forget(replica.number)
         if self._tasks is not None and self._on_ready is None and not self._is_over:
-            self._tasks.start_soon(self._move_if_sooner, replica, group, now())
+            self._tasks.start_soon(self._tell_fall, replica, group, now())
 
-    async def _move_if_sooner(self, replica: Replica, group: str, fell_at: float) -> None:
-        """Its streams go on elsewhere, if computing them there is sooner than its restart, after which it would do the same."""
+    async def _tell_fall(self, replica: Replica, group: str, fell_at: float) -> None:
+        """Its streams may go on elsewhere: those of this program, and those of programs that have joined."""
         await anyio.lowlevel.checkpoint()  # the supervisor tells of the death first
-        if replica.is_lost or self._is_over or not replica.frontend.num_open or not self.dispatcher.can_move(replica):
+        if replica.is_lost or self._is_over:
             return
+        trial = self.dispatcher.choose_trial(replica)
         restart_s = replica.expected_restart_s(self._start_s.get(replica.number, 0.0))
-        elsewhere_s = self._expected_move_s(replica)
-        if elsewhere_s >= restart_s:
-            return
-        num_moved = self.dispatcher.move(replica, lost_at=fell_at)
-        fields = {"event": "move", "seconds": elsewhere_s}
-        told = "replica %d lost its %s: %d sequences moved (%.2f s elsewhere, %.2f s here)"
-        logger.warning(told, replica.number, group, num_moved, elsewhere_s, restart_s, extra=fields)
+        self.dispatcher.move_if_sooner(replica, group, fell_at, restart_s)
+        await self._tell_attached(trial, "fell", replica=replica.number, group=group, restart_s=restart_s)
 
-    def _expected_move_s(self, replica: Replica) -> float:
-        """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
-        tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in replica.frontend.journal().values())
-        others = [one for one in self._replicas.values() if one is not replica and one.takes_requests]
-        waits = [Seconds.wait_s(view, tokens) for view in views_of(others) if view.step_seconds is not None]
-        return min(waits, default=0.0)
+    async def _tell_attached(self, trial: int | None, op: str, **fields: Any) -> None:
+        """To programs that have joined, after the scheduler that is to take their suspects knows that these come."""
+        if self.attached is None or not self.attached.num_attached:
+            return
+        if trial is not None and trial in self._replicas:
+            with contextlib.suppress(ActorLLMError), anyio.move_on_after(SUSPECTS_TIMEOUT_S):
+                await self._replicas[trial].frontend.ask_scheduler("expect_suspects")
+        self.attached.tell(op, trial=trial, **fields)
 
     # Controls
 
@@ -272,6 +308,8 @@ class Fleet:
 
     async def _remove(self, replica: Replica) -> None:
         replica.is_removed = True
+        if self.attached is not None:
+            self.attached.tell("removed", replica=replica.number)
         if self.dispatcher.can_move(replica):
             self.dispatcher.move(replica, lost_at=None)
         self.dispatcher.move_rest(replica)
@@ -294,6 +332,8 @@ class Fleet:
                 f"replica {number} is the only one that takes requests; scale up before it is drained"
             )
         replica.is_draining = is_draining
+        if self.attached is not None:
+            self.attached.tell("draining", replica=number, is_draining=is_draining)
         if is_draining:
             self.dispatcher.move(replica, lost_at=None)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 
-from actorllm.actors.engine_thread import EngineThread
+from actorllm.actors.engine_thread import EngineThread, Service
+from actorllm.attach.server import AttachServer
 from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError
@@ -27,7 +29,17 @@ class FleetEngine(Engine):
         self._frontend = self._fleet.dispatcher
         self._meeting_place = MeetingPlace()
         self._supervisor = self._fleet
-        self._thread = EngineThread(self._fleet)
+        self._thread = EngineThread(self._new_service())
+
+    def _new_service(self) -> Service:
+        """The fleet, behind a door for others if the engine has a name."""
+        fleet = self._fleet
+        if self.config.name is None or sys.platform != "linux":
+            return fleet
+        self._attach_server = fleet.attached = AttachServer(
+            self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board
+        )
+        return self._attach_server
 
     def _on_end(self, error: EngineError) -> None:
         self._death = error

@@ -6,16 +6,16 @@ GPUs and its recording.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import anyio
 
 from actorllm.actors.frontend import FrontendActor, JournalEntry
 from actorllm.actors.load_board import LoadBoard
+from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.config import EngineConfig
@@ -30,8 +30,8 @@ from actorllm.supervision.supervisor import Supervisor
 ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "lost", "stopped"]
 
 
-def replica_config(config: EngineConfig, number: int, num_replicas: int, board: LoadBoard) -> EngineConfig:
-    """What the number-th of so many replicas is built with. board: on which it tells of its load.
+def replica_config(config: EngineConfig, number: int, num_replicas: int, board_path: str) -> EngineConfig:
+    """What the number-th of so many replicas is built with. board_path: of the board on which it tells of its load.
 
     Threads, and of the memory what was asked for as a share, are divided. What was asked for in bytes, in blocks or in threads
     is each replica's own, as in vLLM.
@@ -49,7 +49,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board: 
         cpu_share=share / num_replicas,
         record=record,
         replica=number,
-        load_board=board.path,
+        load_board=board_path,
         first_device=config.first_device + number * config.world_size,
         log_statistics=False,
     )
@@ -59,14 +59,23 @@ class ReplicaFrontend(FrontendActor):
     """The frontend of one replica: numbers of requests are the fleet's, and a lost replica's journal is moved, not failed."""
 
     def __init__(
-        self, next_rid: Callable[[], int], on_lost: Callable[[dict[int, JournalEntry], BaseException], None]
+        self,
+        next_rid: Callable[[], int],
+        on_lost: Callable[[dict[int, JournalEntry], BaseException], None],
+        on_outputs: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_lost: takes the journal. on_outputs: hears of each batch of them."""
         super().__init__()
         self._next_rid = next_rid
         self._on_lost = on_lost
+        self._on_outputs = on_outputs
 
     def next_rid(self) -> int:
         return self._next_rid()
+
+    def on_batch(self) -> None:
+        super().on_batch()
+        self._on_outputs()
 
     def fail_all(self, error: BaseException) -> None:
         """This replica is gone for good: what it had goes on elsewhere, if there is an elsewhere."""
@@ -103,6 +112,40 @@ class ReplicaFrontend(FrontendActor):
         return self._journal
 
 
+class RoutedReplica(Protocol):
+    """What a dispatcher sees of a replica: of this process's own, or of an engine that it has joined."""
+
+    number: int
+    frontend: ReplicaFrontend
+    limits: dict[str, Any]
+    is_draining: bool
+    is_removed: bool
+    is_lost: bool
+
+    @property
+    def takes_requests(self) -> bool: ...
+    @property
+    def state(self) -> ReplicaState: ...
+    def load(self) -> tuple[int, LinearSteps] | None: ...
+
+
+def limits_of(config: EngineConfig) -> dict[str, Any]:
+    """What routers are told of the configuration of a replica, by the names of `ReplicaView`."""
+    return {
+        "block_size": config.cache.block_size,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+    }
+
+
+def load_of(board: LoadBoard, number: int) -> tuple[int, LinearSteps] | None:
+    """The free blocks of a replica's cache, and what its steps take; None: not known yet."""
+    known = board.read(number)
+    if known is None:
+        return None
+    free, weights = known
+    return free, LinearSteps(weights)
+
+
 class ReplicaEvents:
     """What is waited for of a replica; to be made on the loop."""
 
@@ -118,7 +161,7 @@ class Replica:
     """See the module docstring. Everything is called on the engine's loop.
 
     on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
-    started again.
+    started again. on_outputs: of its frontend.
     """
 
     def __init__(
@@ -129,19 +172,17 @@ class Replica:
         on_lost: Callable[[Replica, dict[int, JournalEntry], BaseException], None],
         on_fall: Callable[[Replica, str], None],
         board: LoadBoard,
+        on_outputs: Callable[[], None],
     ) -> None:
         self.number = number
         self._given = config
         self._next_rid = next_rid
         self._on_lost = on_lost
+        self._on_outputs = on_outputs
         self._on_fall = on_fall
         self._board = board
         self._meeting_place = MeetingPlace()
-        self.limits: dict[str, Any] = {
-            "block_size": config.cache.block_size,
-            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        }
-        """What routers are told of its configuration."""
+        self.limits = limits_of(config)
         self.is_draining = False
         """It takes no new requests."""
         self.is_removed = False
@@ -149,26 +190,24 @@ class Replica:
         self.is_lost = False
         """Its supervisor has given it up; it may be made anew."""
         self.num_lives = 0
-        self.held: dict[int, JournalEntry] = {}
-        """What is pinned to it and waits for its next life."""
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
         self.last_failure: str | None = None
-        self.frontend: ReplicaFrontend
+        self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs)
+        """Of its next life as soon as it is lost: what is pinned to it waits there."""
         self.supervisor: Supervisor
         self.renew()
 
+    def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
+        pause_mode = self.frontend.pause_mode
+        self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs)
+        if pause_mode is not None:
+            self.frontend.assume_paused(pause_mode)
+        self._on_lost(self, entries, error)
+
     def renew(self) -> None:
-        """New actors, which have not started; the pause of those before goes on."""
-        before = self.frontend if self.num_lives else None
+        """A new supervisor, which has not started, for its next life."""
         self.num_lives += 1
-
-        def lose(entries: dict[int, JournalEntry], error: BaseException) -> None:
-            self._on_lost(self, entries, error)
-
-        self.frontend = ReplicaFrontend(self._next_rid, lose)
-        if before is not None and before.is_paused:
-            self.frontend.assume_paused(before.pause_mode)
         log = StartLog(self._resolve)
         config = self._meeting_place.renewed(self._given)
         self.supervisor = make_supervisor(
@@ -179,16 +218,10 @@ class Replica:
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
         )
-        held, self.held = self.held, {}
-        self.frontend.adopt(held, None)
 
     def load(self) -> tuple[int, LinearSteps] | None:
-        """The free blocks of its cache, and what its steps take; None: not known yet."""
-        known = self._board.read(self.number)
-        if known is None:
-            return None
-        free, weights = known
-        return free, LinearSteps(weights)
+        """As `load_of`."""
+        return load_of(self._board, self.number)
 
     def request_stop(self, timeout: float) -> None:
         """Stop its processes, and begin no other life."""
@@ -206,14 +239,7 @@ class Replica:
         return float(self.supervisor.statistics()["max_recovery_s"]) or start_s
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-        kept = weakref.ref(self.supervisor)
-
-        def pids() -> list[int]:
-            supervisor = kept()
-            of_actors = {} if supervisor is None else supervisor.pids
-            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
-
-        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor)))
 
     def _note_death(self, death: ActorDeath) -> None:
         """Its supervisor gives up; the frontend hears of it by its link."""

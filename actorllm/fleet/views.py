@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actorllm.actors.load_board import Journal
 from actorllm.clock import now
-from actorllm.fleet.replica import Replica
+from actorllm.fleet.replica import RoutedReplica
 from actorllm.messages import Submit
 from actorllm.scheduling.router import ReplicaView, Routable
 from actorllm.types.objective import SLO
@@ -23,20 +24,36 @@ def routable_of(submit: Submit, num_sequences: int) -> Routable:
     )
 
 
-def views_of(replicas: Sequence[Replica]) -> list[ReplicaView]:
-    """In the order of their numbers. Exact, but for what schedulers have done since their last outputs."""
+def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
+    """In the order of their numbers. Exact for this program, but for what schedulers have done since their last outputs."""
     return [_view_of(replica) for replica in sorted(replicas, key=lambda replica: replica.number)]
 
 
-def _view_of(replica: Replica) -> ReplicaView:
+def _view_of(replica: RoutedReplica) -> ReplicaView:
     view = ReplicaView(replica.number, seen=now(), is_on_trial=replica.frontend.has_suspects, **replica.limits)
     if (load := replica.load()) is not None:
         view.num_free_blocks, view.step_seconds = load
+    add_journal(view, journal_of(replica))
+    return view
+
+
+def journal_of(replica: RoutedReplica) -> Journal:
+    """What this program has there."""
+    num_waiting = num_waiting_tokens = num_running = num_context = 0
     for entry in replica.frontend.journal().values():
         if entry.first_token is None:
-            view.num_waiting += 1
-            view.num_waiting_tokens += entry.submit.prompt.size
+            num_waiting += 1
+            num_waiting_tokens += entry.submit.prompt.size
         else:
-            view.num_running += 1
-            view.num_context += entry.submit.prompt.size + len(entry.emitted)
-    return view
+            num_running += 1
+            num_context += entry.submit.prompt.size + len(entry.emitted)
+    return num_waiting, num_waiting_tokens, num_running, num_context
+
+
+def add_journal(view: ReplicaView, journal: Journal, sign: int = 1) -> None:
+    """Count what a program has there; sign -1: no more."""
+    num_waiting, num_waiting_tokens, num_running, num_context = journal
+    view.num_waiting += sign * num_waiting
+    view.num_waiting_tokens += sign * num_waiting_tokens
+    view.num_running += sign * num_running
+    view.num_context += sign * num_context

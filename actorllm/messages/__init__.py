@@ -196,7 +196,8 @@ class StepResult:
     infinity (nonfinite_counts says how many; none: one each), or whose parameters left nothing to choose (0); their token
     is void. nonfinite_prefills: those of the plan's prefill rows whose states are not finite, be they through or not; what
     they had written is cleared. errors: of each of nonfinite_rows, why a logits processor has failed, or an empty text
-    (`actorllm.types.logits_processors.travel`); none: of no row.
+    (`actorllm.types.logits_processors.travel`); none: of no row. num_drafted: how many drafts of each row were checked; none:
+    there were no drafts. A row has at most one token more than drafts.
     logprob_*: for rows that asked (see `actorllm.messages.logprobs`). The row of a span is that of the result, of a prompt's span
     that of the plan's prefill rows.
     """
@@ -214,15 +215,20 @@ class StepResult:
     logprobs: F32 = field(default_factory=no_f32)
     logprob_ranks: I32 = field(default_factory=no_i32)
     errors: U8 = field(default_factory=no_u8)
+    num_drafted: I32 = field(default_factory=no_i32)
     started: float = 0.0
     ended: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether no column but `tokens` holds anything: so are most results, and a step costs less where that is known."""
+        return self.counts is NO_I32 and self.num_drafted is NO_I32 and self.is_run
+
+    @property
+    def is_run(self) -> bool:
+        """Whether no column but `tokens`, `counts` and `num_drafted` holds anything: so are most results with drafts."""
         return (
-            self.counts is NO_I32
-            and self.vector_rows is NO_I32
+            self.vector_rows is NO_I32
             and self.vectors is NO_F32
             and self.nonfinite_rows is NO_I32
             and self.nonfinite_counts is NO_I32
@@ -233,6 +239,11 @@ class StepResult:
             and self.logprobs is NO_F32
             and self.logprob_ranks is NO_I32
         )
+
+    @property
+    def num_checked(self) -> int:
+        """Drafts of all rows together."""
+        return 0 if self.num_drafted is NO_I32 else int(self.num_drafted.sum())
 
     @property
     def came_to_nothing(self) -> bool:
@@ -367,6 +378,8 @@ class StepPlan:
     """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
     new_processed: U8 = field(default_factory=no_u8)
     """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
+    max_drafts: int = 0
+    """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
 
     @property
     def new(self) -> NDArray[np.void]:

@@ -20,7 +20,7 @@ from actorllm.messages import I32
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
 
-__all__ = ("FlatLogprobs", "Logprob", "LogprobSpan", "columns_of", "spans_of")
+__all__ = ("FlatLogprobs", "Logprob", "LogprobSpan", "columns_of", "joined_runs", "spans_of")
 
 SPAN = 4
 """Integers per span."""
@@ -75,6 +75,23 @@ def columns_of(spans: Sequence[LogprobSpan]) -> dict[str, Any]:
         "logprobs": np.concatenate([s.values.reshape(-1) for s in spans]),
         "logprob_ranks": np.concatenate([s.ranks for s in spans]),
     }
+
+
+def joined_runs(spans: Sequence[LogprobSpan]) -> list[LogprobSpan]:
+    """The same with one span for all tokens of a row; those of a row come in the order of its tokens."""
+    by_row: dict[int, list[LogprobSpan]] = {}
+    found: list[LogprobSpan] = []
+    for span in spans:
+        if span.is_prompt:
+            found.append(span)
+        else:
+            by_row.setdefault(span.row, []).append(span)
+    for row, parts in by_row.items():
+        ids, values, ranks = (
+            np.concatenate(column) for column in zip(*((s.ids, s.values, s.ranks) for s in parts), strict=True)
+        )
+        found.append(LogprobSpan(row, 0, ids, values, ranks))
+    return found
 
 
 def spans_of(message: Any) -> list[LogprobSpan]:

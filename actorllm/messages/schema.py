@@ -172,6 +172,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             logprobs=F32,
             logprob_ranks=I32,
             errors=U8,
+            num_drafted=INDEXES,
             started=TIME,
             ended=TIME,
         ),
@@ -199,6 +200,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             late_slots=INDEXES,
             embeds=U8,
             new_processed=U8,
+            max_drafts=COUNT,
         ),
         "LateInputs": _entry(SCHEDULER, step=STEP, slots=INDEXES, allowed=U32),
         "Outputs": _entry(

@@ -9,7 +9,7 @@ the number of rows. Called by the runner only; nothing here is torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ def padded(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's tokens: decode rows (one token each), then the tokens of the prefill rows.
+    """One step's tokens: decode rows (one token each, and their drafts), then the tokens of the prefill rows.
 
     Both parts may be padded, with rows of the padding slot or with tokens that are written to the padding block.
     """
@@ -76,6 +76,17 @@ class StepInputs:
     """Those embeddings, in the bytes of the model's dtype."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
+    drafts: Drafts | None = None
+    """Each draft is a decode row of its own, with the block table of its slot and one token more than the one before."""
+    draft_tokens: I64 | None = None  # [drafts.counts.sum()] which tokens of the step they are
+
+
+class Drafts(NamedTuple):
+    """Guesses at the next tokens of the decode rows of one step."""
+
+    counts: I32  # [num_rows]
+    """How many each row has, in the order of the plan."""
+    tokens: I32  # [counts.sum()]
 
 
 @dataclass(slots=True)
@@ -164,6 +175,8 @@ class PersistentBatch:
     rules: LogitRules = field(init=False)
     rows_version: int = 0
     decode_version: int = 0
+    has_drafted: bool = False
+    """The last step had drafts."""
 
     def __post_init__(self) -> None:
         self.rules = LogitRules(self.vocab_size)
@@ -199,22 +212,46 @@ class PersistentBatch:
             self.decode_version += 1
             self.rows_version += 1
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
+    def draft_room(self, max_model_len: int) -> I32:
+        """How many drafts each decode row has room for, in its blocks and in the model's positions; 0 or less: none."""
+        slots = self.decode_slots
+        # The token of the last position is never an input: nothing may follow it.
+        most = np.minimum(self.num_slot_blocks[0, slots] * self.block_size, max_model_len - 1)
+        room: I32 = most - self.columns.num_computed[slots] - 1
+        return room
+
+    def inputs(self, plan: StepPlan, drafts: Drafts | None = None) -> StepInputs:
         """The tokens of the step, once `apply` is done."""
         columns, size = self.columns, self.block_size
         slots = self.decode_slots
+        # A draft is a row of its own, behind that of its slot: it attends to what this and the drafts before it store.
+        first_of_rows = np.arange(len(slots))
+        ahead = np.zeros(len(slots), np.int64)
+        if drafts is not None:
+            runs = drafts.counts.astype(np.int64) + 1
+            first_of_rows = np.cumsum(runs) - runs
+            ahead = np.arange(int(runs.sum())) - np.repeat(first_of_rows, runs)
+            slots = np.repeat(slots, runs)
+        if drafts is not None or self.has_drafted:
+            self.decode_version += 1  # rows grow by more than one token, and there are others
+            self.has_drafted = drafts is not None
         num_rows = num_decodes = len(slots)
         if self.padding_block is not None and padded(num_rows) > num_rows:
             num_decodes = padded(num_rows)
             slots = np.concatenate((slots, np.full(num_decodes - num_rows, PADDING, np.int32)))
+            ahead = np.concatenate((ahead, np.zeros(num_decodes - num_rows, np.int64)))
         lengths = columns.num_computed[slots].astype(np.int64) + 1
-        order: I64 | None = None
-        if num_decodes > 1 and int(lengths.max()) * num_decodes - int(lengths.sum()) > self.sort_gain:
-            order = np.argsort(-lengths, kind="stable")
-            slots, lengths = slots[order], lengths[order]
         if (columns.num_known[slots] != lengths).any():
             early = slots[columns.num_known[slots] != lengths]
             raise ValueError(f"step {plan.step}: decode rows {early.tolist()} have other than one token to compute")
+        token_ids = columns.last_token[slots].astype(np.int64)
+        if drafts is not None:
+            lengths += ahead
+            token_ids[np.flatnonzero(ahead)] = drafts.tokens
+        order: I64 | None = None
+        if num_decodes > 1 and int(lengths.max()) * num_decodes - int(lengths.sum()) > self.sort_gain:
+            order = np.argsort(-lengths, kind="stable")
+            slots, lengths, token_ids = slots[order], lengths[order], token_ids[order]
         positions = lengths - 1
         columns_of = positions // size
         if num_decodes and (columns_of >= self.num_slot_blocks[0, slots]).any():
@@ -222,12 +259,10 @@ class PersistentBatch:
             raise ValueError(f"step {plan.step}: decode rows {short.tolist()} have no block for their next token")
         tables = self.block_tables[0]
         kv_slots = tables[slots, columns_of].astype(np.int64) * size + positions % size
-        token_ids = columns.last_token[slots].astype(np.int64)
         widest = int(columns_of.max()) + 1 if num_decodes else 0
-        result_tokens = np.arange(num_decodes)
+        places = np.arange(num_decodes)
         if order is not None:
-            result_tokens[order] = np.arange(num_decodes)
-        result_tokens = result_tokens[:num_rows]
+            places[order] = np.arange(num_decodes)
         inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
@@ -245,10 +280,12 @@ class PersistentBatch:
             prefill_first=[],
             prefill_tables=[],
             result_slots=self.decode_slots,
-            result_tokens=result_tokens,
+            result_tokens=places[first_of_rows],
             forks=[],
             rows_version=self.rows_version,
             embeds=NO_U8,
+            drafts=drafts,
+            draft_tokens=None if drafts is None else places[np.flatnonzero(ahead)],
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)
@@ -274,6 +311,10 @@ class PersistentBatch:
         columns.num_known[slots] = columns.num_computed[slots] + 1
         if self.rules.has_memory:
             self.rules.store(slots, tokens)
+
+    def accept(self, slots: I32) -> None:
+        """What was sampled last for these rows is their next draft, whose keys and values are in the cache already."""
+        self.columns.num_computed[slots] += 1
 
     def exclusive_blocks(self, slots: I32) -> I32:
         """The blocks of these slots that no other live slot holds."""

@@ -240,7 +240,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     def _batch_arguments(self, num_blocks: int) -> dict[str, Any]:
         config, size = self.config, self.config.cache.block_size
-        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        length = config.model.max_model_len + config.scheduler.num_spare_tokens
         return {
             "vocab_size": self.model_config.vocab_size,
             "block_size": size,
@@ -452,10 +452,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
         spans: list[LogprobSpan],
         vectors: NDArray[np.float32] | None,
         errors: dict[int, str] | None = None,
+        counts_of_rows: I32 = NO_I32,
     ) -> StepResult:
         """What a step says. is_void, num_bad: of each sample, whether it counts for nothing, and how many of its values were
         not finite. vectors: of the rows of `handle.pooled`. errors: of samples that count for nothing, why the application's
-        processors failed."""
+        processors failed. counts_of_rows: how many tokens each row has, where drafts were right; empty: one each."""
         rows = handle.sampling.rows
         more = columns_of(spans) if spans else {}
         void = np.flatnonzero(is_void)
@@ -475,6 +476,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
             void, counts = void[order], np.concatenate((counts, np.ones(is_bad.sum(), np.int32)))[order]
             vector_rows, values = pooled.astype(np.int32), vectors.reshape(-1).copy()
             more |= {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
+        drafts = handle.inputs.drafts
+        if drafts is not None:
+            num_drafted = np.zeros(len(handle.inputs.result_slots), np.int32)
+            num_drafted[: len(drafts.counts)] = drafts.counts
+            more |= {"counts": counts_of_rows, "num_drafted": num_drafted}
         if errors:
             by_row = {handle.sampling.row_of(sample): text for sample, text in errors.items()}
             more["errors"] = encode_errors([by_row.get(row, "") for row in void.tolist()])

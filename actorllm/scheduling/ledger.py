@@ -30,6 +30,8 @@ class StepRecord(NamedTuple):
     """The blocks that its plan has cleared first."""
     freed: I32 = NO_I32
     """The slots that its plan has freed."""
+    max_drafts: int = 0
+    """How many drafts each decode row may have; num_tokens is without them."""
 
     @property
     def named(self) -> list[Sequence]:

@@ -53,6 +53,7 @@ class PlanBuilder:
         actions: tuple[I32, I32, I32],
         prefill: list[tuple[Sequence, int]],
         late_slots: I32,
+        max_drafts: int = 0,
     ) -> StepPlan:
         """The plan of a step; `extended` are slots and the one block that each got, `actions` as in KVCacheManager."""
         columns: dict[str, Any] = {}
@@ -79,6 +80,8 @@ class PlanBuilder:
             columns["prefill_counts"] = np.array([n for _, n in prefill], np.int32)
         if late_slots.size:
             columns["late_slots"] = late_slots
+        if max_drafts:
+            columns["max_drafts"] = max_drafts
         return StepPlan(step=step, **columns)
 
 
@@ -101,6 +104,7 @@ class NoPlanBuilder(PlanBuilder):
         actions: tuple[I32, I32, I32],
         prefill: list[tuple[Sequence, int]],
         late_slots: I32,
+        max_drafts: int = 0,
     ) -> StepPlan:
         return self._plan
 

@@ -62,6 +62,8 @@ class StepDone(NamedTuple):
     launched: float
     started: float
     ended: float
+    num_drafted: int = 0
+    """Drafts that it checked, each of which costs about what a decode row does."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.types.logits_processors.travel import decode_errors
 
 NO_SPANS: list[LogprobSpan] = []
@@ -44,6 +45,9 @@ U32_DTYPE = np.dtype(np.uint32)
 
 _is_right_if_plain = check_of_fields("StepResult", ("step", "tokens", "started", "ended"))
 """Whether a result that is plain is as the schema says: its other columns are the shared empty ones."""
+
+_is_right_run = check_of_fields("StepResult", ("step", "tokens", "counts", "num_drafted", "started", "ended"))
+"""The same of a result that is a run (`StepResult.is_run`)."""
 
 
 class ContradictionError(ValueError):
@@ -75,6 +79,7 @@ class Results:
         self._view = view
         self._vocab_size = vocab_size
         self._max_tokens_per_row = max_tokens_per_row
+        self.drafts = DraftCounters(max_tokens_per_row - 1)
         self._vector_size = vector_size
         self._batch = batch
         self._kv = kv
@@ -89,6 +94,8 @@ class Results:
         record: None if the step is not the oldest in flight; the result is held against the schema alone.
         """
         is_plain = result.is_plain and _is_right_if_plain(result)
+        if not is_plain and record is not None and result.counts.size and self._is_right_run(result, record):
+            return NO_SPANS
         error = None if is_plain else violation(result, WORKER)
         if error is None and record is not None:
             error = self._plain_contradiction(result, record) if is_plain else self._contradiction(result, record)
@@ -104,11 +111,15 @@ class Results:
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
-        plain = not (
-            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless
-        )
-        if plain and self._batch.has_all(rows):
+        if result.num_drafted.size:
+            self.drafts.observe(result.num_drafted, result.counts)
+        plain = not (result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless)
+        if not plain or not self._batch.has_all(rows):
+            events = self._append_rows(record, result)
+        elif not result.counts.size:
             events = self._append_column(record, result.tokens)
+        elif np.minimum.reduce(result.counts) > 0 and not self._stopping.is_watching:
+            events = self._append_runs(record, result.tokens, result.counts)
         else:
             events = self._append_rows(record, result)
         if bad_prompts:
@@ -136,6 +147,22 @@ class Results:
         # Rows that end a prompt may want a vector only of a model that makes some: others were refused at their arrival.
         return self._wrong_vectors(result, record) if self._vector_size and record.num_decode < num_rows else None
 
+    def _is_right_run(self, result: StepResult, record: StepRecord) -> bool:
+        """Whether it is a run without a contradiction, by few looks at its columns; else the slower way says what is wrong."""
+        if not result.is_run or not _is_right_run(result):
+            return False
+        tokens, counts, drafted = result.tokens, result.counts, result.num_drafted
+        num_rows, num_decode = len(record.rows), record.num_decode
+        if counts.size != num_rows or drafted.size != num_rows or (num_decode < num_rows and self._vector_size):
+            return False
+        return bool(
+            np.add.reduce(counts) == tokens.size
+            and np.maximum.reduce(drafted) <= record.max_drafts
+            and np.maximum.reduce(counts - drafted) <= 1
+            and np.maximum.reduce(tokens.view(U32_DTYPE)) < self._vocab_size
+            and (num_decode == num_rows or not drafted[num_decode:].any())
+        )
+
     def _wrong_token(self) -> str:
         return f"a token id outside the vocabulary of {self._vocab_size}"
 
@@ -149,6 +176,8 @@ class Results:
             if int(result.counts.max()) > self._max_tokens_per_row:
                 return f"{int(result.counts.max())} tokens of one row, of which a step has {self._max_tokens_per_row} at most"
             expected = int(result.counts.sum())
+        if result.num_drafted.size and (error := self._wrong_drafts(result, record)) is not None:
+            return error
         if result.tokens.size != expected:
             return f"{result.tokens.size} tokens for a plan of {expected}"
         for rows in (result.nonfinite_rows, result.vector_rows):
@@ -169,6 +198,20 @@ class Results:
                 return error
         if record.num_decode < num_rows or result.vector_rows.size or result.vectors.size:
             return self._wrong_vectors(result, record)
+        return None
+
+    @staticmethod
+    def _wrong_drafts(result: StepResult, record: StepRecord) -> str | None:
+        drafted, num_decode = result.num_drafted, record.num_decode
+        if drafted.size != len(record.rows):
+            return f"drafts of {drafted.size} rows for a plan of {len(record.rows)}"
+        if drafted[num_decode:].any():
+            return "drafts of rows that are no decode rows"
+        if int(drafted.max()) > record.max_drafts:
+            return f"{int(drafted.max())} drafts of one row in a plan of {record.max_drafts} at most"
+        if result.counts.size and (result.counts > drafted + 1).any():
+            row = int(np.argmax(result.counts > drafted + 1))
+            return f"{result.counts[row]} tokens of row {row}, which had {drafted[row]} drafts"
         return None
 
     @staticmethod
@@ -267,18 +310,81 @@ class Results:
         known += ONE
         batch.num_known[rows.index] = known
         self.num_output_tokens += tokens.size
-        cached: list[Sequence] = []
-        for sequence in rows.sequences[record.num_decode :].tolist():
-            if sequence.first_token is None:
-                sequence.first_token = self._view.now
-                if sequence.num_cached_tokens:
-                    cached.append(sequence)
+        cached = self._first_tokens(record)
         ends = [
             end
             for row in self._stopping.candidates(rows, tokens, known)
             if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
         ]
         return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
+
+    def _first_tokens(self, record: StepRecord) -> list[Sequence]:
+        """Prompts that ended with this step have their first token. Returns those that had found a part of them cached."""
+        cached: list[Sequence] = []
+        for sequence in record.rows.sequences[record.num_decode :].tolist():
+            if sequence.first_token is None:
+                sequence.first_token = self._view.now
+                if sequence.num_cached_tokens:
+                    cached.append(sequence)
+        return cached
+
+    def _append_runs(self, record: StepRecord, tokens: I32, counts: I32) -> Events:
+        """As `_append_column`, where some rows got several tokens: drafts that were right, and the one behind them."""
+        batch, rows = self._batch, record.rows
+        slots, limits = rows.index, rows.limits
+        known = batch.num_known[slots]
+        after = known + counts
+        starts: I32 = counts.cumsum(dtype=np.int32) - counts
+        # One entry per token from here on: its position, and its slot.
+        positions: I32 = np.arange(tokens.size, dtype=np.int32)
+        positions += (known - starts).repeat(counts)
+        slot_of = slots.repeat(counts)
+        if np.count_nonzero(after > limits):
+            # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
+            is_within = positions < limits.repeat(counts)
+            self._kv.write_token_ids(slot_of[is_within], positions[is_within], tokens[is_within])
+            batch.num_known[slots] = np.minimum(after, limits)
+        else:
+            self._kv.write_token_ids(slot_of, positions, tokens)
+            batch.num_known[slots] = after
+        index = known - batch.num_prompt[slots]
+        # The step was planned for one token; the others have their KV already, since they were computed as drafts.
+        computed = batch.num_computed[slots] + counts
+        batch.num_computed[slots] = computed - ONE
+        is_at_end = computed >= limits
+        if np.count_nonzero(is_at_end):
+            batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
+        cached = self._first_tokens(record)
+        ends: list[End] = []
+        kept = counts
+        ended = -1
+        for at in self._stopping.candidates_at(tokens, after - limits, counts):
+            row = int(np.searchsorted(starts, at, "right")) - 1
+            if row == ended:
+                continue
+            place = at - starts.item(row)
+            end = self._stop(rows.sequences[row], tokens.item(at), index.item(row) + place + 1)
+            if end is None:
+                continue
+            ended = row
+            ends.append(end)
+            # Tokens behind the one that ends the request are not part of its output.
+            if place + 1 < counts[row]:
+                kept = kept.copy() if kept is counts else kept
+                kept[row] = place + 1
+                room = limits.item(row) - known.item(row)
+                self._count_wasted(rows.sequences[row], min(counts.item(row), room) - place - 1)
+        if kept is not counts:
+            tokens = tokens[positions < (known + kept).repeat(counts)]
+        self.num_output_tokens += tokens.size
+        return Events(
+            rows.sequences,
+            tokens,
+            index,
+            NO_I32 if tokens.size == len(rows) else kept,
+            tuple(ends),
+            cached=tuple(cached),
+        )
 
     def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
         """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
@@ -325,6 +431,8 @@ class Results:
                 end = self._stop(sequence, token, start + position + 1)
                 # Tokens behind the one that ends the request are not part of its output.
                 if end is not None:
+                    room = sequence.limit - sequence.num_prompt - start if is_here else tokens.size
+                    self._count_wasted(sequence, min(tokens.size, room) - position - 1)
                     tokens = tokens[: position + 1]
                     ends.append(end)
                     break
@@ -409,6 +517,11 @@ class Results:
         elif not batch.is_decoding[slot]:
             batch.start_decoding([slot])
         return known - sequence.num_prompt
+
+    def _count_wasted(self, sequence: Sequence, number: int) -> None:
+        """Tokens behind the end of a request, as far as there was a place for them."""
+        sequence.num_wasted_tokens += number
+        self._table.num_wasted += number
 
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""

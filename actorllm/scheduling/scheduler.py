@@ -43,6 +43,7 @@ from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFail
 from actorllm.scheduling.admission import Admission, Refusal
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.decode_rows import DecodeRows
+from actorllm.scheduling.draft_budget import DraftBudget
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Forks
@@ -61,6 +62,7 @@ from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
+from actorllm.types.drafter import Ranges
 from actorllm.types.outputs import FinishReason
 
 
@@ -81,6 +83,7 @@ class Scheduler:
         policy: PlanPolicy,
         depth: int = 2,
         num_lookahead_tokens: int = 0,
+        draft_ranges: Ranges = (),
         prefill_chunk: int | None = None,
         enable_prefix_caching: bool = True,
         max_num_partial_prefills: int = 1,
@@ -93,6 +96,7 @@ class Scheduler:
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
+        num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. is_simulated: the contents of
         plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
@@ -127,6 +131,7 @@ class Scheduler:
         self.ledger = Ledger(depth)
         self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
         self._decode = DecodeRows(batch, kv, spare)
+        self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
         self._cache = PrefixCache(kv, batch, self.ledger, spare)
         self._step_failures = StepFailures(limits, batch)
@@ -416,13 +421,16 @@ class Scheduler:
         # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
-        plan = self._builder.build(step, rows, extended, actions, prefill, late)
+        max_drafts = self._drafts.most(num_decode, self.limits.max_tokens - num_tokens) if self._drafts.is_used else 0
+        plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts)
         if prefill and self._message_budget.num_embedded:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
         self.ledger.launch(
-            StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0], plan.freed)
+            StepRecord(
+                step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0], plan.freed, max_drafts
+            )
         )
         self._num_steps += 1
         return plan
@@ -581,6 +589,7 @@ class Scheduler:
                 record.launched,
                 result.started,
                 result.ended,
+                result.num_checked,
             ),
             self,
         )
@@ -781,6 +790,7 @@ class Scheduler:
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
             prefix_cache=self._cache.statistics(),
+            speculation=self._results.drafts.statistics() if self._drafts.is_used else None,
         )
 
     def check_integrity(self) -> None:

@@ -175,13 +175,12 @@ class Pace:
 
     def on_step(self, done: StepDone, view: View) -> None:
         p, slots, took = done.num_prefill_tokens, done.slots, done.ended - done.started
+        d = slots.size + done.num_drafted
         if self._learns and isinstance(self.step_time, StepTime):
-            self.step_time.observe(p, slots.size, int(view.batch.num_computed[slots].sum()), took)
+            self.step_time.observe(p, d, int(view.batch.num_computed[slots].sum()), took)
         elif isinstance(self.step_time, CorrectedStepTime):
             context = int(view.batch.num_computed[slots].sum())
-            self.step_time.observe(
-                p, slots.size, context, took, 0, p * p / 2
-            )  # as if there was one prompt, from its start
+            self.step_time.observe(p, d, context, took, 0, p * p / 2)  # as if there was one prompt, from its start
 
     def free_at(self, view: View) -> float:
         """When the worker is done with the steps in flight. The newest was planned by `largest`, or only decodes."""

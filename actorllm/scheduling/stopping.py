@@ -63,6 +63,23 @@ class Stopping:
         found: list[int] = may_end.nonzero()[0].tolist()
         return found
 
+    @property
+    def is_watching(self) -> bool:
+        """Some request looks out for repetitions, and is to be told of each of its tokens."""
+        return self._num_watched > 0
+
+    def candidates_at(self, tokens: I32, beyond: I32, counts: I32) -> list[int]:
+        """As `candidates`, of tokens of which a row may have several; none of the requests looks out for repetitions.
+
+        counts: tokens of each row. beyond: how many more a row knows with all of them than its limit. Returns places in `tokens`.
+        """
+        may_end = self._num_stopping.take(tokens)
+        if np.count_nonzero(beyond >= 0):
+            place = np.arange(tokens.size) - (counts.cumsum() - counts).repeat(counts)  # of each token in its row
+            may_end |= place >= (counts - 1 - beyond).repeat(counts)
+        found: list[int] = may_end.nonzero()[0].tolist()
+        return found
+
     def end_of(self, sequence: Sequence, token: int, num_outputs: int) -> tuple[FinishReason, int | str | None] | None:
         """Why a request ends with this token, its num_outputs-th, and the stop_reason; None: it goes on."""
         if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:

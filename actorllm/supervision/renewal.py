@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from dataclasses import replace
 
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.config import EngineConfig
 from actorllm.scheduling.policy_fallback import FALLBACK
 from actorllm.supervision.death import ActorDeath
@@ -20,30 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 class MeetingPlace:
-    """Where the ranks of one start find each other: a file in memory, which they open by the number that it has in this process.
-
-    It has no name of its own, so it goes with this process, whichever process is killed. Of one rank nothing is made.
-    """
+    """Where the ranks of one start find each other: a file in memory. Of one rank nothing is made."""
 
     def __init__(self) -> None:
-        self._fd = -1
+        self._file: MemoryFile | None = None
 
     def renewed(self, config: EngineConfig) -> EngineConfig:
         """Before workers are started: several get a new place to meet. Raises OSError."""
         if config.world_size == 1:
             return config
         self.close()
-        self._fd = os.memfd_create("actorllm-rendezvous", os.MFD_CLOEXEC)
-        return replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._fd}")
+        self._file = MemoryFile("rendezvous")
+        return replace(config, rendezvous=self._file.path)
 
     def close(self) -> None:
         """Release the place. Idempotent; not while processes are started."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineConfig:

@@ -28,7 +28,6 @@ class VLLMOptions(TypedDict, total=False):
     pipeline_parallel_size: Literal[1]
     distributed_executor_backend: Literal[None, "mp", "uni"]
     disable_custom_all_reduce: Literal[False, True]
-    speculative_config: Literal[None]
     compilation_config: Annotated[Any, None, {}, 0]
     limit_mm_per_prompt: Annotated[Any, None, {}]
     mm_processor_kwargs: Annotated[Any, None]

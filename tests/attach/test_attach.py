@@ -704,14 +704,26 @@ def test_ps(
         "model": "storyteller",
         "version": __version__,
         "state": "running",
+        "num_replicas": 1,
         "num_frontends": 2,
         "num_running": 1,
         "num_waiting": 1,
     }
     assert main(["ps"]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "PID", "MODEL", "STATE", "UPTIME", "VERSION", "FRONTENDS", "RUNNING", "WAITING"]
+    assert header.split() == [
+        "NAME",
+        "PID",
+        "MODEL",
+        "STATE",
+        "UPTIME",
+        "VERSION",
+        "REPLICAS",
+        "FRONTENDS",
+        "RUNNING",
+        "WAITING",
+    ]
     fields = row.split()
     assert fields.pop(4).startswith("0:00:")
-    assert fields == ["tale", str(os.getpid()), "storyteller", "running", __version__, "2", "1", "1"]
+    assert fields == ["tale", str(os.getpid()), "storyteller", "running", __version__, "1", "2", "1", "1"]
     del streams

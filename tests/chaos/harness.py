@@ -338,7 +338,9 @@ class Chaos:
 
     async def stop(self, name: str, seconds: float) -> None:
         """SIGSTOP a process for a while: it is slow, and not dead."""
-        pid = next(pid for actor, pid in self.pids().items() if actor.startswith(name))
+        pid = next((pid for actor, pid in self.pids().items() if actor.startswith(name)), None)
+        if pid is None:  # it is started again just now
+            return
         os.kill(pid, signal.SIGSTOP)
         await anyio.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -10,6 +12,14 @@ from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos
 
 NUM_STOPS = 2
 REQUESTS_PER_KILL = 10
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+    "num_speculative_tokens_per_batch_size": [[1, 100, 5]],
+}
+"""For any number of rows."""
 
 
 async def run(engine: AsyncLLM, num_kills: int) -> Chaos:
@@ -35,15 +45,24 @@ async def run(engine: AsyncLLM, num_kills: int) -> Chaos:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "num_kills", [6, pytest.param(30, marks=pytest.mark.slow(reason="a minute; six kills have each kind once"))]
+    ("num_kills", "drafts"),
+    [
+        (6, None),
+        pytest.param(30, None, marks=pytest.mark.slow(reason="a minute; six kills have each kind once")),
+        pytest.param(
+            6, DRAFTS, marks=pytest.mark.slow(reason="tests/api/test_speculation.py has a kill of each process")
+        ),
+    ],
+    ids=["6", "30", "6 with drafts"],
 )
-def test_kills_lose_nothing_and_change_nothing(num_kills: int) -> None:
+def test_kills_lose_nothing_and_change_nothing(num_kills: int, drafts: dict[str, Any] | None) -> None:
     engine = AsyncLLM(
         "storyteller",
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=32,
         num_threads=1,
+        speculative_config=drafts,
         standby_worker=True,  # it imports torch while tokens flow; some kills come before it has
     )
     chaos = anyio.run(run, engine, num_kills)

@@ -52,7 +52,7 @@ class FakeReplica:
     frontend: ReplicaFrontend
     link: FakeLink | None = None
     supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
-    held: dict[int, Any] = field(default_factory=dict)
+    is_removed: bool = False
     limits: dict[str, Any] = field(default_factory=dict)
     is_draining: bool = False
     is_lost: bool = False
@@ -112,6 +112,7 @@ class FleetOfJournals(RuleBasedStateMachine):
     def new_frontend(self, number: int) -> ReplicaFrontend:
         def lose(entries: Any, error: BaseException) -> None:
             self.replicas[number].is_lost = True
+            self.replicas[number].frontend = self.new_frontend(number)
             self.dispatcher.move_lost(self.replicas[number], entries, now(), error)
 
         return ReplicaFrontend(self.dispatcher.next_rid, lose)
@@ -140,7 +141,8 @@ class FleetOfJournals(RuleBasedStateMachine):
             self.asked.append(Asked(mailbox, rids[0]))
         else:
             assert mailbox.error is not None, "it is told why"
-            assert not any(r.takes_requests for r in self.replicas.values()) or self.replicas[pin or 0].is_lost
+            assert pin is None
+            assert not any(r.takes_requests for r in self.replicas.values())
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99))
@@ -214,9 +216,7 @@ class FleetOfJournals(RuleBasedStateMachine):
     def comes_back(self, number: int) -> None:
         replica = self.replicas[number]
         if replica.is_lost:
-            replica.frontend, replica.num_links = self.new_frontend(number), 0
-            held, replica.held = replica.held, {}
-            replica.frontend.adopt(held, None)
+            replica.num_links = 0
             replica.is_lost = False
         if replica.link is None:
             replica.supervisor.state = "running"
@@ -245,11 +245,11 @@ class FleetOfJournals(RuleBasedStateMachine):
     @invariant()
     def each_request_is_in_one_place(self) -> None:
         for one in self.open:
-            places = [r.number for r in self.replicas.values() if r.frontend.has(one.rid) or one.rid in r.held]
+            places = [r.number for r in self.replicas.values() if r.frontend.has(one.rid)]
             assert len(places) == 1, (one.rid, places)
             if one.mailbox.replica is not None:
                 assert places == [one.mailbox.replica]
-        num_known = sum(r.frontend.num_open + len(r.held) for r in self.replicas.values())
+        num_known = sum(r.frontend.num_open for r in self.replicas.values())
         assert num_known == len(self.open)
 
     @invariant()

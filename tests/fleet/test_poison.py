@@ -26,23 +26,29 @@ def anyio_backend() -> str:
 
 @pytest.fixture(params=["scheduler", "worker"])
 def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AsyncLLM, int]]:
-    """With the token of a prompt that its processes die of."""
+    """With the token of a prompt that its processes die of. It has a name, for programs to join."""
     workers = with_workers("DeadlyWorkerActor" if request.param == "worker" else "ScriptedWorkerActor")
     quick = RestartLimits(first_delay_s=0.01)
     monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", workers)
     monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: quick)
     policy = {"scheduling_policy": "tests.actors.deadly_policies:WhenItStarts"} if request.param == "scheduler" else {}
-    llm = AsyncLLM("storyteller", max_num_seqs=16, data_parallel_size=3, ready_replicas=3, **policy)
+    llm = AsyncLLM("storyteller", max_num_seqs=16, data_parallel_size=3, ready_replicas=3, name="poisoned", **policy)
     yield llm, deadly_policies.DEADLY if request.param == "scheduler" else DEADLY
     llm.shutdown()
 
 
 @pytest.mark.anyio
-async def test_it_fails_alone_and_reaches_two_replicas_at_most(fleet: tuple[AsyncLLM, int]) -> None:
-    llm, deadly = fleet
+@pytest.mark.parametrize("is_attached", [False, True], ids=["own", "attached"])
+async def test_it_fails_alone_and_reaches_two_replicas_at_most(fleet: tuple[AsyncLLM, int], is_attached: bool) -> None:
+    """Also if it is of a program that has joined, as is half of the others."""
+    owner, deadly = fleet
+    await owner.start()
+    guest = AsyncLLM.attach("poisoned") if is_attached else owner
+    await guest.start()
     found: dict[int, list[int]] = {}
 
     async def run(number: int, prompt: list[int]) -> None:
+        llm = guest if number % 2 else owner
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=number, detokenize=False)
         output = await llm.complete({"prompt_token_ids": prompt}, params)
         found[number] = list(output.outputs[0].token_ids)
@@ -52,7 +58,6 @@ async def test_it_fails_alone_and_reaches_two_replicas_at_most(fleet: tuple[Asyn
             await run(99, [5, deadly, 7])
 
     prompts = {number: [5, 6, 7 + number] for number in range(12)}
-    await llm.start()
     with anyio.fail_after(90):
         async with anyio.create_task_group() as group:
             for number, prompt in prompts.items():
@@ -61,6 +66,7 @@ async def test_it_fails_alone_and_reaches_two_replicas_at_most(fleet: tuple[Asyn
                     group.start_soon(die)
     assert found == {n: reference_stream(prompt, n, NUM_TOKENS, VOCAB) for n, prompt in prompts.items()}
     died = [
-        replica.number for replica in llm.health().replicas if replica.num_recoveries or replica.state == "recovering"
+        replica.number for replica in owner.health().replicas if replica.num_recoveries or replica.state == "recovering"
     ]
     assert 1 <= len(died) <= 2, "all trials are on one other replica"
+    guest.shutdown()

@@ -243,13 +243,13 @@ def test_the_bytes_of_known_messages() -> None:
     assert pack(StepResult(step=3, tokens=i4, nonfinite_rows=i4, ended=2.5))[:2] == (6, [0b10001, 0, 3, 0.0, 2.5])
     assert pack(StepPlan(step=4, prefill_slots=i4, embeds=np.zeros(1, np.uint8)))[:2] == (
         4,
-        [1 << 15 | 1 << 18, 1 << 14, 4],
+        [1 << 15 | 1 << 18, 1 << 14, 4, 0],
     )
     kind, scalars, _ = pack(Submit(rid=1, arrival=0.5, prompt=i4, max_tokens=8))
     assert (kind, scalars[:5], len(scalars)) == (1, [1, 0, 1, 0.5, 8], 2 + 43)
 
 
-@pytest.mark.parametrize("masks", [(-1, 0), (0, -1), (1 << 12, 0), (0, 1 << 12), (1, 1)])
+@pytest.mark.parametrize("masks", [(-1, 0), (0, -1), (1 << 13, 0), (0, 1 << 13), (1, 1)])
 def test_masks_of_columns_that_there_are_not(masks: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="masks"):
         unpack(6, [*masks, 5, 0.0, 0.0], [np.zeros(2, np.int32)])

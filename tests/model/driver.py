@@ -101,8 +101,8 @@ class Driver:
         tokens = iter(result.tokens.tolist())
         assert len(counts) == len(self.rows)
         for slot, count in zip(self.rows, counts.tolist(), strict=True):
-            if count:
-                self.requests[slot].tokens.append(next(tokens))
+            self.requests[slot].tokens += [next(tokens) for _ in range(count)]
+            self.requests[slot].num_computed += max(0, count - 1)  # drafts that were right
         return result
 
     def plan(self, prefill: Mapping[int, int], decode: Sequence[int] | None, **more: Any) -> StepPlan:
@@ -129,7 +129,7 @@ class Driver:
         self.rows = list(getattr(self, "decode", []))
         for slot in self.rows:
             request = self.requests[slot]
-            if request.num_computed == len(request.blocks) * self.block_size:
+            while request.num_computed + more.get("max_drafts", 0) >= len(request.blocks) * self.block_size:
                 request.blocks.append(self.free.pop())
                 extended.append((slot, request.blocks[-1]))
             request.num_computed += 1

@@ -72,6 +72,8 @@ class ScriptedWorker:
     late_steps: list[tuple[int, list[int]]] = field(default_factory=list)
     tokens_per_row: Callable[[int, int], int] | None = None
     """(slot, token index) -> how many tokens the row returns."""
+    drafts_per_row: Callable[[int, int], tuple[int, int]] | None = None
+    """(slot, token index) -> how many drafts a decode row has, and how many of them are right; as far as the plan allows."""
 
     def run(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
         assert violation(plan, SCHEDULER) is None
@@ -82,13 +84,18 @@ class ScriptedWorker:
         counts: list[int] = []
         vectors: list[float] = []
         vector_rows: list[int] = []
+        drafted: list[int] = []
         for slot in self.decode:
             row = self.rows[slot]
             assert row.computed == len(row.tokens) - 1, (
                 f"decode row {slot} stands at {row.computed} of {len(row.tokens)}"
             )
             self._compute(row, 1)
-            got = self._sample(slot, row)
+            num_drafts, num_right = self._drafts(slot, row, plan.max_drafts)
+            drafted.append(num_drafts)
+            got = self._sample(slot, row, num_right=num_right) if num_right else self._sample(slot, row)
+            for position in range(row.computed, row.computed + num_drafts - num_right):
+                self._spoil(row, position)
             tokens += got
             counts.append(len(got))
         completed = []
@@ -133,7 +140,22 @@ class ScriptedWorker:
             counts=np.array([] if plain else counts, np.int32),
             vector_rows=np.array(vector_rows, np.int32),
             vectors=np.array(vectors, np.float32),
+            num_drafted=np.array(drafted + [0] * (len(counts) - len(drafted)) if any(drafted) else [], np.int32),
         )
+
+    def _drafts(self, slot: int, row: Row, most: int) -> tuple[int, int]:
+        if self.drafts_per_row is None or not most:
+            return 0, 0
+        first = row.num_outputs_at_start + len(row.tokens) - row.num_known_at_start
+        num_drafts, num_right = self.drafts_per_row(slot, first)
+        return min(num_drafts, most), min(num_drafts, num_right, most)
+
+    def _spoil(self, row: Row, position: int) -> None:
+        """A draft was wrong: what it left behind is the KV of no token."""
+        block, offset = divmod(position, self.block_size)
+        assert block < len(row.blocks), f"a draft at position {position} has no block"
+        assert sum(row.blocks[block] in other.blocks for other in self.rows.values()) == 1, "of a block of another row"
+        self.kv[row.blocks[block], offset] = -1
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.freed.tolist():
@@ -201,10 +223,11 @@ class ScriptedWorker:
         block, offset = divmod(position, self.block_size)
         return self.kv[row.blocks[block], offset]
 
-    def _sample(self, slot: int, row: Row, shared: int | None = None) -> list[int]:
+    def _sample(self, slot: int, row: Row, shared: int | None = None, num_right: int = 0) -> list[int]:
         """shared: the prefix that a fork samples after, which is not among its own blocks yet."""
         first = row.num_outputs_at_start + len(row.tokens) - row.num_known_at_start
         count = 1 if self.tokens_per_row is None else self.tokens_per_row(slot, first)
+        count += num_right
         if count == 0:
             row.computed -= 1
             return []

@@ -32,7 +32,7 @@ def make_scheduler(**overrides: Any) -> Scheduler:
     return Scheduler(**(arguments | overrides))
 
 
-def make_submit(rid: int, prompt: Sequence[int], **overrides: Any) -> Submit:
+def make_submit(rid: int, prompt: Sequence[int], block_size: int = BLOCK_SIZE, **overrides: Any) -> Submit:
     tokens = np.array(prompt, np.int32)
     key = extra_key(overrides.get("cache_salt"), overrides.get("adapter_id", 0))
     arguments: dict[str, Any] = {
@@ -41,7 +41,7 @@ def make_submit(rid: int, prompt: Sequence[int], **overrides: Any) -> Submit:
         "prompt": tokens,
         "max_tokens": 8,
         "seed": rid,
-        "block_hashes": hash_blocks(tokens, BLOCK_SIZE, key),
+        "block_hashes": hash_blocks(tokens, block_size, key),
     }
     return Submit(**(arguments | overrides))
 
@@ -60,14 +60,16 @@ class Engine:
         self.now = 0.0
 
     def submit(self, rid: int, prompt: Sequence[int], **overrides: Any) -> None:
-        submit = make_submit(rid, prompt, **overrides)
+        submit = make_submit(rid, prompt, self.scheduler.kv.block_size, **overrides)
         self.streams.setdefault(rid, submit.output.tolist())
         self._ended([end] if (end := self.scheduler.submit(0, submit, self.now)) else [])
 
     def submit_several(self, rid: int, n: int, prompt: Sequence[int], **overrides: Any) -> list[int]:
         """A request of n sequences, the first of them `rid`, with its seed; their rids."""
         rids = [rid + i for i in range(n)]
-        submit = make_submit(rid, prompt, siblings=np.array(rids[1:], np.int32), **overrides)
+        submit = make_submit(
+            rid, prompt, self.scheduler.kv.block_size, siblings=np.array(rids[1:], np.int32), **overrides
+        )
         for sequence in sequences_of(submit):
             self.streams.setdefault(sequence.rid, [])
             self._ended([end] if (end := self.scheduler.submit(0, sequence, self.now)) else [])

@@ -89,6 +89,13 @@ class KVCache:
     def zero(self, block_ids: NDArray[np.int32]) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
 
+    def clear(self, kv_slots: I64) -> None:
+        """Zero single tokens: block * block_size + offset of each."""
+        block, offset = torch.from_numpy(kv_slots // self.block_size), torch.from_numpy(kv_slots % self.block_size)
+        for layer in self.layers:
+            layer.keys[block, :, :, offset] = 0
+            layer.values[block, :, offset] = 0
+
     def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """All at once: a target that is also a source is read before it is written."""
         to, where = torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(sources.astype(np.int64))

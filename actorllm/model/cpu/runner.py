@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError
+from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
-from actorllm.messages.logprobs import LogprobSpan
+from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.layers import linear, widens
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
-from actorllm.model.inputs import PersistentBatch, StepInputs
+from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
@@ -34,6 +34,7 @@ from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
 from actorllm.model.weights import open_weights
 
@@ -89,6 +90,8 @@ class CpuStep(StepHandle[Chunks]):
     prompt_logprobs: list[LogprobSpan]
     bad_prompts: I32
     """Prefill rows of the plan whose states are not finite."""
+    draft_logits: torch.Tensor | None = None
+    """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -113,6 +116,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What torch computes with. A step sets it, from the size of its products."""
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
+        self._speculator: Speculator | None = None
+        if config.speculation is not None:
+            if not isinstance(self.model_config, DecoderConfig):
+                raise UnsupportedModelError(
+                    f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
+                    f"transformers; leave it out"
+                )
+            self._speculator = Speculator(config.speculation, self.model_config.vocab_size)
         self._is_half_done = False
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
@@ -208,7 +219,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
             return int(self._available_at_first * share / self.ranks.size) - max(0, used) - working
-        per_seq = -(-(config.model.max_model_len + limits.num_lookahead_tokens) // config.cache.block_size)
+        per_seq = -(-(config.model.max_model_len + limits.num_spare_tokens) // config.cache.block_size)
         budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.ranks.size) - working
         return min(limits.max_num_seqs * per_seq * self.block_bytes, budget)
 
@@ -221,6 +232,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
+        if self._speculator is not None:
+            self._speculator.clear()
         self._is_half_done = False
 
     def _empty_batch(self) -> PersistentBatch:
@@ -231,6 +244,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done."""
         if self._is_half_done:
             self._zero(np.arange(self.cache.num_blocks, dtype=np.int32))
+        if self._speculator is not None:
+            self._speculator.clear()
         self.is_torn = self._is_half_done = False
 
     def _profile_working_bytes(self) -> int:
@@ -243,7 +258,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         for plan in plans:
             self.step(plan)
         peak = max(0, memory.peak_bytes() - before)
-        logits = min(seqs * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
+        samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
+        logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
         del self.cache
         return peak + 3 * logits + context
@@ -261,12 +277,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """A prefill and a decode step, in a batch and a cache of their own."""
         kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors
         self._pooled, self.processors = PooledStates(), None
+        speculator, self._speculator = self._speculator, None
         try:
             for result in map(self.step, self._check_plans()):
                 if result.came_to_nothing:
                     raise EngineError("the model's logits are not finite, whatever the tokens")
         finally:
             self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors = kept
+            self._speculator = speculator
 
     def _check_plans(self) -> Iterator[StepPlan]:
         """The two steps, for the batch and the cache that are made here. Models that make vectors have only the first."""
@@ -298,10 +316,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._is_half_done = True
         self.is_torn = self.ranks.size > 1  # whatever it raises: no other rank may, and they wait for this one then
         self._apply(plan)
-        inputs = self.batch.inputs(plan)
+        drafts = self._drafts(plan)
+        inputs = self.batch.inputs(plan, drafts)
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
-        hidden, logits = self._no_hidden, None
+        hidden, logits, draft_logits = self._no_hidden, None, None
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
@@ -309,6 +328,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             torch.set_num_threads(size)
             wall, cpu = time.perf_counter(), time.thread_time()
             states = self.decoder.forward(inputs, self.cache)
+            if drafts is not None and not self._has_finite_drafts(states, inputs):
+                drafts, inputs = None, self.batch.inputs(plan)
+                sampling = self._sampling_rows(inputs)
+                states = self.decoder.forward(inputs, self.cache)
             if inputs.prefill_slots:
                 bad_prompts = self._clear_bad_prompts(states, inputs)
                 pooling = self.batch.columns.pooling[inputs.prefill_slots]
@@ -316,7 +339,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                     self._pooled.observe(inputs, pooling, lambda where: self.decoder.select(states, where))
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
-            if len(sampling.how) == 1:
+            if drafts is not None:
+                logits, draft_logits = self._logits_with_drafts(states, hidden, inputs, sampling)
+            elif len(sampling.how) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             if size > 1:
                 self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
@@ -324,8 +349,58 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         self.batch.advance(inputs)
         return CpuStep(
-            plan.step, inputs, sampling, plan.late_slots, started, hidden, logits, prompt_logprobs, bad_prompts
+            plan.step,
+            inputs,
+            sampling,
+            plan.late_slots,
+            started,
+            hidden,
+            logits,
+            prompt_logprobs,
+            bad_prompts,
+            draft_logits,
         )
+
+    def _drafts(self, plan: StepPlan) -> Drafts | None:
+        """What is guessed of the decode rows of this step."""
+        if self._speculator is None:
+            return None
+        self._speculator.apply(plan, self.batch.known_tokens)
+        slots = self.batch.decode_slots
+        if not plan.max_drafts or not len(slots):
+            return None
+        # The logits of all positions are there at a time.
+        most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
+        num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
+        most = min(plan.max_drafts, most_rows // num_rows - 1)
+        room = self.batch.draft_room(self.config.model.max_model_len)
+        if plan.late_slots.size:  # their masks are made for one token
+            room[np.isin(slots, plan.late_slots)] = 0
+        return self._speculator.draft(slots, room, most)
+
+    def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
+        """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
+
+        A row multiplies what stands behind it in its blocks by 0, and its own token may well be finite.
+        """
+        assert inputs.draft_tokens is not None
+        where = inputs.draft_tokens
+        if torch.isfinite(states[torch.from_numpy(where)].sum(1, dtype=torch.float32)).all():
+            return True
+        self.cache.clear(inputs.kv_slots[where])
+        return False
+
+    def _logits_with_drafts(
+        self, states: torch.Tensor, hidden: torch.Tensor, inputs: StepInputs, sampling: SamplingRows[Chunks]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the samples and those at the drafts, by one product where each sample has a state of its own."""
+        assert inputs.draft_tokens is not None
+        num_samples = len(sampling.slots)
+        drafted = self.decoder.select(states, inputs.draft_tokens)
+        if sampling.states is not None:
+            return self._logits(hidden, sampling, 0, num_samples), self.decoder.logits(drafted)
+        logits = self.decoder.logits(torch.cat((hidden, drafted)))
+        return logits[:num_samples], logits[num_samples:]
 
     def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
         """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
@@ -385,11 +460,87 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             # The last block of a prompt is not copied yet, and a fork may need it whose own choice was valid.
             needed = [source for slot, source in handle.inputs.forks if slot not in void]
             self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
-        self.batch.store(sampling.slots, tokens)
-        if self.processors is not None:
-            self.processors.store(sampling.slots, tokens)
+        self._store(sampling.slots, tokens)
         vectors = None if sampling.rows is None else self._vectors(handle)
-        return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors)
+        runs = NO_I32
+        if handle.draft_logits is not None:
+            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans)
+        return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)
+
+    def _store(self, slots: I32, tokens: I32) -> None:
+        """One token was sampled for each of these slots."""
+        self.batch.store(slots, tokens)
+        if self.processors is not None:
+            self.processors.store(slots, tokens)
+        if self._speculator is not None:
+            self._speculator.store(slots, tokens)
+
+    def _check_drafts(
+        self,
+        handle: CpuStep,
+        logits: torch.Tensor,
+        tokens: I32,
+        is_void: NDArray[np.bool_],
+        spans: list[LogprobSpan],
+    ) -> tuple[I32, I32, list[LogprobSpan]]:
+        """Sample at the positions of drafts, as always, as long as each draft is what was sampled before it.
+
+        logits: at the drafts. tokens, is_void, spans: of the step's own samples, which are stored already. Returns the tokens
+        of all rows, how many each row has (none: one each), and the log-probabilities of all.
+
+        Position by position: penalties, bad words, min_tokens and the application's processors see each token in its turn.
+        """
+        drafts = handle.inputs.drafts
+        assert drafts is not None
+        assert self._speculator is not None
+        slots = self.batch.decode_slots
+        firsts = np.cumsum(drafts.counts) - drafts.counts
+        runs = np.ones(len(tokens), np.int32)
+        by_row = [[token] for token in tokens.tolist()]
+        rows = np.flatnonzero((drafts.counts > 0) & ~is_void[: len(slots)])
+        newest = tokens[rows]
+        position = 0  # of the next draft
+        while True:
+            has_next = drafts.counts[rows] > position
+            rows, newest = rows[has_next], newest[has_next]
+            rows = rows[newest == drafts.tokens[firsts[rows] + position]]
+            if not rows.size:
+                break
+            here = logits.index_select(0, torch.from_numpy(firsts[rows] + position))
+            raw = here.clone() if handle.sampling.has_logprobs else here
+            has_rules = handle.sampling.has_rules
+            void, _, _ = self._prepare(here, slots[rows], None, has_rules=has_rules)
+            if void.any():  # such a row stops before: its next step finds the same, and reports it
+                kept = np.flatnonzero(~void)
+                rows, where = rows[kept], torch.from_numpy(kept)
+                here, raw = here.index_select(0, where), raw.index_select(0, where)
+                if not rows.size:
+                    break
+            ((_, _, columns),) = self._how(slots[rows], has_rules=has_rules, has_logprobs=False)
+            newest = self._sampler.sample(here, columns)
+            if handle.sampling.has_logprobs:
+                spans = spans + self._run_logprobs(raw, slots[rows], rows, newest)
+            self.batch.accept(slots[rows])
+            self._store(slots[rows], newest)
+            runs[rows] += 1
+            for row, token in zip(rows.tolist(), newest.tolist(), strict=True):
+                by_row[row].append(token)
+            position += 1
+        self._speculator.observe(slots, drafts.counts, runs[: len(slots)] - 1)
+        if position == 0:
+            return tokens, NO_I32, spans
+        return np.array([token for row in by_row for token in row], np.int32), runs, joined_runs(spans)
+
+    def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
+        """Those of one position of several rows, of which some want them."""
+        rules = self.batch.rules
+        spans: list[LogprobSpan] = []
+        for i, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+            if slot in rules.logprob_ids:
+                spans.append(logprobs.gather_ids(raw[i : i + 1], int(tokens[i]), rules.logprob_ids[slot], row))
+            elif slot in rules.num_logprobs:
+                spans.append(logprobs.gather(raw[i : i + 1], tokens[i : i + 1], rules.num_logprobs[slot], row))
+        return spans
 
     def _vectors(self, handle: CpuStep) -> NDArray[np.float32]:
         """Of the rows that are pooled, made of their final states."""

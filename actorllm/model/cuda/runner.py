@@ -380,7 +380,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @torch.inference_mode()
     def _allocate(self, num_blocks: int) -> None:
         config, c, shape, on = self.config, self.model_config, self.model.shape, self.device.torch_device
-        size, length = config.cache.block_size, config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        size, length = config.cache.block_size, config.model.max_model_len + config.scheduler.num_spare_tokens
         for name in ("graphs", "sampler", "state"):  # those of the profile go before there are others
             vars(self).pop(name, None)
         self._rows_of_size.clear()

@@ -26,6 +26,19 @@ class PrefixCacheStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStatistics:
+    """Drafts since the start, under vLLM's names."""
+
+    num_drafts: int
+    """Times that a row of a step had any."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Those that were what was sampled."""
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    """By position: of the first draft of a row, of its second, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
     """Counters since the start, and what is there now."""
 
@@ -72,3 +85,5 @@ class SchedulerStatistics:
     kv: KVCacheStatistics
     prefix_cache: PrefixCacheStatistics | None
     """None: there is none."""
+    speculation: SpeculationStatistics | None = None
+    """None: nothing is drafted."""

@@ -54,6 +54,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         self._is_checked = False
         self.resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
+        self.expected_until = 0.0
+        """Until when any frontend may bring suspects, for another replica has died (`expect_suspects`)."""
         self.begins_at = 0.0
         """When the search begins even if some frontends have not submitted everything again."""
         self.not_begun: set[Key] = set()
@@ -82,9 +84,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
 
         is_own: its frontend is the owner's, which may have it from another replica that died.
         """
-        if (
-            frontend not in self.resubmitting and not is_own
-        ):  # it has nothing to submit again, and no scheduler died of it
+        may_bring = is_own or frontend in self.resubmitting or now() < self.expected_until
+        if not may_bring:  # it has nothing to submit again, and no scheduler died of it
             return replace(message, num_deaths=0)
         if not self.has_suspects:
             self._begin_within(JOURNAL_PATIENCE_S)

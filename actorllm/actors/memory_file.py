@@ -1,0 +1,30 @@
+"""`MemoryFile`: memory that other processes of this user open by its number in this process."""
+
+from __future__ import annotations
+
+import os
+
+
+class MemoryFile:
+    """It has no name of its own. So it goes with this process, whatever kills it."""
+
+    def __init__(self, purpose: str, num_bytes: int = 0) -> None:
+        """purpose: a word for listings of open files. Raises OSError."""
+        self.fd = -1
+        self.fd = os.memfd_create(f"actorllm-{purpose}", os.MFD_CLOEXEC)
+        if num_bytes:
+            os.ftruncate(self.fd, num_bytes)
+
+    @property
+    def path(self) -> str:
+        """Under which other processes open it, as long as it is not closed."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def close(self) -> None:
+        """No other process can open it any more. Mappings stay. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,321 @@
+"""An engine of several replicas that another process owns, joined by this one: `attach` joins either kind of engine.
+
+`FleetAttachClient` has a frontend, and a ring pair, for each replica that runs. A dispatcher of its own routes the requests of
+this program. The owner tells of deaths, losses and drains, and this program moves its own streams as the owner moves its. No
+token passes through the owner.
+
+What the programs have on each replica is on the board that they share (`actors.load_board`), so that each counts the load of all.
+The suspects of a death go to the one replica that the owner names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future
+from typing import Any, cast
+
+import anyio
+from anyio.abc import TaskGroup
+
+from actorllm.actors.child import error_of_loss
+from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.load_board import LoadBoard
+from actorllm.actors.topology import ActorSpec
+from actorllm.attach.client import AttachClient, Met, install_link, lose_links, meet
+from actorllm.attach.rendezvous import error_of
+from actorllm.client.attached_engine import AttachedEngine
+from actorllm.clock import now
+from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, PeerRestartedError
+from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of, load_of
+from actorllm.scheduling.router import LinearSteps, make_router
+from actorllm.supervision.children import OwnerChild
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState, ReplicaHealth
+
+
+def attach(name: str) -> AttachedEngine:
+    """The engine of this name as the front doors of this process use it. Raises what `attach.client.meet` does."""
+    met = meet(name)
+    if met.config.data_parallel_size == 1:
+        return AttachedEngine(AttachClient(met))
+    return AttachedFleetEngine(FleetAttachClient(met))
+
+
+class AttachedReplica:
+    """A replica of the owner's, from here: a frontend, and its link while the replica runs."""
+
+    def __init__(self, number: int, client: FleetAttachClient) -> None:
+        self.number = number
+        self.limits = limits_of(client.config)
+        self.is_draining = False
+        self.is_removed = False
+        self.is_lost = True
+        """It has no link, and may get one when it is made anew."""
+        self.child: OwnerChild | None = None
+        """What runs the frontend, while it is not lost."""
+        self.num_lives = 0
+        self.last_failure: str | None = None
+        self._client = client
+        self.frontend = self._new_frontend()
+
+    def _new_frontend(self) -> ReplicaFrontend:
+        dispatcher = self._client.dispatcher
+        return ReplicaFrontend(dispatcher.next_rid, self._lose, dispatcher.publish)
+
+    def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
+        """As of `Replica`: what is pinned waits at the frontend of the next life."""
+        pause_mode = self.frontend.pause_mode
+        self.frontend = self._new_frontend()
+        if pause_mode is not None:
+            self.frontend.assume_paused(pause_mode)
+        self.is_lost = True
+        self.last_failure = str(error)
+        self._client.dispatcher.forget(self.number)
+        self._client.dispatcher.move_lost(self, entries, now(), error)
+
+    def load(self) -> tuple[int, LinearSteps] | None:
+        board = self._client.board
+        return None if board is None else load_of(board, self.number)
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.is_draining or self.is_removed or self.is_lost)
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.is_lost:
+            return "lost"
+        if self.is_draining:
+            return "draining"
+        return "running" if self.frontend.is_linked else "recovering"
+
+    def health(self) -> ReplicaHealth:
+        """What this process sees of it. From any thread."""
+        return ReplicaHealth(
+            number=self.number,
+            state=self.state,
+            pids={},
+            num_requests=self.frontend.num_open,
+            num_lives=self.num_lives,
+            num_recoveries=self.frontend.num_recoveries,
+            recovery_s=self.frontend.max_recovery_s,
+            last_failure=self.last_failure,
+        )
+
+
+class FleetAttachClient(AttachClient):
+    """See the module docstring."""
+
+    def __init__(self, met: Met) -> None:
+        super().__init__(met)
+        self.replicas: dict[int, AttachedReplica] = {}
+        """By number, those that were stopped for good left out."""
+        self.board: LoadBoard | None = None
+        replicas = cast(dict[int, RoutedReplica], self.replicas)
+        self.dispatcher = Dispatcher(replicas, make_router(self.config.router))
+        self._tasks: TaskGroup
+        self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
+        self._has_frames: anyio.Event
+        self._children: set[OwnerChild] = set()
+
+    # The frontends
+
+    async def _start_frontends(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._has_frames = anyio.Event()
+        tasks.start_soon(self._follow)
+
+    async def _run_frontends(self) -> None:
+        """Each runs since its replica was first heard of."""
+
+    async def _stop_frontends(self) -> None:
+        self._drop_frames()
+        children = list(self._children)
+        for child in children:
+            child.request_stop()
+        for child in children:
+            await child.gone.wait()
+
+    def _fail_frontends(self, error: EngineError) -> None:
+        self._drop_frames()
+        self.dispatcher.fail_all(error)
+        for replica in self.replicas.values():
+            if replica.child is not None:
+                lose_links(replica.frontend, replica.child, error)
+
+    def _drop_frames(self) -> None:
+        while self._frames:
+            for fd in self._frames.popleft()[1]:
+                os.close(fd)
+
+    # What the owner says
+
+    def _obey(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
+        match frame["op"]:
+            case "joined":
+                if fds:
+                    self._share_board(fds, frame["number"])
+                self._frames.append((frame, ()))
+            case "link" | "lost" | "fell" | "gone" | "draining" | "removed":
+                self._frames.append((frame, fds))
+            case _:
+                super()._obey(frame, fds)
+                return
+        self._has_frames.set()
+
+    def _share_board(self, fds: tuple[int, ...], program: int) -> None:
+        try:
+            self.board = LoadBoard(f"/proc/self/fd/{fds[0]}")
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.dispatcher.share(self.board, program)
+
+    async def _follow(self) -> None:
+        """One frame after the other: some take a few turns of the loop."""
+        while True:
+            while self._frames:
+                frame, fds = self._frames.popleft()
+                try:
+                    await self._do(frame, fds)
+                except (ActorLLMError, OSError) as error:  # no memory or descriptor left for the rings
+                    self._end(EngineDeadError(f"engine {self.name!r} cannot be joined: {error}"))
+            await self._has_frames.wait()
+            self._has_frames = anyio.Event()
+
+    async def _do(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
+        if frame["op"] == "joined":
+            self._note_joined(frame)
+            return
+        number = frame["replica"]
+        replica = self.replicas.get(number)
+        if frame["op"] == "link":
+            if replica is None:
+                replica = self.replicas[number] = AttachedReplica(number, self)
+                replica.frontend.assume_paused(self.dispatcher.pause_mode)
+            try:
+                child = await self._child_of(replica)
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+            install_link(child, frame, fds)
+            return
+        if replica is None:
+            return
+        match frame["op"]:
+            case "lost":
+                self._note_lost_link(replica, frame)
+            case "fell":
+                self.dispatcher.forget(number)
+                self.dispatcher.trial_replica = frame["trial"]
+                self.dispatcher.move_if_sooner(replica, frame["group"], now(), frame["restart_s"])
+            case "gone":
+                self.dispatcher.trial_replica = frame["trial"]
+                self._lose(replica, error_of(frame))
+            case "draining":
+                replica.is_draining = frame["is_draining"]
+                if replica.is_draining and self.dispatcher.can_move(replica):
+                    self.dispatcher.move(replica, lost_at=None)
+            case "removed":
+                self._remove(replica)
+
+    async def _child_of(self, replica: AttachedReplica) -> OwnerChild:
+        """What runs its frontend; started if it was lost."""
+        if replica.child is None:
+            spec = ActorSpec(f"frontend{replica.number}", "", placement="owner")
+            child = replica.child = OwnerChild(spec, self._on_frontend_end, replica.frontend)
+            self._children.add(child)
+            await child.spawn(self._tasks, self.config)
+            await child.start(self.config)
+            await child.run()
+            replica.num_lives += 1
+        replica.is_lost = False
+        return replica.child
+
+    def _note_lost_link(self, replica: AttachedReplica, frame: dict[str, Any]) -> None:
+        loss = error_of_loss(frame)
+        if isinstance(loss, PeerRestartedError) and replica.child is not None:
+            replica.child.lose(frame["link"], frame["generation"], loss)
+        else:
+            replica.is_lost = True  # the owner says where its streams go
+
+    def _lose(self, replica: AttachedReplica, error: ActorLLMError) -> None:
+        """It is gone for good; what it had goes on elsewhere."""
+        known = error if isinstance(error, EngineError) else EngineDeadError(str(error))
+        frontend, child = replica.frontend, replica.child
+        if child is not None:
+            lose_links(frontend, child, known)
+        frontend.fail_all(known)
+        self._let_go(replica)
+
+    def _remove(self, replica: AttachedReplica) -> None:
+        """It is stopped, and does not come back."""
+        replica.is_removed = True
+        if self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=None)
+        self.dispatcher.move_rest(replica)
+        del self.replicas[replica.number]
+        self._let_go(replica)
+
+    def _let_go(self, replica: AttachedReplica) -> None:
+        child, replica.child = replica.child, None
+        if child is None:
+            return
+
+        async def end() -> None:
+            child.request_stop()
+            await child.gone.wait()
+            self._children.discard(child)
+
+        self._tasks.start_soon(end)
+
+    def _on_frontend_end(self, child: Any, death: ActorDeath) -> None:
+        if any(replica.child is child for replica in self.replicas.values()):
+            super()._on_frontend_end(child, death)
+
+    # What is known of them
+
+    def health(self) -> EngineHealth:
+        """Of what this process sees: its own frontends, and which replicas there are."""
+        replicas = [replica.health() for replica in list(self.replicas.values())]
+        state: EngineState = "new"
+        if self._error is not None:
+            state = "dead" if isinstance(self._error, EngineDeadError) else "stopped"
+        elif self._is_joined:
+            state = "running" if any(one.state in ("running", "draining") for one in replicas) else "recovering"
+        actors = {
+            f"replica{one.number}/frontend": ActorHealth(one.state, None, 1, one.last_failure) for one in replicas
+        }
+        num_recoveries = sum(one.num_recoveries for one in replicas)
+        recovery_s = sum(one.recovery_s for one in replicas)
+        last_failure = None if self._error is None else str(self._error)
+        return EngineHealth(state, actors, num_recoveries, recovery_s, last_failure, replicas=replicas)
+
+
+class AttachedFleetEngine(AttachedEngine):
+    """See the module docstring."""
+
+    def __init__(self, membership: FleetAttachClient) -> None:
+        self._fleet = membership
+        super().__init__(membership)
+
+    def _make(self) -> None:
+        super()._make()
+        self._frontend = self._fleet.dispatcher
+
+    @property
+    def replica_numbers(self) -> list[int]:
+        return sorted(self._fleet.replicas) or list(range(self.config.data_parallel_size))  # it is joined later
+
+    def scale(self, num_replicas: int) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can scale it")
+
+    def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can drain a replica of it")

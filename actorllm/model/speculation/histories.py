@@ -1,0 +1,100 @@
+"""`Histories`: the newest tokens of every slot of a worker, and how far drafts of each have been right.
+
+Invariants: a slot has a history from the plan that lists it as new until the plan that frees it. A history has the tokens that
+the worker knows, in their order, without those that have fallen out of the window. Nothing of it is needed for a token: after a
+crash or a preemption it begins anew from the known tokens. Owned by `Speculator`. Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import I32
+from actorllm.types.drafter import HISTORY_TOKENS
+
+ROOM_AT_FIRST = 256
+LONGEST_REST = 32
+"""Tokens for which a row drafts nothing after many steps whose drafts were all wrong."""
+
+
+class History:
+    """Of one slot. tokens: its known ones."""
+
+    __slots__ = ("_size", "_tokens", "length", "num_misses", "rest")
+
+    def __init__(self, tokens: I32, most: int) -> None:
+        """most: drafts of a step."""
+        kept = tokens[-HISTORY_TOKENS:]
+        self._tokens: NDArray[np.int32] = np.empty(min(2 * HISTORY_TOKENS, kept.size + ROOM_AT_FIRST), np.int32)
+        self._tokens[: kept.size] = kept
+        self._size = kept.size
+        self.length = most
+        """How many drafts are worth a try now."""
+        self.num_misses = 0
+        """Steps in a row whose drafts were all wrong."""
+        self.rest = 0
+        """Tokens to come without drafts."""
+
+    @property
+    def tokens(self) -> I32:
+        """The newest tokens, as a view that is valid until the next `push`."""
+        return self._tokens[max(0, self._size - HISTORY_TOKENS) : self._size]
+
+    def push(self, token: int) -> None:
+        if self._size == self._tokens.size:
+            kept = self.tokens
+            room = min(2 * HISTORY_TOKENS, 2 * kept.size + ROOM_AT_FIRST)
+            grown = np.empty(room, np.int32)
+            grown[: kept.size] = kept
+            self._tokens, self._size = grown, kept.size
+        self._tokens[self._size] = token
+        self._size += 1
+        if self.rest:
+            self.rest -= 1
+
+    def observe(self, num_drafted: int, num_accepted: int, most: int) -> None:
+        """A step checked drafts. Right ones make the next run longer, wrong ones make it shorter and then rarer.
+
+        A function of the row's own tokens and drafts, so that what else is in the batch has no part in it.
+        """
+        if num_accepted == num_drafted:
+            self.length = min(most, 2 * max(self.length, num_drafted))
+        else:
+            self.length = max(1, min(self.length, num_accepted + 1))
+        if num_accepted:
+            self.num_misses = 0
+            return
+        self.num_misses += 1
+        if self.num_misses > 1:  # the first one may be chance
+            self.rest = min(LONGEST_REST, 1 << (self.num_misses - 1))
+
+
+class Histories:
+    """See the module docstring."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: dict[int, History] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, slot: int, tokens: I32) -> None:
+        self._of[slot] = History(tokens, self._most)
+
+    def remove(self, slot: int) -> None:
+        self._of.pop(slot, None)
+
+    def clear(self) -> None:
+        self._of.clear()
+
+    def of(self, slot: int) -> History | None:
+        return self._of.get(slot)
+
+    def store(self, slots: I32, tokens: I32) -> None:
+        """What was sampled for these slots."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            history = self._of.get(slot)
+            if history is not None:
+                history.push(token)

@@ -1,0 +1,210 @@
+"""Speculation: what `speculative_config` says, with vLLM's names. Drafts are checked by exact match, so they change no token.
+
+Read where the configuration is made, by the scheduler (how many drafts a step may have) and by the worker (which drafter). Free
+of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.drafter import DEFAULT_LOOKUP, Drafter, Ranges, Speculation
+from actorllm.types.named_class import named_class
+
+NGRAM, SUFFIX = "ngram", "suffix"
+
+DRAFTERS = {
+    NGRAM: "actorllm.model.speculation.ngram:NgramDrafter",
+    SUFFIX: "actorllm.model.speculation.suffix:SuffixDrafter",
+}
+"""Where the built-in drafters are, by method."""
+
+NOT_THERE = (
+    *("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
+    "extract_hidden_states",
+)
+"""Methods of vLLM that are refused by name."""
+
+MAX_DRAFTS = 31
+"""Most drafts of a row in a step."""
+MAX_LOOKUP = 64
+"""Most tokens of an n-gram that is looked up."""
+SUFFIX_DRAFTS = 8
+"""Of num_speculative_tokens with method 'suffix', where none is given."""
+MAX_ENTRIES = 64
+"""Of num_speculative_tokens_per_batch_size."""
+
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "rejection_sample_method": (None, "standard", "strict"),
+    "draft_sample_method": (None, "greedy", "probabilistic"),
+    "disable_padded_drafter_batch": (None, False, True),
+    "disable_log_stats": (None, False, True),
+    "enforce_eager": (None, False, True),
+    "draft_tensor_parallel_size": (None, 1),
+    "disable_by_batch_size": (None,),
+    "model": (None, "ngram", "[ngram]"),
+}
+"""Options of vLLM with the values that change nothing here; other values are refused."""
+
+KNOWN = (
+    *("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("suffix_decoding_max_cached_requests", "num_speculative_tokens_per_batch_size"),
+)
+
+
+def make_drafter(options: Speculation, vocab_size: int) -> Drafter:
+    """A new drafter. Raises ConfigError for a class that cannot be loaded or built."""
+    found = drafter_class(options.method)
+    try:
+        return found(options, vocab_size)
+    except Exception as error:  # of a class of the application
+        raise ConfigError(
+            f"speculative_config: method={options.method!r:.120} cannot be built: {type(error).__name__}: {error}"
+        ) from error
+
+
+def drafter_class(method: str) -> type[Drafter]:
+    """The class of a method. Raises ConfigError, naming the method, where there is none."""
+    if method in NOT_THERE:
+        raise ConfigError(
+            f"speculative_config: method={method!r} is not supported; use {NGRAM!r}, or a drafter of yours as 'module:Class'"
+        )
+    return named_class("speculative_config: method", method, Drafter, DRAFTERS)  # type: ignore[type-abstract]
+
+
+def default_ranges(most: int) -> Ranges:
+    """Fewer drafts in larger batches.
+
+    A decode step for one row mostly waits for the weights, and drafts ride along. From about eight rows on, a draft costs as
+    much as a row, and a rejected one is lost. docs/speculation.md has the figures.
+    """
+    wanted = ((1, 2, most), (3, 4, min(most, 3)), (5, 8, min(most, 1)))
+    return tuple(entry for entry in wanted if entry[2])
+
+
+def read_speculation(given: Any) -> Speculation | None:
+    """Of the argument `speculative_config`.
+
+    Arguments:
+        given: a mapping, the same as JSON, or None.
+
+    Raises:
+        ConfigError: names the option, its value and the fix.
+    """
+    tree = _tree(given)
+    if tree is None:
+        return None
+    for name in tree:
+        if name not in KNOWN and name not in HARMLESS_VALUES:
+            known = [*KNOWN, *HARMLESS_VALUES]
+            raise ConfigError(f"speculative_config: there is no {name!r:.80}{nearest_name(str(name), known)}")
+    for name, values in HARMLESS_VALUES.items():
+        if tree.get(name) not in values:
+            fix = (
+                "; leave it out"
+                if name != "model"
+                else f"; leave it out, and name a method: {NGRAM!r} or 'module:Class'"
+            )
+            raise ConfigError(f"speculative_config: {name}={tree[name]!r:.80} is not supported{fix}")
+    method = tree.get("method")
+    if method is None and tree.get("model") is not None:
+        method = NGRAM  # an older way to say it in vLLM
+    if not isinstance(method, str) or not method:
+        raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
+    drafter_class(method)
+    most = tree.get("num_speculative_tokens")
+    if most is None and method == SUFFIX:
+        most = SUFFIX_DRAFTS
+    if most is None:
+        raise ConfigError(
+            "speculative_config: num_speculative_tokens is missing; give the most drafts of a step, like 4"
+        )
+    most = _count("num_speculative_tokens", most, MAX_DRAFTS)
+    least_lookup, most_lookup = _lookup(tree)
+    cached = tree.get("suffix_decoding_max_cached_requests")
+    if cached is not None and _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0):
+        warnings.warn(
+            f"speculative_config: suffix_decoding_max_cached_requests={cached} is taken and has no effect: suffixes are looked up "
+            f"in the sequence itself",
+            stacklevel=5,
+        )
+    return Speculation(
+        method,
+        most,
+        least_lookup,
+        most_lookup,
+        _count("suffix_decoding_max_tree_depth", tree.get("suffix_decoding_max_tree_depth", 24), MAX_LOOKUP),
+        _share("suffix_decoding_max_spec_factor", tree.get("suffix_decoding_max_spec_factor", 1.0), 100),
+        _share("suffix_decoding_min_token_prob", tree.get("suffix_decoding_min_token_prob", 0.1), 1),
+        _ranges(tree, most),
+    )
+
+
+def _tree(given: Any) -> Mapping[Any, Any] | None:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"speculative_config is not valid JSON: {error}") from error
+    if given is None or isinstance(given, Mapping):
+        return given
+    raise ConfigError(f"speculative_config={given!r:.80} must be a mapping, the same as JSON, or None")
+
+
+def _count(name: str, value: Any, most: int, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"speculative_config: {name}={value!r:.80} must be an integer from {least} to {most}")
+    return value
+
+
+def _share(name: str, value: Any, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"speculative_config: {name}={value!r:.80} must be a number from 0 to {most:g}")
+    return float(value)
+
+
+def _lookup(tree: Mapping[Any, Any]) -> tuple[int, int]:
+    """prompt_lookup_min and prompt_lookup_max; where one is missing, it is the other."""
+    sizes = [
+        None if tree.get(name) is None else _count(name, tree[name], MAX_LOOKUP)
+        for name in ("prompt_lookup_min", "prompt_lookup_max")
+    ]
+    least = sizes[0] or sizes[1] or DEFAULT_LOOKUP
+    most = sizes[1] or least
+    if least > most:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min={least} is more than prompt_lookup_max={most}; lower the one or raise the other"
+        )
+    return least, most
+
+
+def _ranges(tree: Mapping[Any, Any], most: int) -> Ranges:
+    name = "num_speculative_tokens_per_batch_size"
+    given = tree.get(name)
+    if given is None:
+        return default_ranges(most)
+    if not isinstance(given, list | tuple) or len(given) > MAX_ENTRIES:
+        raise ConfigError(
+            f"speculative_config: {name}={given!r:.80} must be a list of [fewest rows, most rows, drafts], with {MAX_ENTRIES} "
+            f"entries at most"
+        )
+    ranges: list[tuple[int, int, int]] = []
+    before = 0
+    for entry in given:
+        if not isinstance(entry, list | tuple) or len(entry) != 3:
+            raise ConfigError(f"speculative_config: {name}: {entry!r:.80} must be [fewest rows, most rows, drafts]")
+        first, last = (_count(name, value, 2**31 - 1) for value in entry[:2])
+        drafts = _count(name, entry[2], most, 0)
+        if not before < first <= last:
+            raise ConfigError(
+                f"speculative_config: {name}: {list(entry)!r:.80} does not begin behind {before} rows, or ends before it "
+                f"begins; list the ranges in rising order"
+            )
+        before = last
+        ranges.append((first, last, drafts))
+    return tuple(ranges)

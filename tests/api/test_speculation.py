@@ -1,0 +1,362 @@
+"""Drafts change no token: whatever the drafter, how many drafts, the depth, the topology, preemptions and kills (float32)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.errors import ConfigError
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.inputs import PersistentBatch
+from actorllm.model.sampler import Sampler
+from actorllm.scheduling.telemetry.recording import replay
+from tests.api.knowing_drafter import STREAMS
+from tests.oracle import Account, Stream
+
+NUM_PROMPTS = 30
+NUM_KINDS = 6
+MAX_TOKENS = 64
+ARGUMENTS: dict[str, Any] = {"dtype": "float32", "max_model_len": 320, "max_num_seqs": 24, "num_threads": 1}
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""In the cache of the storyteller in float32: layers, key and value, heads, width, bytes."""
+ENOUGH_TOKENS, TOO_FEW_TOKENS = 8_000, 1_600
+KNOWING = "tests.api.knowing_drafter:KnowingDrafter"
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Every kind of sampling; some prompts repeat themselves."""
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(1, 4096, n).tolist() for n in rng.integers(1, 60, NUM_PROMPTS)]
+    prompts = [prompt * 3 if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.3, "top_k": 40},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 0.9, "min_p": 0.02, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    ]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=500 + i, **kinds[i % NUM_KINDS])
+        for i in range(NUM_PROMPTS)
+    ]
+    return prompts, params
+
+
+def config(method: str, most: int) -> dict[str, Any]:
+    """For any number of rows, so that drafts are checked in large batches, too."""
+    return {
+        "method": KNOWING if method == "knowing" else method,
+        "num_speculative_tokens": most,
+        "num_speculative_tokens_per_batch_size": [[1, 1000, most]],
+        **({"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}),
+    }
+
+
+def run(num_prompts: int = NUM_PROMPTS, **arguments: Any) -> tuple[list[Stream], dict[str, Any]]:
+    prompts, params = requests()
+    with LLM("storyteller", **(ARGUMENTS | arguments)) as llm:
+        outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
+        statistics = llm.stats()["scheduler"]["scheduler"]
+    return [output.outputs[0].token_ids for output in outputs], statistics
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Stream]]:
+    """Without drafts. What the knowing drafter knows."""
+    streams, statistics = run(topology="inline", async_scheduling=False)
+    assert statistics["speculation"] is None
+    file = tmp_path_factory.mktemp("streams") / "streams.json"
+    file.write_text(json.dumps(list(zip(requests()[0], streams, strict=True))))
+    os.environ[STREAMS] = str(file)
+    yield streams
+    del os.environ[STREAMS]
+
+
+def compare(streams: list[Stream], reference: list[Stream]) -> Account:
+    account = Account()
+    for prompt, one, stream, expected in zip(*requests(), streams, reference, strict=False):
+        account.compare(prompt, one, stream, expected)
+        account.tokens += len(stream)
+    return account
+
+
+GRID = [
+    (method, most, topology, depth, preempt)
+    for method in ("ngram", "suffix", "knowing")
+    for most in (1, 3, 7)
+    for topology in ("inline", "process")
+    for depth in (1, 2)
+    for preempt in (False, True)
+]
+QUICK = [
+    cell
+    for cell in GRID
+    if (cell[2:] in {("inline", 1, False), ("inline", 2, True), ("process", 2, False)} and cell[0] == "knowing")
+    or cell == ("ngram", 3, "process", 2, True)
+    or cell in {("ngram", 7, "inline", 1, False), ("suffix", 7, "inline", 2, True)}
+]
+
+
+def cells() -> list[Any]:
+    slow = pytest.mark.slow(reason="some seconds; the quick cells have each value of each factor")
+    return [pytest.param(*cell, marks=[] if cell in QUICK else [slow]) for cell in GRID]
+
+
+def test_the_grid_compares_enough_tokens() -> None:
+    assert len(GRID) * NUM_PROMPTS * MAX_TOKENS >= 50_000
+    assert [{cell[i] for cell in QUICK} for i in range(5)] == [{cell[i] for cell in GRID} for i in range(5)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("method", "most", "topology", "depth", "preempt"), cells())
+def test_streams_are_those_without_drafts(
+    reference: list[Stream], method: str, most: int, topology: str, depth: int, preempt: bool
+) -> None:
+    streams, statistics = run(
+        speculative_config=config(method, most),
+        topology=topology,
+        async_scheduling=depth == 2,
+        kv_cache_memory_bytes=TOKEN_BYTES * (TOO_FEW_TOKENS if preempt else ENOUGH_TOKENS),
+    )
+    assert (statistics["num_preemptions"] > 0) == preempt
+    account = compare(streams, reference)
+    assert account.tokens == NUM_PROMPTS * MAX_TOKENS
+    assert account.real == 0, account
+    assert account.inside_margin <= 5, "rows inside the margin are rare"
+    drafts = statistics["speculation"]
+    assert len(drafts["num_accepted_tokens_per_pos"]) == most
+    assert 0 < drafts["num_accepted_tokens"] < drafts["num_draft_tokens"], "some are right, and some are not"
+    if method == "knowing":
+        assert drafts["num_accepted_tokens"] > 0.2 * account.tokens
+
+
+# Planted mistakes -----------------------------------------------------------------------------------------------------
+
+
+def drafting(most: int = 3) -> list[Stream]:
+    streams, _ = run(speculative_config=config("knowing", most), topology="inline", num_prompts=12)
+    return streams
+
+
+def test_without_a_mistake_a_small_run_is_right(reference: list[Stream]) -> None:
+    assert compare(drafting(), reference).real == 0
+
+
+def test_a_counter_off_by_one_at_drafts_is_found(reference: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    check, sample = CpuRunner._check_drafts, Sampler.sample
+    inside = []
+
+    def checking(self: Any, *arguments: Any) -> Any:
+        inside.append(True)
+        try:
+            return check(self, *arguments)
+        finally:
+            inside.clear()
+
+    def shifted(self: Any, logits: Any, columns: Any) -> Any:
+        if inside:
+            columns.token_index = columns.token_index + 1
+        return sample(self, logits, columns)
+
+    monkeypatch.setattr(CpuRunner, "_check_drafts", checking)
+    monkeypatch.setattr(Sampler, "sample", shifted)
+    assert compare(drafting(), reference).real > 0
+
+
+def test_keys_of_a_wrong_draft_that_are_kept_are_found(
+    reference: list[Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that is sampled in place of a draft stores nothing, as if the draft had been right."""
+    inputs = PersistentBatch.inputs
+    drafted_to: dict[int, int] = {}
+
+    def keeping(self: Any, plan: Any, drafts: Any = None) -> Any:
+        made = inputs(self, plan, drafts)
+        counts = np.zeros(len(self.decode_slots), np.int32) if drafts is None else drafts.counts
+        for row, slot in enumerate(self.decode_slots.tolist()):
+            here = int(self.columns.num_computed[slot])
+            if drafted_to.get(slot, 0) > here:
+                made.kv_slots[made.result_tokens[row]] = self.padding_block * self.block_size
+            drafted_to[slot] = here + 1 + int(counts[row])
+        return made
+
+    monkeypatch.setattr(PersistentBatch, "inputs", keeping)
+    assert compare(drafting(), reference).real > 0
+
+
+def test_a_draft_that_is_taken_unseen_is_found(reference: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every draft were what was sampled."""
+    check = CpuRunner._check_drafts
+
+    def believing(self: Any, handle: Any, logits: Any, tokens: Any, *rest: Any) -> Any:
+        drafts = handle.inputs.drafts
+        firsts = np.cumsum(drafts.counts) - drafts.counts
+        tokens = tokens.copy()
+        rows = np.flatnonzero(drafts.counts)
+        tokens[rows] = drafts.tokens[firsts[rows]]
+        return check(self, handle, logits, tokens, *rest)
+
+    monkeypatch.setattr(CpuRunner, "_check_drafts", believing)
+    assert compare(drafting(), reference).real > 0
+
+
+# What else a request may ask for --------------------------------------------------------------------------------------
+
+RULES: list[dict[str, Any]] = [
+    {"min_tokens": 20, "ignore_eos": False, "temperature": 1.0},
+    {"bad_words": [" the", " said the"], "temperature": 0.0},
+    {"stop": ["ing ", ". "], "temperature": 0.0},
+    {"stop": ["e"], "include_stop_str_in_output": True, "temperature": 0.0},
+    {"logprobs": 3, "temperature": 0.0},
+    {"logprobs": 2, "prompt_logprobs": 2, "temperature": 1.0, "repetition_penalty": 1.2},
+    {"logprob_token_ids": [5, 9], "temperature": 0.0},
+    {"logit_bias": {17: 3.0}, "temperature": 1.0},
+    {"allowed_token_ids": list(range(200, 300)), "temperature": 0.0},
+    {"n": 3, "temperature": 1.0},
+    {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}, "temperature": 0.0},
+]
+
+
+def told(outputs: list[Any]) -> list[Any]:
+    """Everything that a caller sees of the outputs, log-probabilities rounded."""
+    return [
+        [
+            completion.index,
+            completion.text,
+            completion.token_ids,
+            completion.finish_reason,
+            completion.stop_reason,
+            [
+                {token: (entry.rank, entry.decoded_token, round(entry.logprob, 3)) for token, entry in position.items()}
+                for position in completion.logprobs or ()
+            ],
+        ]
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain_and_drafting() -> Iterator[tuple[LLM, LLM]]:
+    arguments: dict[str, Any] = ARGUMENTS | {"topology": "inline"}
+    with (
+        LLM("storyteller", **arguments) as plain,
+        LLM("storyteller", speculative_config=config("ngram", 5), **arguments) as other,
+    ):
+        yield plain, other
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: next(iter(rules)))
+@pytest.mark.parametrize("max_tokens", [21, 90])
+def test_rules_ends_and_probabilities_are_those_without_drafts(
+    plain_and_drafting: tuple[LLM, LLM], rules: dict[str, Any], max_tokens: int
+) -> None:
+    prompts = [
+        "The fox and the hen. The fox and the hen. The fox and the",
+        "One, two, one, two, one",
+        "Once upon a time",
+    ]
+    params = SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True, "seed": 4} | rules))
+    plain, other = plain_and_drafting
+    before = other.stats()["scheduler"]["scheduler"]["speculation"]["num_draft_tokens"]
+    assert told(other.generate(prompts, params, use_tqdm=False)) == told(
+        plain.generate(prompts, params, use_tqdm=False)
+    )
+    if max_tokens == 90 and rules.get("temperature") == 0.0 and "stop" not in rules:
+        assert other.stats()["scheduler"]["scheduler"]["speculation"]["num_draft_tokens"] > before
+
+
+def test_structured_output_shares_steps_with_rows_that_draft(plain_and_drafting: tuple[LLM, LLM]) -> None:
+    prompts = ["One, two, one, two, one, two", "One, two, one, two, one, two"]
+    params = [
+        SamplingParams(max_tokens=60, temperature=0.0, structured_outputs={"regex": "(ab){12}"}),
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+    ]
+    plain, other = plain_and_drafting
+    found = told(other.generate(prompts, params, use_tqdm=False))
+    assert found == told(plain.generate(prompts, params, use_tqdm=False))
+    assert found[0][1] == "ab" * 12
+
+
+def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> None:
+    plain, other = plain_and_drafting
+    other.generate("one two one two one two", SamplingParams(max_tokens=60, temperature=0.0), use_tqdm=False)
+    drafts = other.stats()["scheduler"]["scheduler"]["speculation"]
+    values = {metric.name: getattr(metric, "value", None) for metric in other.get_metrics()}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert values[f"vllm:spec_decode_{name}"] == drafts[name] > 0
+    by_position = [m for m in other.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert [m.labels["position"] for m in by_position] == ["0", "1", "2", "3", "4"]
+    assert not any("spec_decode" in metric.name for metric in plain.get_metrics())
+
+
+# Crashes and recordings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("victim", ["worker0", "scheduler"])
+def test_a_kill_in_the_middle_changes_no_token(reference: list[Stream], victim: str) -> None:
+    import anyio
+
+    prompts, params = requests()
+    streams: dict[int, list[int]] = {}
+
+    async def consume(engine: AsyncLLM, number: int, kill_at: int | None) -> None:
+        async for output in engine.generate({"prompt_token_ids": prompts[number]}, params[number]):
+            streams[number] = list(output.outputs[0].token_ids)
+            if kill_at is not None and len(streams[number]) >= kill_at:
+                os.kill(engine._engine.pids[victim], signal.SIGKILL)
+                kill_at = None
+
+    async def main() -> dict[str, Any]:
+        arguments = ARGUMENTS | {"speculative_config": config("knowing", 3)}
+        async with AsyncLLM("storyteller", **arguments) as engine, anyio.create_task_group() as group:
+            async with anyio.create_task_group() as consumers:
+                for number in range(12):
+                    consumers.start_soon(consume, engine, number, 20 if number == 0 else None)
+            found: dict[str, Any] = await engine.stats()
+            group.cancel_scope.cancel()
+        return found
+
+    statistics = anyio.run(main)
+    assert statistics["scheduler"]["scheduler"]["speculation"]["num_accepted_tokens"] > 0
+    account = compare([streams[number] for number in range(12)], reference)
+    assert account.tokens == 12 * MAX_TOKENS
+    assert account.real == 0, account
+
+
+def test_a_recording_replays(reference: list[Stream], tmp_path: Path) -> None:
+    file = tmp_path / "record"
+    run(speculative_config=config("knowing", 7), topology="inline", record=str(file), num_prompts=12)
+    plans = list(replay(read_recording(file), fresh_scheduler(file)))
+    assert any(plan.max_drafts == 7 for plan in plans)
+
+
+# What does not go together --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "not supported with tensor_parallel_size=2 yet; leave one of them out"),
+        ({"model_impl": "transformers"}, "not supported for modules of transformers yet; leave it out"),
+        (
+            {"block_size": 8},
+            "num_speculative_tokens=4 for each of 2 steps in flight must be less than block_size=8; use 3",
+        ),
+        ({"runner": "pooling", "convert": "embed"}, "a model that makes vectors samples no tokens"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("storyteller", speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **arguments)

@@ -1,0 +1,114 @@
+"""`speculative_config`: vLLM's names; what is not known, or not there, is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from actorllm.errors import ConfigError
+from actorllm.types.drafter import Speculation
+from actorllm.types.speculation import NOT_THERE, make_drafter, read_speculation
+
+
+def test_a_mapping_and_its_json_say_the_same() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 6}
+    read = read_speculation(given)
+    assert (
+        read
+        == read_speculation(json.dumps(given))
+        == Speculation("ngram", 4, 2, 6, num_speculative_tokens_per_batch_size=((1, 2, 4), (3, 4, 3), (5, 8, 1)))
+    )
+    assert read is not None
+    assert Speculation.from_tree(json.loads(json.dumps(asdict(read)))) == read
+    assert read_speculation(None) is None
+    assert Speculation.from_tree(None) is None
+
+
+@pytest.mark.parametrize(
+    ("lookup", "expected"),
+    [({}, (5, 5)), ({"prompt_lookup_max": 4}, (4, 4)), ({"prompt_lookup_min": 3}, (3, 3))],
+)
+def test_missing_sizes_of_n_grams_are_those_of_vllm(lookup: dict[str, int], expected: tuple[int, int]) -> None:
+    read = read_speculation({"method": "ngram", "num_speculative_tokens": 4, **lookup})
+    assert read is not None
+    assert (read.prompt_lookup_min, read.prompt_lookup_max) == expected
+
+
+def test_options_of_vllm_that_change_nothing_are_taken() -> None:
+    given = {"model": "[ngram]", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
+    read = read_speculation(given)
+    assert read is not None
+    assert read.method == "ngram"
+
+
+def test_ranges_say_how_many_drafts_a_batch_has() -> None:
+    ranges = [[1, 4, 3], [5, 9, 0]]
+    given = {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": ranges}
+    read = read_speculation(given)
+    assert read is not None
+    assert read.num_speculative_tokens_per_batch_size == ((1, 4, 3), (5, 9, 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, "speculative_config=5 must be a mapping"),
+        ("{", "speculative_config is not valid JSON"),
+        ("[1]", r"speculative_config=\[1\] must be a mapping"),
+        ({}, "method=None must be 'ngram', or a class"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing; give"),
+        ({"method": "ngrams"}, "method='ngrams' is not known; did you mean 'ngram'"),
+        ({"method": "collections:OrderedDict"}, "must be a subclass of Drafter"),
+        ({"method": "no_such_module:Drafter"}, "cannot be loaded: ModuleNotFoundError"),
+        ({"num_speculative_token": 1}, "there is no 'num_speculative_token'; did you mean 'num_speculative_tokens'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be an integer from 1 to 31"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be an integer"),
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min=4 is more than prompt_lookup_max=3"),
+        ({"prompt_lookup_max": 65}, "prompt_lookup_max=65 must be an integer from 1 to 64"),
+        (
+            {"rejection_sample_method": "synthetic"},
+            "rejection_sample_method='synthetic' is not supported; leave it out",
+        ),
+        ({"model": "some/model"}, "model='some/model' is not supported; leave it out, and name a method"),
+        ({"num_speculative_tokens_per_batch_size": 3}, "must be a list of"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 2]]}, r"\[1, 2\] must be \[fewest rows"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 2, 9]]}, "=9 must be an integer from 0 to 4"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 3, 1], [3, 4, 1]]}, "list the ranges in rising order"),
+    ],
+)
+def test_bad_values_are_named_with_the_fix(given: Any, message: str) -> None:
+    if isinstance(given, dict) and given and list(given) != ["method"]:
+        given = {"method": "ngram", "num_speculative_tokens": 4} | given
+    with pytest.raises(ConfigError, match=message):
+        read_speculation(given)
+
+
+def test_suffix_decoding_has_the_options_of_vllm() -> None:
+    read = read_speculation({"method": "suffix"})
+    assert read is not None
+    assert read.num_speculative_tokens == 8
+    told = (
+        read.suffix_decoding_max_tree_depth,
+        read.suffix_decoding_max_spec_factor,
+        read.suffix_decoding_min_token_prob,
+    )
+    assert told == (24, 1.0, 0.1)
+    given = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 100}
+    with pytest.warns(UserWarning, match="suffix_decoding_max_cached_requests=100 is taken and has no effect"):
+        assert read_speculation(given) is not None
+    with pytest.raises(ConfigError, match="suffix_decoding_min_token_prob=2 must be a number from 0 to 1"):
+        read_speculation({"method": "suffix", "suffix_decoding_min_token_prob": 2})
+
+
+@pytest.mark.parametrize("method", NOT_THERE)
+def test_methods_that_are_not_there_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"method='{method}' is not supported; use 'ngram', or a drafter of yours"):
+        read_speculation({"method": method, "num_speculative_tokens": 4})
+
+
+def test_a_drafter_that_cannot_be_built_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'actorllm\.types.drafter:Drafter' cannot be built: TypeError"):
+        make_drafter(Speculation("actorllm.types.drafter:Drafter", 4), 10)
