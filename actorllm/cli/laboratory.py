@@ -171,7 +171,7 @@ def sweep(
     *,
     policies: Annotated[list[str], Many] = ["fcfs@512", "edf@512", "qoserve@2048"],  # noqa: B006 - read only
     rates: Annotated[list[float] | None, Many] = None,
-    seeds: int = 3,
+    seeds: int = 8,
     scales: Annotated[list[float] | None, Many] = None,
     targets: Annotated[list[float] | None, Many] = None,
     options: ScenarioOptions = DEFAULT,
@@ -188,7 +188,7 @@ def sweep(
     rates
         Requests per second, several; searches begin at the middle one.
     seeds
-        How many; the same requests for every policy and rate.
+        How many; the same requests for every policy and rate. Of fewer than 8, bands of bursty arrivals are too narrow.
     scales
         Also with every objective so many times as loose, at the middle rate.
     targets

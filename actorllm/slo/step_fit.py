@@ -23,6 +23,8 @@ from actorllm.scheduling.cost_model import LinearModel, MeasuredSteps, fit, fit_
 StepKind = Literal["decode", "prompt"]
 KINDS: dict[StepKind, str] = {"decode": "decode steps", "prompt": "steps with prompts"}
 NUM_FOLDS = 10
+MAX_JUDGED = 2000
+"""Steps of each kind that are cross-validated: of a long recording, evenly spread ones."""
 LARGE_ERROR = 0.25
 """A mean error above which seconds are not divided up by the model: the parts would be wrong by about as much."""
 
@@ -123,14 +125,20 @@ def fit_recording(log: MeasuredSteps) -> RecordingFit | None:
         return None
     features, measured = log.features()[usable & ~cold], taken[usable & ~cold]
     has_prompt = features[:, 1] > 0
-    predicted = _cross_validated(features, measured, has_prompt)
+    judged = np.sort(np.concatenate([_spread(np.flatnonzero(rows)) for rows in (has_prompt, ~has_prompt)]))
+    predicted = _cross_validated(features[judged], measured[judged], has_prompt[judged])
     return RecordingFit(
         found.model,
-        errors_by_kind(features, measured, predicted),
+        errors_by_kind(features[judged], measured[judged], predicted),
         {"decode": int((~has_prompt).sum()), "prompt": int(has_prompt.sum())},
         int(cold.sum()),
         found.warnings,
     )
+
+
+def _spread(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """At most MAX_JUDGED of them."""
+    return rows[np.linspace(0, rows.size - 1, min(rows.size, MAX_JUDGED)).astype(np.intp)] if rows.size else rows
 
 
 def _cross_validated(features: F64, measured: F64, has_prompt: NDArray[np.bool_]) -> F64:

@@ -34,6 +34,15 @@ def test_a_cold_first_step_does_not_make_prompts_dear() -> None:
         assert "without the 2 first of their kind; mean error" in found.told()[0]
 
 
+def test_of_a_long_recording_some_steps_are_judged() -> None:
+    """All are fitted to; their kind that is rare is judged whole."""
+    found = fit_recording(steps({number: (100 + number, 0.1 + number / 1e3) for number in range(9, 8000, 800)}, 8000))
+    assert found is not None
+    assert found.num_steps == {"decode": 7989, "prompt": 9}
+    assert found.errors["decode"] < 0.03
+    assert found.errors["prompt"] < 0.1
+
+
 def test_steps_that_contradict_each_other_are_not_believed() -> None:
     found = fit_recording(steps({0: (20, 0.03), 40: (100, 0.9), 80: (800, 0.1), 120: (400, 0.02), 200: (100, 0.05)}))
     assert found is not None
