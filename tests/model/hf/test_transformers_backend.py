@@ -359,7 +359,7 @@ REFUSED = {
     "Gemma4Text": "layers differ in",
     "Bloom": "ALiBi",
     "Mpt": "ALiBi",
-    "GPTJ": "AttentionInterface",
+    "GPTNeo": "AttentionInterface",
     "Bart": "encoder with a decoder",
     "Gemma3": "vision_config",
 }
