@@ -44,7 +44,8 @@ def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, floa
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
         for side in SIDES:
-            adapters: dict[str, Any] = {"enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": rank}
+            num_slots = MAX_LORAS if SIDES[side] > 1 else 1
+            adapters: dict[str, Any] = {"enable_lora": True, "max_loras": num_slots, "max_lora_rank": rank}
             config = EngineConfig.from_arguments(
                 folder,
                 load_format="dummy",
@@ -58,7 +59,7 @@ def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, floa
             if runner.adapters is None:
                 continue
             slots = runner.adapters.slots
-            for slot in range(1, MAX_LORAS + 1):
+            for slot in range(1, num_slots + 1):
                 tensors = {}
                 for name, target in slots.targets.items():
                     down = torch.randn(rank, target.in_features) / target.in_features**0.5

@@ -341,7 +341,7 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "numa_bind_nodes",
         "numa_bind_cpus",
     ),
-    "adapters have the type of the model, and each rank its part of them": (
+    "the type of adapters follows from the model's, and each rank has its part of them": (
         "lora_dtype",
         "fully_sharded_loras",
         "max_lora_cls_labels",

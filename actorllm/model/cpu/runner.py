@@ -174,7 +174,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 if model.pooler is not None and model.pooler.head is not None:
                     self._head = read_linear(model.pooler.head, plan, model, weights)
                 if self.config.lora is not None:
-                    dtype = torch.float32 if widens(self.dtype) else self.dtype
+                    # One slot is too small for the cost of a bfloat16 product; several are slower in float32 (bench/lora.py).
+                    is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
+                    dtype = torch.float32 if is_widened else self.dtype
                     self.adapters = Adapters(self.config.lora, dtype)
                 slots = None if self.adapters is None else self.adapters.slots
                 return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots)

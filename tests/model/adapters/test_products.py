@@ -21,7 +21,7 @@ LENGTH = 23
 
 
 def adapted_driver(folder: Path, **arguments: Any) -> Driver:
-    return cpu_driver(folder, enable_lora=True, max_loras=4, max_lora_rank=8, **arguments)
+    return cpu_driver(folder, **({"enable_lora": True, "max_loras": 4, "max_lora_rank": 8} | arguments))
 
 
 def put(runner: CpuRunner, slot: int, folder: Path) -> None:
@@ -117,12 +117,15 @@ def test_a_slot_that_is_filled_anew_has_nothing_left_of_the_adapter_before(tmp_p
     assert (logits - expected(merged(model, few), driver, 0, LENGTH)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("max_loras", [1, 4])
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("float16", None), ("float32", "int8")])
-def test_other_forms_of_the_base_are_adapted(dtype: str, quantization: str | None, tmp_path: Path) -> None:
+def test_other_forms_of_the_base_are_adapted(
+    dtype: str, quantization: str | None, max_loras: int, tmp_path: Path
+) -> None:
     """Their rounding moves logits by some percent; without its adapter a row differs by more than its size."""
     model = save("llama", tmp_path / "base")
     deltas = write_adapter(tmp_path / "1", shapes_of(linear_layers(model)), seed=1, size=1.0)
-    driver = adapted_driver(tmp_path / "base", dtype=dtype, quantization=quantization)
+    driver = adapted_driver(tmp_path / "base", dtype=dtype, quantization=quantization, max_loras=max_loras)
     put(driver.runner, 1, tmp_path / "1")
     rows = {0: (prompt(0, LENGTH), 1), 1: (prompt(1, LENGTH), 0)}
     logits = last_logits(driver, rows)
