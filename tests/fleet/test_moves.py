@@ -174,6 +174,24 @@ async def test_the_number_of_replicas_changes_under_streams(fleet: AsyncLLM, und
 
 
 @pytest.mark.anyio
+async def test_a_replica_may_die_while_it_starts(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+    """Streams of the others go on, and it starts in the end."""
+    await fleet.scale(1)
+
+    def new_pids() -> list[int]:
+        return [pid for one in fleet.health().replicas if one.number == 1 for pid in one.pids.values()]
+
+    async def strike() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(fleet.scale, 2)
+            await until(lambda: len(new_pids()) == 2)
+            kill(new_pids())
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+    assert [replica.state for replica in fleet.health().replicas] == ["running", "running"]
+
+
+@pytest.mark.anyio
 async def test_a_pinned_request_stays_and_waits_for_its_replica(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
     await all_run(fleet)
     before = moved(fleet)
