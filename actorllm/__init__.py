@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
     from actorllm.types.flat_logprobs import FlatLogprobs
     from actorllm.types.logprob import Logprob
+    from actorllm.types.lora_request import LoRARequest
     from actorllm.types.objective import SLO
     from actorllm.types.outputs import CompletionOutput, RequestOutput
     from actorllm.types.params import PoolingParams, RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -69,6 +70,7 @@ __all__ = (
     "FlatLogprobs",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolerConfig",
     "PoolingOutput",
@@ -112,6 +114,7 @@ _HOME = {
     "FlatLogprobs": "types.flat_logprobs",
     "FlexibleArgumentParser": "api.engine_args",
     "LLMEngine": "api.llm_engine",
+    "LoRARequest": "types.lora_request",
     "Logprob": "types.logprob",
     "PoolerConfig": "types.pooling_params",
     "PoolingOutput": "types.pooling_outputs",

@@ -56,6 +56,9 @@ INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
 START_TIMEOUT_S: float = DEFAULTS["start_timeout_s"]
 MAX_PROMPT_CHARACTERS: int = DEFAULTS["max_prompt_characters"]
+MAX_LORAS = 1024
+MAX_LORA_RANK = 1024
+"""Bounds of what the slots for adapters take."""
 MAX_SECONDS = 1e9
 """What infinity becomes, which JSON does not know."""
 
@@ -196,6 +199,17 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """How many adapters there are room for, and of what rank."""
+
+    max_loras: int
+    """That requests run with at a time."""
+    max_lora_rank: int
+    max_cpu_loras: int
+    """That a worker keeps in memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """The ranks of the model, by vLLM's names. There is one kind of parallelism."""
 
@@ -268,8 +282,15 @@ class EngineConfig:
     """Where its scheduler tells routers of its load (`actors.load_board`); None: nowhere."""
     first_device: int = 0
     """The GPU of rank 0, of those that this process sees."""
+    lora: LoRAConfig | None = None
+    """Room for adapters (enable_lora); None: requests have none."""
     speculation: Speculation | None = None
     """How tokens are drafted; None: not at all."""
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """As `lora`; vLLM's name."""
+        return self.lora
 
     @property
     def model_config(self) -> ModelConfig:
@@ -330,6 +351,8 @@ class EngineConfig:
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
         model["pooler"] = Pooler.from_tree(model["pooler"])
+        if tree.get("lora") is not None:
+            tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         return cls(
             model=ModelConfig(**model),
@@ -467,8 +490,32 @@ class EngineConfig:
             enforce_eager=given["enforce_eager"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
+            lora=_lora(given, pooler, module),
             **_fleet(given),
         )
+
+
+def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None) -> LoRAConfig | None:
+    """Raises ConfigError for what adapters do not go together with."""
+    max_loras, max_rank = _positive("max_loras", given["max_loras"]), _positive("max_lora_rank", given["max_lora_rank"])
+    max_cached = _optional_positive("max_cpu_loras", given["max_cpu_loras"])
+    for name, value, most in (("max_loras", max_loras, MAX_LORAS), ("max_lora_rank", max_rank, MAX_LORA_RANK)):
+        if value > most:
+            raise ConfigError(f"{name}={value} must be at most {most}")
+    if max_cached is not None and max_cached < max_loras:
+        raise ConfigError(f"max_cpu_loras={max_cached} is less than max_loras={max_loras}; use {max_loras} or more")
+    if not given["enable_lora"]:
+        return None
+    if module is not None:
+        raise ConfigError("enable_lora=True: a module of the application is not adapted; leave it out")
+    if pooler is not None and pooler.is_encoder:
+        raise ConfigError("enable_lora=True: encoders are not adapted yet; leave it out")
+    if given["model_impl"] == "transformers":
+        raise ConfigError(
+            "enable_lora=True: modules of transformers are not adapted yet; use model_impl='auto' and a model with a fused "
+            "forward"
+        )
+    return LoRAConfig(max_loras, max_rank, max_cached or max_loras)
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
@@ -566,6 +613,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
+        "enable_lora",
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

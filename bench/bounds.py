@@ -502,6 +502,37 @@ BOUNDS = (
         "the request fails",
     ),
     Bound(
+        "requests that wait for their adapter, or use it",
+        (
+            "actors.adapters: AdapterLoading._refused",
+            "scheduling.residency: Residency.waiting",
+            "scheduling.residency: AdapterSlot.users",
+        ),
+        "each request with an adapter",
+        WAITING,
+        "requests; an entry goes with its request",
+        "`EngineOverloaded`",
+    ),
+    Bound(
+        "adapters in slots",
+        (
+            "scheduling.residency: Residency.slots",
+            "scheduling.residency: Residency._by_digest",
+        ),
+        "each request with an adapter",
+        ("max_loras=1", "config:MAX_LORAS=1024"),
+        "adapters of at most `max_lora_rank`",
+        "the request waits",
+    ),
+    Bound(
+        "digests of adapters",
+        ("types.adapter_folder: AdapterDigests._known", "types.adapter_folder: AdapterDigests._numbers"),
+        "each request with an adapter of another folder, or another number",
+        ("types.adapter_folder:MAX_DIGESTS=1024",),
+        "folders, and numbers",
+        "the one that was used longest ago is forgotten, and a folder read again",
+    ),
+    Bound(
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",
@@ -588,6 +619,11 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.ledger: Ledger._in_flight",
     ),
     "one message while it is made": (
+        "types.stat_loggers: IterationStats.finished_requests",
+        "types.stat_loggers: IterationStats.max_num_generation_tokens_iter",
+        "types.stat_loggers: IterationStats.n_params_iter",
+        "types.stat_loggers: IterationStats.time_to_first_tokens_iter",
+        "types.stat_loggers: IterationStats.inter_token_latencies_iter",
         "supervision.blame.scheduler_deaths: HeldRequest.sequences",
         "actors.detokenization: OutputRows.rids",
         "actors.detokenization: OutputRows.index",
@@ -641,6 +677,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.token_text: TokenText._parts",
     ),
     "read or given when the engine or the server is built": (
+        "client.stat_recorder: StatRecorder._loggers",
+        "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
         "config: ModelConfig.overrides",
@@ -656,6 +694,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
     ),
     "part of the schema of a tool, which its request holds": ("server.tool_formats.tagged: TaggedParser._properties",),
     "always empty": (
+        "types.stat_loggers: SchedulerStats.waiting_lora_adapters",
+        "types.stat_loggers: SchedulerStats.running_lora_adapters",
         "kvcache.prefix_index: _NO_CHILDREN",
         "kvcache.prefix_index: _NO_TAILS",
         "scheduling.results: NO_SPANS",

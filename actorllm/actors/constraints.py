@@ -221,7 +221,7 @@ class Constraints:
         ):  # what it had before the last crash was all
             return self._scheduler.finish([(sequence, "stop", None)], now())
         sequence.grammar = matcher
-        self._scheduler.unblock(sequence.key, None, now())
+        self._scheduler.unblock(sequence.key, None, now(), sequence.adapter_slot)
         return []
 
     def _refuse(self, job: CompileJob, queue: FairExecutor[CompileJob]) -> list[End]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.adapters import AdapterLoading
 from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.link import Link
@@ -57,7 +58,7 @@ from actorllm.scheduling.policy_fallback import FALLBACK
 from actorllm.scheduling.policy_monitor import SHORTEST_TIMER_S, PolicyMonitor, WakeTimer
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.sequence import Key
+from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.scheduling.telemetry.decisions import TellingPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.scheduling.telemetry.request_counters import RequestCounters
@@ -107,6 +108,10 @@ class SchedulerActor(Actor):
         "stop_profile",
         "live",
         "warm_up_grammars",
+        "add_adapter",
+        "remove_adapter",
+        "pin_adapter",
+        "list_adapters",
         "expect_suspects",
     )
 
@@ -168,12 +173,14 @@ class SchedulerActor(Actor):
             compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
         self._constraints = Constraints(compiler, self.scheduler)
         self._is_configured = True
+        self._adapters = AdapterLoading(self, config.lora, self._go_on)
         check = partial(check_policy, config)
         self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         parts = (
             PoisonIsolation(self, self._probes),
             DeadlineExpiry(self, self._probes),
+            self._adapters,
             Grammars(self, self._constraints),
             self._pausing,
         )
@@ -272,11 +279,10 @@ class SchedulerActor(Actor):
     def on_link(self, link: Link) -> None:
         if link.name == WORKERS:
             self._workers = link
-            self.has_workers = True
             self._due = [self.scheduler.ledger.next_step] * self._num_workers
             if self._timeline is not None:
                 self._timeline.mark("workers linked", now(), generation=link.generation)
-            self.wake()
+            self._adapters.on_workers(link, self._begin_with_workers)
         else:
             number = self._num_frontends  # never used again: keys of requests are made of it
             self._num_frontends += 1
@@ -288,6 +294,11 @@ class SchedulerActor(Actor):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
                     self.scheduler.limit_frontend(number, self._max_waiting_attached)
+
+    def _begin_with_workers(self) -> None:
+        """They can compute what requests there are."""
+        self.has_workers = True
+        self.wake()
 
     def on_peer_lost(self, link: Link) -> None:
         if link.name == WORKERS:
@@ -312,6 +323,7 @@ class SchedulerActor(Actor):
         self._is_unproven = True
         self._acknowledged.clear()
         self._constraints.forget_steps()
+        self._adapters.lose_workers()
         if self._step_watch is not None:
             self._step_watch.clear()
         if self._load is not None:
@@ -475,6 +487,8 @@ class SchedulerActor(Actor):
                         ends += self._probes.abort(keys)
                 case Unblock() if self._constraints.is_making_matcher((frontend, message.rid)):
                     pass  # this actor alone can make the matcher
+                case Unblock() if self._adapters.is_loading((frontend, message.rid)):
+                    pass  # and have the adapter loaded
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
@@ -513,6 +527,8 @@ class SchedulerActor(Actor):
         self._watch.see(message.slo)
         if message.grammar is not None:
             message = self._constraints.blocked(message)
+        if message.adapter is not None:
+            message = self._adapters.blocked(message)
         if starvation := self._watch.starvation(self.scheduler, now()):
             logger.warning("scheduling policy %r: %s", self._policy_name, starvation)
         end = self.scheduler.submit(key[0], replace(message, is_resumed=True) if is_let_in else message, now())
@@ -521,9 +537,18 @@ class SchedulerActor(Actor):
         sequence = self.scheduler.sequence(key)
         if message.is_resumed:
             self._probes.not_begun.add(key)
-        if is_new and message.grammar is not None and sequence is not None:
+        if is_new and message.adapter is not None and sequence is not None:
+            self._adapters.add(sequence)
+        elif is_new and message.grammar is not None and sequence is not None:
             self._constraints.add(sequence)
         return self._renderer.add(key, message, sequence) if is_new else []
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """A request has its adapter. Its grammar is compiled behind that, if it has one."""
+        if sequence.submit.grammar is not None:
+            self._constraints.add(sequence)
+        else:
+            self.scheduler.unblock(sequence.key, None, now(), sequence.adapter_slot)
 
     def _launch(self, plan: StepPlan) -> None:
         if self._probes.not_begun:
@@ -676,6 +701,10 @@ class SchedulerActor(Actor):
                 return True
             case "warm_up_grammars":
                 return self._warm_up_grammars()
+            case "add_adapter" | "remove_adapter" | "pin_adapter":
+                return self._adapters.answer(verb, arguments["digest"], arguments["path"])
+            case "list_adapters":
+                return self._adapters.digests()
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":
@@ -712,6 +741,7 @@ class SchedulerActor(Actor):
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
             "requests": self._counters.statistics(),
             "grammars": self._constraints.statistics(),
+            "adapters": self._adapters.statistics(),
             "steps": self._step_log.statistics(),
             "recording": None if self._record is None else self._record.statistics(),
             "timeline": None if self._timeline is None else self._timeline.statistics(),

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from actorllm.actors.actor import Actor
 from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
@@ -30,10 +32,12 @@ from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError, PeerLostError, TransportError, WouldBlock
+from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
+from actorllm.types.adapter_folder import Adapter
 
 if TYPE_CHECKING:
+    from actorllm.model.adapters.store import Adapters, Tensors
     from actorllm.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -42,7 +46,11 @@ logger = logging.getLogger(__name__)
 class WorkerActor(Actor):
     """Executes plans; only rank 0 reports tokens, the others acknowledge."""
 
-    VERBS = (*Actor.VERBS, "start_profile", "stop_profile")
+    VERBS = (
+        *Actor.VERBS,
+        *("start_profile", "stop_profile"),
+        *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
+    )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
         super().__init__(name, rank)
@@ -290,7 +298,63 @@ class WorkerActor(Actor):
                 return self._take_time(self._start_profile, arguments.get("prefix", ""))
             case "stop_profile":
                 return self._take_time(self.runner.stop_profile, arguments["folder"], self._profile_prefix)
+            case "load_adapter":
+                return self._load_adapter(Adapter(arguments["digest"], arguments["path"]), arguments["slot"])
+            case "add_adapter" | "pin_adapter":
+                return self._keep_adapter(Adapter(arguments["digest"], arguments["path"]), verb == "pin_adapter")
+            case "remove_adapter":
+                return self._adapters.forget(arguments["digest"])
+            case "list_adapters":
+                return self._adapters.digests
         return super().answer(verb, arguments)
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self.runner.adapters
+        if adapters is None:
+            raise InvalidParameterError("this worker takes no adapters; build the engine with enable_lora=True")
+        return adapters
+
+    async def _load_adapter(self, adapter: Adapter, slot: int) -> bool:
+        """Let a slot hold this adapter, between two steps."""
+        adapters = self._adapters
+        if not adapters.is_in_slot(slot, adapter.digest):
+            tensors = await self._tensors_of(adapter)
+            self._take_time(adapters.put, slot, adapter.digest, tensors)
+        return True
+
+    async def _keep_adapter(self, adapter: Adapter, is_pinned: bool) -> bool:
+        self._adapters.keep(adapter.digest, await self._tensors_of(adapter), is_pinned)
+        return True
+
+    async def _tensors_of(self, adapter: Adapter) -> Tensors:
+        """Kept from before, or read on a thread beside the steps."""
+        adapters = self._adapters
+        kept = adapters.get(adapter.digest)
+        if kept is not None:
+            return kept
+        done = anyio.Event()
+        outcome: list[Tensors | Exception] = []
+
+        def read() -> Tensors | Exception:
+            try:
+                return adapters.read(adapter)
+            except Exception as error:  # it is the answer to the scheduler, and the worker goes on
+                error.__traceback__ = None
+                return error
+
+        def take(found: Tensors | Exception) -> None:
+            outcome.append(found)
+            done.set()
+
+        self.work_aside(read, take)
+        if not outcome:  # where there is no loop, it is there already
+            await done.wait()
+        (found,) = outcome
+        if isinstance(found, Exception):
+            raise found
+        adapters.keep(adapter.digest, found)
+        return found
 
     def _start_profile(self, prefix: str) -> bool:
         self.runner.start_profile()

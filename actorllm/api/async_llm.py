@@ -28,6 +28,7 @@ from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.model_files import check_weights_exist
 from actorllm.types.objective import SLO
 from actorllm.types.options import EngineOptions, with_options
@@ -90,7 +91,7 @@ class AsyncLLM:
         engine_args: EngineArgs,
         start_engine_loop: bool | None = None,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
     ) -> Self:
         """As in vLLM, but lazy as the constructor, unless start_engine_loop says otherwise.
 
@@ -98,12 +99,14 @@ class AsyncLLM:
             engine_args: the arguments of the engine.
             start_engine_loop: True: begin to start at once, in the background. What goes wrong there is raised by the first
                 request. None or False: the first request starts the engine.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
 
         Raises:
             ConfigError, ModelError: as the constructor; ModelNotFoundError also where the folder has no weights.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop)
+        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, stat_loggers=stat_loggers)
 
     @classmethod
     def from_vllm_config(
@@ -111,7 +114,7 @@ class AsyncLLM:
         vllm_config: EngineConfig,
         start_engine_loop: bool | None = None,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
         enable_log_requests: bool = False,
         aggregate_engine_logging: bool = False,
         disable_log_stats: bool | None = None,
@@ -124,7 +127,9 @@ class AsyncLLM:
         Arguments:
             vllm_config: the checked configuration.
             start_engine_loop: True: begin to start at once, in the background, as `from_engine_args`.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
             enable_log_requests, aggregate_engine_logging, client_addresses, client_count, client_index: accepted at their
                 defaults, where they ask for nothing.
             disable_log_stats: in place of what the configuration says; None: as it says.
@@ -147,6 +152,7 @@ class AsyncLLM:
             check_weights_exist(Path(model.path))
         llm = cls.__new__(cls)
         llm._adopt(new_engine(vllm_config))
+        llm._engine.record_for(stat_loggers)
         if start_engine_loop:
             llm._engine.start_in_background()
         return llm
@@ -188,6 +194,7 @@ class AsyncLLM:
         timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt.
@@ -206,7 +213,8 @@ class AsyncLLM:
             timeout: the same in seconds from now; None: no deadline.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
-            vllm_arguments: further arguments of vLLM (lora_request, trace_headers ...), accepted at their defaults.
+            lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
+            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
 
         Raises:
             InvalidParameterError, UnknownParameterError, DuplicateRequestError: at once.
@@ -231,6 +239,7 @@ class AsyncLLM:
             timeout=timeout,
             tokenization_kwargs=tokenization_kwargs,
             data_parallel_rank=data_parallel_rank,
+            lora_request=lora_request,
             **vllm_arguments,
         )
 
@@ -296,7 +305,7 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -316,8 +325,9 @@ class AsyncLLM:
             params: SamplingParams, or PoolingParams for a vector.
             arrival_time: epoch seconds; None: now.
             data_parallel_rank: the replica that it is pinned to; None: any.
-            lora_request, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
-                kv_hints: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: as in `generate`.
+            session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs, kv_hints: accepted at None, where vLLM's argument
+                asks for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             extras: as in `generate`.
 
@@ -366,7 +376,7 @@ class AsyncLLM:
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -380,7 +390,7 @@ class AsyncLLM:
         Arguments:
             prompt, request_id, priority: as in `generate`.
             pooling_params: None: the engine's own way.
-            lora_request, reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: as in `generate`. reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
             trace_headers: taken with a warning; the engine writes no spans of its own.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             extras: as in `generate`.
@@ -604,6 +614,64 @@ class AsyncLLM:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the workers read an adapter before a request comes with it.
+
+        Arguments:
+            lora_request: as in `generate`.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or not this one.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        adapter = await HostLoop.current().result_of(self._engine.read_adapter(lora_request))
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("add_adapter", adapter)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let the workers forget an adapter; requests that run with it go on. Returns whether they had kept it.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            return False
+        await self.start()
+        self._engine.forget_adapter(lora_id)
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("remove_adapter", adapter)))
+
+    async def list_loras(self) -> set[int]:
+        """The adapters that the workers keep, by the lora_int_id of this program's requests.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        digests = await HostLoop.current().result_of(self._engine.ask_scheduler("list_adapters"))
+        return self._engine.numbers_of_adapters(digests)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Let the workers keep an adapter whatever comes, until it is removed or they end.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or knows none of this number.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            raise InvalidParameterError(f"lora_id={lora_id!r:.100} is no adapter of this program; add it with add_lora")
+        await self.start()
+        return bool(await HostLoop.current().result_of(self._engine.ask_for_adapter("pin_adapter", adapter)))
+
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Start no request until `resume_generation`; returns when nothing is going on any more (to change weights).
 
@@ -780,7 +848,7 @@ class AsyncLLM:
         if not self._engine.is_new:
             host = HostLoop.current()
             await self.start()
-            self._engine.statistics_log.log(await host.result_of(self._engine.ask_scheduler("statistics")))
+            self._engine.log_statistics(await host.result_of(self._engine.ask_scheduler("statistics")))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.

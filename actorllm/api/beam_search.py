@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from actorllm.errors import InvalidParameterError, RequestFailedError
 from actorllm.types.logprob import Logprob
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import (
     MAX_TEMPERATURE,
@@ -80,7 +81,7 @@ class BeamSearchSequence:
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """The candidates among which each new token was chosen."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
     """The sum over the new tokens."""
     text: str | None = None

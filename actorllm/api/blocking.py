@@ -10,8 +10,10 @@ from actorllm.api.engine_args import check_idle_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
 from actorllm.config import ModelConfig
+from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.engine_metrics import Metric
+from actorllm.types.lora_request import LoRARequest
 
 
 class BlockingDoor(ABC):
@@ -91,6 +93,64 @@ class BlockingDoor(ABC):
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.
+
+        Arguments:
+            lora_request: as in `generate`.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or not this one.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        adapter = self._engine.read_adapter(lora_request).result()
+        return bool(self._engine.ask_for_adapter("add_adapter", adapter).result())
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let the workers forget an adapter, as `AsyncLLM.remove_lora`. Returns whether they had kept it.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            return False
+        self._engine.start()
+        self._engine.forget_adapter(lora_id)
+        return bool(self._engine.ask_for_adapter("remove_adapter", adapter).result())
+
+    def list_loras(self) -> set[int]:
+        """The adapters that the workers keep, by the lora_int_id of this program's requests, as `AsyncLLM.list_loras`.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        digests = self._engine.ask_scheduler("list_adapters").result()
+        return self._engine.numbers_of_adapters(digests)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Let the workers keep an adapter whatever comes, until it is removed or they end, as `AsyncLLM.pin_lora`.
+
+        Arguments:
+            lora_id: the lora_int_id of a request of this program.
+
+        Raises:
+            InvalidParameterError: the engine takes no adapters, or knows none of this number.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        adapter = self._engine.adapter_of_number(lora_id)
+        if adapter is None:
+            raise InvalidParameterError(f"lora_id={lora_id!r:.100} is no adapter of this program; add it with add_lora")
+        self._engine.start()
+        return bool(self._engine.ask_for_adapter("pin_adapter", adapter).result())
 
     def scale(self, num_replicas: int) -> None:
         """Have so many replicas, as `AsyncLLM.scale`.

@@ -26,6 +26,7 @@ from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout, with_task
@@ -131,6 +132,7 @@ class LLM(BlockingDoor):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
@@ -146,7 +148,8 @@ class LLM(BlockingDoor):
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
             timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
                 stop_reason "deadline". None: no limit.
-            vllm_arguments: further arguments of vLLM (lora_request ...), accepted at their defaults.
+            lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
+            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
 
         Raises:
             RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
@@ -157,7 +160,12 @@ class LLM(BlockingDoor):
             outputs = llm.generate(["Once upon a time", "The fox"], SamplingParams(max_tokens=8), use_tqdm=False)
             print([output.outputs[0].text for output in outputs])
         """
-        extras = {"tokenization_kwargs": tokenization_kwargs, "deadline": _deadline(timeout), **vllm_arguments}
+        extras = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "deadline": _deadline(timeout),
+            "lora_request": lora_request,
+            **vllm_arguments,
+        }
         return self._complete(as_batch(prompts), sampling_params, use_tqdm, priority, extras)
 
     def chat(
@@ -165,7 +173,7 @@ class LLM(BlockingDoor):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -183,7 +191,8 @@ class LLM(BlockingDoor):
             messages: a list of mappings with "role" and "content", or a list of such lists.
             sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
-            lora_request: accepted at None, or a list with None per prompt. mm_processor_kwargs: accepted at None.
+            lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
+            mm_processor_kwargs: accepted at None.
             priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
             chat_template: a Jinja template, or the name of one of the model's; None: that of the constructor, else the model's own.
             chat_template_content_format: "string" gives the template text, "openai" lists of parts; "auto" (default) reads it.
@@ -229,7 +238,7 @@ class LLM(BlockingDoor):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
@@ -241,7 +250,7 @@ class LLM(BlockingDoor):
             prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
             pooling_params: one for all, or one per prompt; None: the engine's own way.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
-            lora_request: accepted at None, or a list with None per prompt.
+            lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
             pooling_task: "embed" or "token_embed"; of models with a head "classify", "score" or "token_classify"; None: what
                 pooling_params say, or the first of these that the model has. Token tasks give a tensor [num_tokens, size].
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
@@ -264,14 +273,18 @@ class LLM(BlockingDoor):
         extras: dict[str, Any] = {
             "tokenization_kwargs": tokenization_kwargs,
             "deadline": _deadline(timeout),
-            "vllm_arguments": {"lora_request": _common_adapter(lora_request, len(batch))},
         }
+        adapters = _adapter_per_prompt(lora_request, len(batch))
         _check_priority(priority, len(batch))
         host = ThreadHost()
         streams: list[PoolingStream] = []
         try:
             for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
-                stream = self._engine.encode(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
+                arguments = {"lora_request": adapters[i]}
+                urgency = priority[i] if priority else 0
+                stream = self._engine.encode(
+                    prompt, one, host=host, priority=urgency, vllm_arguments=arguments, **extras
+                )
                 streams.append(stream)
             return self._collect(host, streams, use_tqdm)
         finally:
@@ -285,7 +298,7 @@ class LLM(BlockingDoor):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
@@ -319,7 +332,7 @@ class LLM(BlockingDoor):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
@@ -351,7 +364,7 @@ class LLM(BlockingDoor):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The scores of every token of every prompt, as a tensor [num_tokens, num_labels], of a model with such a head.
@@ -379,7 +392,7 @@ class LLM(BlockingDoor):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: None = None,
     ) -> list[ScoringRequestOutput]:
@@ -443,7 +456,7 @@ class LLM(BlockingDoor):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -454,7 +467,8 @@ class LLM(BlockingDoor):
 
         Arguments:
             prompts, sampling_params, priority, tokenization_kwargs, vllm_arguments: as in `generate`.
-            lora_request: accepted at None, or a list with None per prompt. mm_processor_kwargs: accepted at None.
+            lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
+            mm_processor_kwargs: accepted at None.
             use_tqdm: changes nothing.
 
         Raises:
@@ -477,7 +491,7 @@ class LLM(BlockingDoor):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -570,9 +584,12 @@ class LLM(BlockingDoor):
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
         priorities = _per_prompt_priority(priority, len(batch))
-        extras = {**extras, "lora_request": _common_adapter(extras.get("lora_request"), len(batch))}
-        for prompt, one, urgency in zip(batch, params, priorities, strict=True):
-            yield self._engine.submit(prompt, one, self._new_request_id(), host=host, priority=urgency, **extras)
+        extras = dict(extras)
+        adapters = _adapter_per_prompt(extras.pop("lora_request", None), len(batch))
+        for prompt, one, urgency, adapter in zip(batch, params, priorities, adapters, strict=True):
+            yield self._engine.submit(
+                prompt, one, self._new_request_id(), host=host, priority=urgency, lora_request=adapter, **extras
+            )
 
     def _new_request_id(self) -> str:
         """The next number, as in vLLM; not one that a request of `llm_engine` has, whose ids the caller chooses."""
@@ -582,7 +599,7 @@ class LLM(BlockingDoor):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -591,7 +608,7 @@ class LLM(BlockingDoor):
         Arguments:
             prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
             params: BeamSearchParams.
-            lora_request: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: the adapter of all prompts; None: none. Needs enable_lora=True.
             use_tqdm: whether to show a progress bar, or what makes one; default False.
             concurrency_limit: how many prompts are searched from at once; None: all.
 
@@ -719,15 +736,15 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     return final
 
 
-def _common_adapter(lora_request: Any, count: int) -> Any:
-    """None for a list with a None per prompt, which asks for the model itself; anything else as it is."""
-    if not isinstance(lora_request, list | tuple) or any(one is not None for one in lora_request):
-        return lora_request
+def _adapter_per_prompt(lora_request: Any, count: int) -> list[Any]:
+    """One for all, or one per prompt; submitting looks at each."""
+    if not isinstance(lora_request, list | tuple):
+        return [lora_request] * count
     if len(lora_request) != count:
         raise InvalidParameterError(
             f"{len(lora_request)} lora_requests for {count} prompts; give None, or one per prompt"
         )
-    return None
+    return list(lora_request)
 
 
 def _per_prompt_priority(priority: int | Sequence[int] | None, count: int) -> list[int]:

@@ -110,6 +110,10 @@ class EngineFlags:
     data_parallel_size: int | None = None
     ready_replicas: int | None = None
     router: str | None = None
+    enable_lora: bool | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
     max_logprobs: int | None = None
     logits_processors: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
     generation_config: str | None = None

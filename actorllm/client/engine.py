@@ -33,6 +33,7 @@ from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
@@ -64,7 +65,9 @@ from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
+from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
     MAX_LABEL,
@@ -134,6 +137,8 @@ class Engine:
         """The callers that wait for the start."""
         self._has_started = False
         self.statistics_log = StatisticsLog(time.monotonic())
+        self.stat_recorder: StatRecorder | None = None
+        """What tells the loggers of the application, if it has brought any."""
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
         self._num_on_the_way = 0
@@ -213,6 +218,7 @@ class Engine:
         except BaseException:
             CACHE_MEMORY.release(self)
             raise
+        begins: StatRecorder | None = None
         with self._lock:
             if thread is self._thread and not self._has_started:
                 self.config = cast(EngineConfig, supervisor.config)
@@ -220,6 +226,36 @@ class Engine:
                 if self.config.log_statistics and self.stepper is None:
                     ask = partial(self._frontend.ask_scheduler, "statistics")
                     self._thread.call(self.statistics_log.report_periodically, ask, INTERVAL_S)
+                begins = self.stat_recorder
+        if begins is not None:
+            self._begin_recording(begins)
+
+    def record_for(self, stat_loggers: object) -> None:
+        """Tell these loggers what the engine does; before it starts. Raises ConfigError."""
+        factories = check_factories(stat_loggers)
+        if not factories:
+            return
+        if not isinstance(self._frontend, FrontendActor):
+            raise ConfigError("stat_loggers are for an engine without replicas; leave data_parallel_size at 1")
+        self.stat_recorder = StatRecorder(factories)
+
+    def _begin_recording(self, recorder: StatRecorder) -> None:
+        frontend = cast(FrontendActor, self._frontend)
+        recorder.begin(self.config)
+        frontend.observer = recorder
+        if self.stepper is None:
+            self._thread.call(recorder.follow, partial(frontend.ask_scheduler, "statistics"))
+
+    def note_step(self) -> None:
+        """A step was made on the caller's stack: no task asks the scheduler then."""
+        if self.stat_recorder is not None:
+            self.stat_recorder.note_scheduler(self.ask_scheduler("statistics").result())
+
+    def log_statistics(self, statistics: dict[str, Any]) -> None:
+        """A line of the log, and what the loggers of the application write. statistics: of the scheduler actor."""
+        self.statistics_log.log(statistics)
+        if self.stat_recorder is not None:
+            self.stat_recorder.log()
 
     def start_in_background(self) -> Future[None]:
         """As `start`, on a lane. A caller that does not wait for it any more says so with `give_up_start`."""
@@ -472,10 +508,11 @@ class Engine:
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream.
 
-        arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
+        arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, and VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
         replica = self._pinned_replica(vllm_arguments)
+        lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -501,8 +538,8 @@ class Engine:
                 **more,
             )
 
-        maker = functools.partial(self._submits.generating, params=sampling)
-        return self._accept(
+        maker = functools.partial(self._submits.generating, params=sampling, lora_request=lora_request)
+        stream = self._accept(
             prompt,
             RequestSpec(
                 params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
@@ -519,6 +556,8 @@ class Engine:
             arrival_time=arrival_time,
             replica=replica,
         )
+        stream.lora_request = lora_request
+        return stream
 
     def encode(
         self,
@@ -534,6 +573,7 @@ class Engine:
         self._check()
         of_vllm = dict(vllm_arguments or {})
         replica = self._pinned_replica(of_vllm)
+        lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:
@@ -548,7 +588,9 @@ class Engine:
         pooling = pooler.resolved(params, model.name)
         pooler.check_room(pooling, self.config.scheduler.max_num_batched_tokens)
         skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
-        maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
+        maker = functools.partial(
+            self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
+        )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
         stream = self._accept(prompt, asked, request_id, replica=replica, **extras)
@@ -772,6 +814,46 @@ class Engine:
         """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
+
+    def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
+        """The content of a folder, read on a lane; the number of the request stands for it from now on."""
+        self._check()
+        checked = self._submits.checked_adapter(lora_request)
+        if checked is None:
+            raise InvalidParameterError("lora_request=None must be a LoRARequest")
+
+        def read(lane: JobLane | None) -> Adapter:
+            adapter = self._submits.adapter_of(checked)
+            assert adapter is not None
+            return adapter
+
+        reading = Reading(read, is_heavy=True)
+        self._enqueue(reading)
+        return reading.future
+
+    def ask_for_adapter(self, verb: str, adapter: Adapter) -> Future[Any]:
+        """verb: add_adapter, pin_adapter or remove_adapter. Answered when every worker has done it."""
+        return self.ask_scheduler(verb, timeout=math.inf, digest=adapter.digest, path=adapter.path)
+
+    def adapter_of_number(self, lora_id: int) -> Adapter | None:
+        """What this program called so last; None: nothing that is remembered."""
+        return self._adapter_digests().of_number(lora_id)
+
+    def forget_adapter(self, lora_id: int) -> None:
+        """The number stands for nothing from now on."""
+        self._adapter_digests().forget_number(lora_id)
+
+    def numbers_of_adapters(self, digests: Iterable[str]) -> set[int]:
+        """By which this program knows these."""
+        return self._adapter_digests().numbers_of(digests)
+
+    def _adapter_digests(self) -> AdapterDigests:
+        digests = self._submits.digests
+        if digests is None:
+            raise InvalidParameterError("this engine takes no adapters; build it with enable_lora=True")
+        return digests
 
     def start_profile(
         self,

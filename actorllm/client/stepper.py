@@ -308,6 +308,9 @@ class CallRunner(Runner):
     def waker(self) -> None:
         return None
 
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        run_to_end(function(*args))
+
     def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
         then(self._run_aside(function))
 

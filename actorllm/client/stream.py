@@ -21,6 +21,7 @@ from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.messages import DEADLINE_PASSED
 from actorllm.types.flat_logprobs import FlatLogprobs
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
@@ -296,6 +297,7 @@ class RequestStream:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids: list[int] = []
+        self.lora_request: LoRARequest | None = None
         self._kind = output_kind
         self._arrival = arrival
         self._mailbox = mailbox
@@ -478,6 +480,7 @@ class RequestStream:
             metrics=self._metrics(is_finished),
             num_cached_tokens=self._mailbox.num_cached,
             prompt_logprobs=prompt_logprobs,
+            lora_request=self.lora_request,
         )
 
     def _metrics(self, is_finished: bool) -> RequestMetrics:

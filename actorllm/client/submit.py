@@ -23,7 +23,9 @@ from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
 from actorllm.text.reasoning.thought import grammar_of
+from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.logits_processors.checks import ParameterChecks
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
@@ -48,6 +50,25 @@ class SubmitMaker:
         self._objectives: set[SLO] = set()  # that were looked at
         paths = config.model.logits_processors
         self._processors = ParameterChecks(paths) if paths else None
+        self.digests = None if config.lora is None else AdapterDigests(config.lora.max_lora_rank)
+
+    def checked_adapter(self, lora_request: object) -> LoRARequest | None:
+        """Raises InvalidParameterError for what is none, and where the engine takes none."""
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidParameterError(f"lora_request={shown(lora_request)} must be a LoRARequest, or None")
+        if self.digests is None:
+            raise InvalidParameterError(
+                f"lora_request={lora_request.lora_name!r}: this engine takes no adapters; build it with enable_lora=True"
+            )
+        return lora_request
+
+    def adapter_of(self, lora_request: LoRARequest | None) -> Adapter | None:
+        """What the scheduler is told of it. Reads its files where they have changed, and so runs on no loop."""
+        if lora_request is None or self.digests is None:
+            return None
+        return self.digests.adapter_of(lora_request.lora_path, lora_request.lora_int_id)
 
     def carried(
         self,
@@ -100,9 +121,16 @@ class SubmitMaker:
             logger.warning("%s can never be kept: %s", objective, reason)
 
     def generating(
-        self, prompt: TokenizedPrompt, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
+        self,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        number: int,
+        arrival: float,
+        carried: dict[str, Any],
+        lora_request: LoRARequest | None = None,
     ) -> Callable[[int], Submit]:
         """For a request for text. Raises InvalidParameterError for what this prompt leaves no room for."""
+        adapter = self.adapter_of(lora_request)
         model, ids = self._config.model, prompt.ids
         room = model.max_model_len - ids.size
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -128,8 +156,9 @@ class SubmitMaker:
         grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes, salt = NO_U8, self._salt_of(prompt)
+        digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt))
+            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt, digest))
         interval = max(params.stream_interval or 1, self._config.stream_interval)
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
@@ -160,6 +189,8 @@ class SubmitMaker:
                 block_hashes=hashes,
                 cache_salt=salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+                adapter=digest,
+                adapter_path=path,
                 **carried,
             )
 
@@ -173,12 +204,15 @@ class SubmitMaker:
         number: int,
         arrival: float,
         carried: dict[str, Any],
+        lora_request: LoRARequest | None = None,
     ) -> Callable[[int], Submit]:
         """For a request for a vector."""
         hashes, salt, pooler = NO_U8, self._salt_of(prompt), self._config.model.pooler
+        adapter = self.adapter_of(lora_request)
+        digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         assert pooler is not None
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(salt))
+            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(salt, digest))
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -194,6 +228,8 @@ class SubmitMaker:
                 block_hashes=hashes,
                 cache_salt=salt,
                 skip_reading_prefix_cache=skips_cache,
+                adapter=digest,
+                adapter_path=path,
                 **carried,
             )
 

@@ -54,7 +54,7 @@ MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
     "config": {
         "VllmConfig": "actorllm.config:EngineConfig",
-        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig"),
+        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig"),
         **_same("actorllm", "PoolerConfig"),
     },
     "engine": {},
@@ -70,6 +70,8 @@ MODULES: dict[str, dict[str, str]] = {
     "inputs.data": _PROMPTS,
     "logits_process": {"LogitsProcessor": "actorllm.types.logits_processors:RequestLogitsProcessor"},
     "logprobs": _LOGPROBS,
+    "lora": {},
+    "lora.request": _same("actorllm", "LoRARequest"),
     "outputs": {
         **_same("actorllm", "RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
         **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
@@ -99,6 +101,10 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.exceptions": {**_ENGINE_DEAD, "EngineGenerateError": "actorllm.errors:RequestFailedError"},
     "v1.engine.llm_engine": _same("actorllm", "LLMEngine"),
     "v1.metrics": {},
+    "v1.metrics.loggers": _same("actorllm.types.stat_loggers", "StatLoggerBase", "AggregateStatLoggerBase"),
+    "v1.metrics.stats": _same(
+        "actorllm.types.stat_loggers", "SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats"
+    ),
     "v1.metrics.reader": _same("actorllm.types.engine_metrics", "Metric", "Counter", "Vector", "Gauge", "Histogram"),
     "version": _same("actorllm", "__version__"),
 }

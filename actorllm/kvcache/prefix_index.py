@@ -37,11 +37,11 @@ MAX_TAILS = 32
 """Most tails of one run that a single look-up computes the hashes of, the latest first: it bounds what a look-up takes."""
 
 
-def extra_key(cache_salt: str | None = None, adapter_id: int = 0) -> bytes:
-    """What must be equal for two requests to share KV, beside the tokens."""
-    if cache_salt is None and not adapter_id:
+def extra_key(cache_salt: str | None = None, adapter: str | None = None) -> bytes:
+    """What must be equal for two requests to share KV, beside the tokens. adapter: the digest of its content."""
+    if cache_salt is None and adapter is None:
         return b""
-    return b"%d\0" % adapter_id + (b"" if cache_salt is None else b"salt\0" + cache_salt.encode())
+    return (adapter or "0").encode() + b"\0" + (b"" if cache_salt is None else b"salt\0" + cache_salt.encode())
 
 
 def first_digest(key: bytes) -> bytes:

@@ -122,7 +122,10 @@ class Submit:
     """What its output must match (`structured_outputs.StructuredOutputsParams.to_fields`); None: nothing."""
     needs_late_inputs: bool = False
     """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
-    adapter_id: int = 0
+    adapter: str | None = None
+    """The digest of the adapter that it is computed with (`types.adapter_folder`), part of what the block hashes cover."""
+    adapter_path: str | None = None
+    """Where the workers read it."""
     block_hashes: U8 = field(default_factory=no_u8)
     """32 bytes for every full block of the prompt, made by the frontend (kvcache.prefix_index). Without them the request
     neither finds anything in the prefix cache nor leaves anything there."""
@@ -294,6 +297,7 @@ class NewRow(NamedTuple):
     min_tokens: int = 0
     num_stop_ids: int = 0
     adapter_id: int = 0
+    """The slot of the workers that holds its adapter (`scheduling.residency`); 0: it has none."""
     pooling: int = 0
     """0: it samples; else it gives a vector: the lowest 8 bits are one of `POOLING_CODES`, the others `Submit.pair_start`."""
     source: int = -1

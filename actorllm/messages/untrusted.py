@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from actorllm.messages import U8, Message, Submit
 from actorllm.messages.schema import FRONTEND, shown, violation
+from actorllm.types.adapter_folder import is_digest
 from actorllm.types.logits_processors.travel import decode_params
+from actorllm.types.lora_request import MAX_PATH
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_N
 
@@ -34,6 +36,10 @@ def check_foreign(message: Message, vocab_size: int) -> None:
             raise ValueError(f"{message.siblings.size} siblings, and a request has at most {MAX_N} sequences")
         if message.processor_params.size and not _is_params(message.processor_params):
             raise ValueError(f"Submit.processor_params={shown(message.processor_params)}")
+        if message.adapter is not None and not is_digest(message.adapter):
+            raise ValueError(f"Submit.adapter={shown(message.adapter)}")
+        if len(message.adapter_path or "") > MAX_PATH:
+            raise ValueError(f"Submit.adapter_path={shown(message.adapter_path)}")
         if message.block_hashes.size % HASH_BYTES:
             raise ValueError(f"block_hashes of {message.block_hashes.size} bytes")
 

@@ -74,6 +74,8 @@ class StepInputs:
     embedded: I64 | None = None  # [num_rows] which tokens have an embedding that the prompt brought
     embeds: U8 = field(default_factory=no_u8)
     """Those embeddings, in the bytes of the model's dtype."""
+    adapter_ids: I32 | None = None
+    """[num_tokens] the slot of each token's adapter, 0 for none and for padding; None: no token has one."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
     drafts: Drafts | None = None
@@ -109,6 +111,8 @@ class Columns:
     sample_index: I32
     pooling: NDArray[np.uint8]
     """How its vector is made (`messages.POOLING_CODES`); 0: it samples."""
+    adapter_id: I32
+    """The slot of its adapter; 0: none."""
     pair_start: I32
     """Where the second text of its prompt begins; 0: it has one, or the model does not tell them apart."""
 
@@ -127,6 +131,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "seeds": np.uint64,
     "sample_index": np.int32,
     "pooling": np.uint8,
+    "adapter_id": np.int32,
     "pair_start": np.int32,
 }
 
@@ -162,6 +167,8 @@ class PersistentBatch:
     """Where rows without effect write; None: no padding."""
     embedding_bytes: int = 0
     """Of an embedding that is part of a prompt; 0: prompts have none."""
+    max_adapters: int = 0
+    """Slots for adapters; 0: rows have none."""
     columns: Columns = field(init=False)
     block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
     num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
@@ -289,7 +296,20 @@ class PersistentBatch:
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)
+        if self.max_adapters:
+            self._add_adapters(slots, inputs)
         return inputs
+
+    def _add_adapters(self, decode_slots: I32, inputs: StepInputs) -> None:
+        """decode_slots: in the order of the tokens, with padding."""
+        column = self.columns.adapter_id
+        decodes, prefills = column[decode_slots], column[inputs.prefill_slots]
+        if decodes.any() or prefills.any():
+            ids = np.zeros(len(inputs.token_ids), np.int32)
+            ids[: len(decodes)] = decodes
+            rows = np.repeat(prefills, inputs.prefill_counts)
+            ids[len(decodes) : len(decodes) + len(rows)] = rows
+            inputs.adapter_ids = ids
 
     def advance(self, inputs: StepInputs) -> None:
         """The step's forward succeeded: its tokens have their keys and values in the cache."""
@@ -377,8 +397,8 @@ class PersistentBatch:
         lowest = EMBEDDED if self.embedding_bytes else 0
         if plan.new_tokens.min(initial=0) < lowest or plan.new_tokens.max(initial=0) >= self.vocab_size:
             raise ValueError(f"step {plan.step}: token ids must be in [0, {self.vocab_size})")
-        if new["adapter_id"].any():
-            raise ValueError(f"step {plan.step}: adapters are not supported by this worker")
+        if int(new["adapter_id"].min()) < 0 or int(new["adapter_id"].max()) > self.max_adapters:
+            raise ValueError(f"step {plan.step}: this worker has {self.max_adapters} slots for adapters")
         self._require_blocks(plan.new_blocks, plan.step)
         counts = plan.new_num_blocks.reshape(-1, self.num_groups)
         if len(counts) != len(slots) or counts.max(initial=0) > self.max_blocks:
@@ -396,6 +416,7 @@ class PersistentBatch:
         columns.seeds[slots] = new["seed"]
         columns.sample_index[slots] = new["sample_index"]
         columns.pooling[slots] = new["pooling"] & 0xFF
+        columns.adapter_id[slots] = new["adapter_id"]
         columns.pair_start[slots] = new["pooling"] >> 8
         self.num_slot_blocks[:, slots] = counts.T
         # Ragged parts, row by row: tokens, blocks and stop ids of all rows follow each other.

@@ -32,6 +32,7 @@ from actorllm.errors import EngineError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
+from actorllm.model.adapters.store import Adapters
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
@@ -143,6 +144,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """Attributes that `close` lets go of."""
 
     batch: PersistentBatch
+    adapters: Adapters | None = None
+    """Of requests; made with the weights. None: there are none."""
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
@@ -247,6 +250,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "num_blocks": num_blocks,
             "max_blocks": -(-length // size),
             "embedding_bytes": config.model.embedding_bytes,
+            "max_adapters": 0 if config.lora is None else config.lora.max_loras,
         }
 
     def _largest_steps(self) -> tuple[int, list[StepPlan]]:

@@ -73,6 +73,7 @@ class Batch:
         """Tokens whose KV is computed or will be by a step in flight."""
         self.limit: I32 = np.zeros(num_slots, np.int32)
         self.adapter_id: I32 = np.zeros(num_slots, np.int32)
+        """The slot of its adapter; 0: it has none."""
         self.is_decoding: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.is_simulated: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Some of the slot's token ids were never known here (`Scheduler.advance`)."""
@@ -97,7 +98,7 @@ class Batch:
         self.num_known[slot] = sequence.known.size
         self.num_computed[slot] = sequence.num_done
         self.limit[slot] = sequence.limit
-        self.adapter_id[slot] = sequence.submit.adapter_id
+        self.adapter_id[slot] = sequence.adapter_slot
         if sequence.submit.needs_late_inputs:
             self.is_late[slot] = True
             self.num_late += 1

@@ -71,7 +71,7 @@ class Forks:
         other = leader.submit
         if submit.pooling is not None or other.pooling is not None or sequence.wants_prompt_logprobs:
             return None  # there is no row of logits to share, or the prompt itself has something to tell
-        is_same = submit.adapter_id == other.adapter_id and submit.cache_salt == other.cache_salt
+        is_same = submit.adapter == other.adapter and submit.cache_salt == other.cache_salt
         for mine, others in ((submit.prompt, other.prompt), (submit.prompt_embeds, other.prompt_embeds)):
             is_same = is_same and (mine is others or np.array_equal(mine, others))
         return leader if is_same else None

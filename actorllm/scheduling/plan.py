@@ -140,7 +140,7 @@ def _new_columns(
                 submit.top_k,
                 submit.min_tokens,
                 len(ids),
-                submit.adapter_id,
+                sequence.adapter_slot,
                 POOLING_CODES[submit.pooling] | submit.pair_start << 8,
                 sources.get(sequence, -1) if sources else -1,
             )

@@ -52,7 +52,7 @@ class PrefixCache:
         hashes = sequence.hashes or submit.block_hashes.tobytes()
         done = len(hashes) // HASH_BYTES * size
         if sequence.known.size - done >= size:
-            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter_id))
+            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter))
             hashes += continue_hashes(digest, sequence.known[done:], size)
         sequence.hashes, sequence.first_hash = hashes, hashes[:HASH_BYTES]
 

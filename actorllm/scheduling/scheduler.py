@@ -263,14 +263,18 @@ class Scheduler:
         self.now = now
         return [self._table.end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
 
-    def unblock(self, key: Key, error: str | None, now: float) -> End | None:
-        """What a blocked request waited for is there, or (error) will never be."""
+    def unblock(self, key: Key, error: str | None, now: float, adapter_slot: int = 0) -> End | None:
+        """What a blocked request waited for is there, or (error) will never be.
+
+        adapter_slot: where the workers hold its adapter; 0: it has none.
+        """
         self.now = now
         sequence = self._table.alive.get(key)
         if sequence is None or sequence.state is not State.BLOCKED:
             return None
         if error is not None:
             return self._table.end(sequence, "error", error=error)
+        sequence.adapter_slot = adapter_slot
         self._table.blocked.discard(sequence)
         self._forks.wait_or_follow(sequence)
         return None

@@ -126,6 +126,8 @@ class Sequence:
     """Values of its states or logits that were NaN or infinite."""
     counted_by: Iterable[CountsRequests] = ()
     """Those of the scheduler's parts that are told of its end: most requests have nothing that they count."""
+    adapter_slot: int = 0
+    """Where the workers hold its adapter, once it has been let in (`residency`); 0: it has none."""
     policy_state: dict[str, object] = field(default_factory=dict)
     """A policy's own notes on it."""
     attachment: Any = None

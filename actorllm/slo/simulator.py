@@ -383,8 +383,8 @@ class SimulatedReplica:
         self._tell(self.scheduler.abort(keys, now))
         self._happened(now)
 
-    def unblock(self, key: Key, error: str | None, now: float) -> None:
-        end = self.scheduler.unblock(key, error, now)
+    def unblock(self, key: Key, error: str | None, now: float, adapter_slot: int = 0) -> None:
+        end = self.scheduler.unblock(key, error, now, adapter_slot)
         if end is not None:
             self._tell([end])
         self._happened(now)
@@ -965,6 +965,6 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
             case "give_up":
                 replica.give_up_policy(argument, now)
             case _:
-                replica.unblock((argument[0][0], argument[0][1]), argument[1], now)
+                replica.unblock((argument[0][0], argument[0][1]), argument[1], now, *argument[2:])
     replica.run_until(math.inf)
     return plans

@@ -49,6 +49,8 @@ class BackendRules:
     """Prompts are pooled here (`runner="pooling"`)."""
     quantizes: bool = False
     """Quantized weights are computed with here."""
+    adapts: bool = False
+    """Requests may have LoRA adapters here."""
     drafts: bool = False
     """Several tokens of a row are checked in one step here (`speculative_config`)."""
     has_own_memory: bool = False
@@ -69,6 +71,8 @@ class BackendRules:
             return f"runner={options['runner']!r}: vectors of prompts are not made on {where} yet; use a model that generates"
         if options.get("quantization") is not None and not self.quantizes:
             return f"quantization={options['quantization']!r} is not supported on {where} yet; leave it at None"
+        if options.get("enable_lora") and not self.adapts:
+            return f"enable_lora=True: there are no adapters on {where} yet; leave it out"
         if options.get("speculative_config") is not None and not self.drafts:
             return f"speculative_config={options['speculative_config']!r:.120} is not supported on {where} yet; leave it at None"
         if dtype_name(dtype) not in ("auto", *self.dtypes):
@@ -83,7 +87,9 @@ class BackendRules:
 
 
 OWN_RULES = {
-    "cpu": BackendRules(dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True, drafts=True),
+    "cpu": BackendRules(
+        dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True, adapts=True, drafts=True
+    ),
     "cuda": BackendRules(
         dtypes=("bfloat16", "float16"), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"
     ),

@@ -75,6 +75,14 @@ class EngineOptions(VLLMOptions, total=False):
     """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    enable_lora: Annotated[bool | None, None]
+    """Take requests with a LoRA adapter (`LoRARequest`), on the CPU and with a model that has a fused forward. None: no."""
+    max_loras: Annotated[int, 1]
+    """Most adapters that requests run with at a time; requests with others wait. Needs enable_lora."""
+    max_lora_rank: Annotated[int, 16]
+    """Highest rank of an adapter; every adapter in a step costs as much as one of this rank."""
+    max_cpu_loras: Annotated[int | None, None]
+    """Most adapters that a worker keeps in memory, so that their files are not read again; None: as many as max_loras."""
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
     logits_processors: Annotated[Sequence[str | type] | None, None]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
+from actorllm.types.lora_request import LoRARequest
 from actorllm.types.request_metrics import RequestMetrics
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -29,7 +30,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
@@ -56,7 +57,7 @@ class RequestOutput:
     finished: bool = False
     """Whether every sequence has ended."""
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0
@@ -76,7 +77,7 @@ class RequestOutput:
         outputs: list[CompletionOutput] | None = None,
         finished: bool = False,
         metrics: RequestMetrics | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         encoder_prompt: None = None,
         encoder_prompt_token_ids: None = None,
         num_cached_tokens: int = 0,

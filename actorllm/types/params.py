@@ -99,7 +99,6 @@ MAX_OPTIONAL_BIAS = 100.0
 
 
 VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "lora_request": (None,),
     "prompt_adapter_request": (None,),
     "trace_headers": (None,),
     "prompt_text": (None,),
@@ -117,7 +116,7 @@ HARMLESS_REQUEST_ARGUMENTS = {"trace_headers": "the engine writes no spans of it
 
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
-    *("arrival_time", "tokenization_kwargs", "data_parallel_rank"),
+    *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request"),
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""

@@ -24,7 +24,6 @@ class VLLMOptions(TypedDict, total=False):
     enable_log_requests: Annotated[Any, False]
     enable_chunked_prefill: Annotated[Any, None, True]
     max_long_partial_prefills: Annotated[Any, 1]
-    enable_lora: Literal[False, None]
     pipeline_parallel_size: Literal[1]
     distributed_executor_backend: Literal[None, "mp", "uni"]
     disable_custom_all_reduce: Literal[False, True]
@@ -89,9 +88,6 @@ class VLLMOptions(TypedDict, total=False):
     worker_extension_cls: Literal[""]
     ray_workers_use_nsight: Annotated[Any, False]
     cuda_graph_sizes: Annotated[Any, None, []]
-    max_loras: Annotated[Any, 1]
-    max_lora_rank: Annotated[Any, 16]
-    max_cpu_loras: Annotated[Any, None]
     lora_dtype: Annotated[Any, "auto"]
     fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
@@ -345,10 +341,7 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "numa_bind_nodes",
         "numa_bind_cpus",
     ),
-    "there are no adapters": (
-        "max_loras",
-        "max_lora_rank",
-        "max_cpu_loras",
+    "adapters have the type of the model, and each rank its part of them": (
         "lora_dtype",
         "fully_sharded_loras",
         "max_lora_cls_labels",

@@ -266,6 +266,7 @@ def test_the_public_names_are_these() -> None:
         "FlatLogprobs",
         "FlexibleArgumentParser",
         "LLMEngine",
+        "LoRARequest",
         "Logprob",
         "PoolingParams",
         "EmbeddingOutput",

@@ -135,6 +135,7 @@ GOOD_SUBMITS = (
         max_tokens=5,
         prompt_embeds=np.zeros(2 * EMBEDDING_BYTES, np.uint8),
     ),
+    Submit(rid=14, arrival=1.5, prompt=GOOD_SUBMIT.prompt, max_tokens=5, adapter="a" * 64, adapter_path="/adapters/a"),
 )
 """One of each kind: fields that have no place beside one another are changed from a good value, too."""
 ONE = np.ones(1, np.int32)

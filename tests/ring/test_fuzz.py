@@ -31,7 +31,9 @@ def test_messages_of_an_attached_frontend(caplog: pytest.LogCaptureFixture) -> N
     assert 0.2 < report.refused.total() / report.trials.total() < 0.95, "or one half of it is not tried"
 
 
-@pytest.mark.parametrize("submit", hostile.GOOD_SUBMITS, ids=["plain", "siblings", "grammar", "pooled", "embeds"])
+@pytest.mark.parametrize(
+    "submit", hostile.GOOD_SUBMITS, ids=["plain", "siblings", "grammar", "pooled", "embeds", "adapter"]
+)
 def test_what_is_changed_is_good(submit: Submit, caplog: pytest.LogCaptureFixture) -> None:
     """Or every change to it would be refused for something else."""
     caplog.set_level(logging.CRITICAL)
@@ -43,6 +45,8 @@ def test_what_is_changed_is_good(submit: Submit, caplog: pytest.LogCaptureFixtur
     assert len(ends) == 1 + submit.siblings.size
     if submit.grammar is not None:  # the scripted worker does not look at the mask
         assert all("what was sampled is not in the grammar" in end[3] for end in ends)
+    elif submit.adapter is not None:
+        assert [end[3] for end in ends] == ["the engine takes no adapters; build it with enable_lora=True"]
     elif submit.pooling is not None:  # nothing else is wrong with it; the engine generates text
         assert [end[3] for end in ends] == ["this engine generates text and makes no vectors"]
     else:

@@ -34,7 +34,7 @@ def make_scheduler(**overrides: Any) -> Scheduler:
 
 def make_submit(rid: int, prompt: Sequence[int], block_size: int = BLOCK_SIZE, **overrides: Any) -> Submit:
     tokens = np.array(prompt, np.int32)
-    key = extra_key(overrides.get("cache_salt"), overrides.get("adapter_id", 0))
+    key = extra_key(overrides.get("cache_salt"), overrides.get("adapter"))
     arguments: dict[str, Any] = {
         "rid": rid,
         "arrival": 0.0,

@@ -374,7 +374,7 @@ def test_who_is_no_sibling_shares_nothing() -> None:
     engine.submit(1, PROMPT, ignore_eos=True)
     engine.submit(2, range(21, 31), ignore_eos=True, fork_of=1)
     engine.submit(3, PROMPT, ignore_eos=True, fork_of=1, cache_salt="x")
-    engine.submit(4, PROMPT, ignore_eos=True, fork_of=1, adapter_id=1)
+    engine.submit(4, PROMPT, ignore_eos=True, fork_of=1, adapter="1" * 64)
     engine.submit(5, PROMPT, ignore_eos=True, fork_of=77)
     engine.submit(6, PROMPT, fork_of=1, output=np.array(reference_stream(PROMPT, 6, 2), np.int32), ignore_eos=True)
     engine.submit(7, PROMPT, ignore_eos=True, fork_of=7)

@@ -119,7 +119,8 @@ def test_block_hashes_travel_with_the_request(engine: Any) -> None:
 
 
 def test_the_adapter_reaches_the_worker(engine: Any) -> None:
-    engine.submit(1, [1], adapter_id=3, ignore_eos=True)
+    engine.submit(1, [1], adapter="1" * 64, blocked_on="adapter", ignore_eos=True)
+    engine.scheduler.unblock((0, 1), None, 0.0, 3)
     engine.launch()
     assert engine.worker.rows[0].adapter_id == 3
     assert engine.scheduler.batch.adapter_id[0] == 3

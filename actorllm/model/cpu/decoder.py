@@ -7,7 +7,8 @@ the activation, down product plus residual. Called by the runner, under inferenc
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +24,10 @@ from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.rope import rotation_angles
 from actorllm.model.weights import Weights
+
+if TYPE_CHECKING:
+    from actorllm.model.adapters import AdaptedLayer
+    from actorllm.model.adapters.slots import AdapterSlots
 
 SWITCHES = frozenset(
     {
@@ -47,9 +52,16 @@ class DecoderLayer:
     """Attention and MLP, each around a residual."""
 
     def __init__(
-        self, config: DecoderConfig, tensors: LayerTensors, index: int, ranks: Ranks, share: HeadShare
+        self,
+        config: DecoderConfig,
+        tensors: LayerTensors,
+        index: int,
+        ranks: Ranks,
+        share: HeadShare,
+        adapters: AdapterSlots | None = None,
+        targets: Mapping[str, list[AdaptedLayer]] | None = None,
     ) -> None:
-        """config: of the whole model."""
+        """config: of the whole model. targets: what of the layer `adapters` adapt, by product."""
         self.index = index
         self._ranks = ranks
         self._is_shared = ranks.size > 1
@@ -68,6 +80,11 @@ class DecoderLayer:
         outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
         self.qkv = linear(tensors.qkv.reordered(outputs))
         self.output, self.gate_up, self.down = linear(tensors.output), linear(tensors.gate_up), linear(tensors.down)
+        if adapters is not None and targets is not None:
+            self.qkv = adapters.adapt(self.qkv, [target.reordered(outputs) for target in targets["qkv"]])
+            self.output = adapters.adapt(self.output, targets["output"])
+            self.gate_up = adapters.adapt(self.gate_up, targets["gate_up"])
+            self.down = adapters.adapt(self.down, targets["down"])
         self.input_norm, self.output_norm = norm(tensors.input_norm), norm(tensors.output_norm)
         self.mlp_norm, self.mlp_output_norm = norm(tensors.mlp_norm), norm(tensors.mlp_output_norm)
         self.qk_norm: QKNorm | WholeQKNorm | None = None
@@ -150,12 +167,15 @@ class Decoder:
         max_positions: int,
         ranks: Ranks | None = None,
         form: Form = Dense,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`.
 
-        max_positions: how long a sequence may get. form: of the weights of the linear layers.
+        max_positions: how long a sequence may get. form: of the weights of the linear layers. adapters: empty ones, which the
+        products of this model are added to; None: it is never adapted.
         """
         self.config = config
+        self._adapters = adapters
         self.ranks = ranks or Ranks()
         tensors = DecoderTensors(config, weights, self.ranks, form)
         self.share = tensors.share
@@ -170,7 +190,16 @@ class Decoder:
         self.embedding = tensors.embedding()
         self._embedding_scale = tensors.embedding_scale
         self.layers = [
-            DecoderLayer(config, tensors.layer(i), i, self.ranks, self.share) for i in range(config.num_layers)
+            DecoderLayer(
+                config,
+                tensors.layer(i),
+                i,
+                self.ranks,
+                self.share,
+                adapters,
+                None if adapters is None else tensors.targets(i),
+            )
+            for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
         self.lm_head: Linear | None = None
@@ -201,6 +230,8 @@ class Decoder:
         x = self._embed(torch.from_numpy(inputs.token_ids))
         if inputs.embedded is not None:
             place_rows(x, inputs)
+        if self._adapters is not None:
+            self._adapters.begin(inputs)
         for layer in self.layers:
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x

@@ -19,6 +19,7 @@ from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
+from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.layers import linear, widens
@@ -100,7 +101,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    _owned = ("decoder", "cache", "batch")
+    _owned = ("decoder", "cache", "batch", "adapters")
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
@@ -172,7 +173,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 if model.pooler is not None and model.pooler.head is not None:
                     self._head = read_linear(model.pooler.head, plan, model, weights)
-                return Decoder(plan, weights, model.max_model_len, self.ranks, form)
+                if self.config.lora is not None:
+                    dtype = torch.float32 if widens(self.dtype) else self.dtype
+                    self.adapters = Adapters(self.config.lora, dtype)
+                slots = None if self.adapters is None else self.adapters.slots
+                return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots)
+        if self.config.lora is not None:
+            raise UnsupportedModelError(
+                f"enable_lora=True: architecture {model.architecture!r} has no fused forward here, and other models are not "
+                f"adapted yet; leave it out"
+            )
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
@@ -262,7 +272,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
         del self.cache
-        return peak + 3 * logits + context
+        adapters = 0 if self.adapters is None else self.adapters.num_bytes
+        return peak + 3 * logits + context + adapters
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
@@ -104,6 +105,37 @@ class DecoderTensors:
             qk_norms=qk_norms,
         )
 
+    def targets(self, index: int) -> dict[str, list[AdaptedLayer]]:
+        """What of a layer can be adapted, by the product of `LayerTensors` that computes it."""
+        c, share, names = self._config, self.share, self._config.names
+        prefix = f"model.layers.{index}."
+        q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+        q_part, kv_part, inner_part = share.rows(share.heads), share.rows(share.kv_heads), self._ranks.part(inner)
+
+        def side_by_side(layers: Sequence[str], sizes: Sequence[int], parts: Sequence[slice]) -> list[AdaptedLayer]:
+            if len(layers) == 1:  # one layer of the checkpoint has all of them
+                starts = accumulate(sizes[:-1], initial=0)
+                pieces = [_range(part, start) for start, part in zip(starts, parts, strict=True)]
+                wanted = [(layers[0], sum(sizes), torch.cat(pieces))]
+            else:
+                wanted = [(name, size, _range(part)) for name, size, part in zip(layers, sizes, parts, strict=True)]
+            found, end = [], 0
+            for name, size, rows in wanted:
+                start, end = end, end + len(rows)
+                found.append(AdaptedLayer(prefix + name, size, c.hidden_size, rows, ALL, slice(start, end)))
+            return found
+
+        def summed(name: str, size: int, part: slice) -> list[AdaptedLayer]:
+            whole = torch.arange(c.hidden_size)
+            return [AdaptedLayer(prefix + name, c.hidden_size, size, whole, self._part(part), slice(0, c.hidden_size))]
+
+        return {
+            "qkv": side_by_side(names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part)),
+            "output": summed(names.output, q_size, q_part),
+            "gate_up": side_by_side(names.gate_up, (inner, inner), (inner_part, inner_part)),
+            "down": summed(names.down, inner, inner_part),
+        }
+
     def close(self) -> None:
         """All that is needed has been read. Raises CorruptModelError for a tensor that is left over."""
         needs_no_head = self._config.ties_embeddings or not self._config.has_head
@@ -149,3 +181,8 @@ class DecoderTensors:
             self._weights, name, self._config.hidden_size, in_features, columns=self._part(part), has_bias=has_bias
         )
         return layer.without_bias() if self._ranks.rank else layer
+
+
+def _range(part: slice, start: int = 0) -> torch.Tensor:
+    """The indices of a part, counted on from `start`."""
+    return torch.arange(start + part.start, start + part.stop)

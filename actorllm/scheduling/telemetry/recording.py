@@ -46,9 +46,9 @@ class RecordedScheduler(Scheduler):
         self._sink(("expire", now, None))
         return super().expire(now)
 
-    def unblock(self, key: Key, error: str | None, now: float) -> End | None:
-        self._sink(("unblock", now, [list(key), error]))
-        return super().unblock(key, error, now)
+    def unblock(self, key: Key, error: str | None, now: float, adapter_slot: int = 0) -> End | None:
+        self._sink(("unblock", now, [list(key), error, *([adapter_slot] if adapter_slot else [])]))
+        return super().unblock(key, error, now, adapter_slot)
 
     def schedule(self, now: float) -> StepPlan | None:
         self._sink(("schedule", now, None))
@@ -106,7 +106,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
             case "expire":
                 scheduler.expire(now)
             case "unblock":
-                scheduler.unblock((argument[0][0], argument[0][1]), argument[1], now)
+                scheduler.unblock((argument[0][0], argument[0][1]), argument[1], now, *argument[2:])
             case "schedule":
                 plan = scheduler.schedule(now)
                 scheduler.take_rejected()

@@ -1,0 +1,97 @@
+"""The tensors of an adapter, read from its folder and checked against the model: what does not fit is refused by its name.
+
+The file is read once and held against the digest that the request came with. So what is computed is what the request named,
+also when the folder is being written to. Called on a thread beside the steps of a worker.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from actorllm.errors import InvalidParameterError
+from actorllm.model.adapters import AdaptedLayer
+from actorllm.types.adapter_folder import (
+    MAX_WEIGHTS_BYTES,
+    WEIGHTS_FILE,
+    Adapter,
+    AdapterSettings,
+    check_files,
+    check_rank,
+    digest_of,
+    read_config,
+)
+
+NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+LowRank = tuple[torch.Tensor, torch.Tensor]
+"""Of one target: A [rank, inputs of this rank], and B transposed and scaled [rank, outputs of this rank]."""
+
+
+@torch.inference_mode()
+def read_adapter(
+    adapter: Adapter, targets: Mapping[str, AdaptedLayer], max_rank: int, dtype: torch.dtype
+) -> dict[str, LowRank]:
+    """The tensors by the name of their target. Raises InvalidParameterError.
+
+    targets: by name, all that the model has. dtype: what the tensors become.
+    """
+    folder = Path(adapter.path)
+    check_files(folder)
+    try:
+        config = read_config(folder)
+        with open(folder / WEIGHTS_FILE, "rb") as file:
+            data = file.read(MAX_WEIGHTS_BYTES)
+    except OSError as error:
+        raise InvalidParameterError(f"the adapter {adapter.path} cannot be read: {error}") from error
+    if digest_of(config, io.BytesIO(data)) != adapter.digest:
+        raise InvalidParameterError(f"the adapter {adapter.path} was changed since the request came; send it again")
+    settings = AdapterSettings.from_json(config, adapter.path)
+    check_rank(settings, adapter.path, max_rank)
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InvalidParameterError(f"{folder / WEIGHTS_FILE} is no safetensors file: {error!s:.200}") from error
+    del data
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = NAME.fullmatch(name)
+        target = None if match is None else targets.get(match[1]) or targets.get(f"model.{match[1]}")
+        if match is None or target is None:
+            kinds = ", ".join(dict.fromkeys(known.rpartition(".")[2] for known in targets))
+            raise InvalidParameterError(
+                f"{adapter.path}: the tensor {name!r:.200} adapts nothing that can be adapted in this model; adapt {kinds}"
+            )
+        pairs.setdefault(target.name, {})[match[2]] = tensor
+    if not pairs:
+        raise InvalidParameterError(f"{adapter.path}: {WEIGHTS_FILE} holds no tensors of an adapter")
+    return {name: _pair(adapter.path, targets[name], pair, settings, dtype) for name, pair in pairs.items()}
+
+
+def _pair(
+    path: str, target: AdaptedLayer, pair: Mapping[str, torch.Tensor], settings: AdapterSettings, dtype: torch.dtype
+) -> LowRank:
+    rank = settings.rank_of(target.name)
+    shapes = {"A": (rank, target.in_features), "B": (target.out_features, rank)}
+    for letter, shape in shapes.items():
+        tensor = pair.get(letter)
+        found = "not there" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise InvalidParameterError(
+                f"{path}: lora_{letter} of {target.name} is {found}, and must be floats {shape} for this model and rank; "
+                f"is it an adapter of another model?"
+            )
+        # A product with them is masked for rows of other adapters, and 0 * inf would reach those rows.
+        if not torch.isfinite(tensor).all():
+            raise InvalidParameterError(f"{path}: lora_{letter} of {target.name} has values that are not finite")
+    a = pair["A"][:, target.columns].to(dtype).contiguous()
+    b = pair["B"].float()[target.rows].mul_(settings.scale_of(target.name)).T.to(dtype).contiguous()
+    if not torch.isfinite(a).all() or not torch.isfinite(b).all():
+        raise InvalidParameterError(f"{path}: the values of {target.name} are larger than {dtype} can hold")
+    return a, b

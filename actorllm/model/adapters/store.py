@@ -1,0 +1,79 @@
+"""The adapters that a worker keeps: those in slots, which rows use, and those that were read and wait for a slot.
+
+A worker does what its scheduler asks for. It reads a folder on a thread (`read`), and fills a slot between steps (`put`). What
+it has read it keeps, up to `max_cpu_loras`, and drops the one that was used longest ago. Pinned ones stay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from actorllm.config import LoRAConfig
+from actorllm.model.adapters.reading import LowRank, read_adapter
+from actorllm.model.adapters.slots import AdapterSlots
+from actorllm.types.adapter_folder import Adapter
+
+Tensors = dict[str, LowRank]
+
+
+class Adapters:
+    """See the module docstring. Only `read` may be called from another thread than the worker's."""
+
+    def __init__(self, config: LoRAConfig, dtype: torch.dtype) -> None:
+        """dtype: of their products."""
+        self.slots = AdapterSlots(config.max_loras, config.max_lora_rank, dtype)
+        self._config = config
+        self._kept: OrderedDict[str, Tensors] = OrderedDict()
+        """By digest, those used last at the end."""
+        self._pinned: set[str] = set()
+        self._in_slots: dict[int, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slots, and of as many adapters as may be kept."""
+        per_slot = self.slots.num_bytes // self._config.max_loras
+        return per_slot * (self._config.max_loras + self._config.max_cpu_loras)
+
+    @property
+    def digests(self) -> list[str]:
+        """Of those that are kept."""
+        return sorted(self._kept)
+
+    def is_in_slot(self, slot: int, digest: str) -> bool:
+        return self._in_slots.get(slot) == digest
+
+    def get(self, digest: str) -> Tensors | None:
+        """One that is kept, which is the one used last from now on."""
+        tensors = self._kept.get(digest)
+        if tensors is not None:
+            self._kept.move_to_end(digest)
+        return tensors
+
+    def read(self, adapter: Adapter) -> Tensors:
+        """The tensors of a folder. Raises InvalidParameterError."""
+        slots = self.slots
+        return read_adapter(adapter, slots.targets, slots.max_rank, slots.dtype)
+
+    def keep(self, digest: str, tensors: Tensors, is_pinned: bool = False) -> None:
+        """Keep what was read; where all others are pinned, it is not kept."""
+        self._kept[digest] = tensors
+        self._kept.move_to_end(digest)
+        if is_pinned:
+            self._pinned.add(digest)
+        if len(self._kept) > self._config.max_cpu_loras:
+            oldest = next((one for one in self._kept if one not in self._pinned), digest)
+            self._pinned.discard(oldest)
+            del self._kept[oldest]
+
+    def put(self, slot: int, digest: str, tensors: Tensors) -> None:
+        """Fill a slot, which no row of a step to come uses."""
+        self._in_slots.pop(slot, None)
+        self.slots.put(slot, tensors)
+        self._in_slots[slot] = digest
+
+    def forget(self, digest: str) -> bool:
+        """Keep it no longer; a slot that holds it goes on holding it. Whether it was kept."""
+        self._pinned.discard(digest)
+        return self._kept.pop(digest, None) is not None

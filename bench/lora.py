@@ -1,0 +1,149 @@
+"""What do adapters cost a decode step, beside the same step of their base?
+
+Four runners in one process, step by step in turns: without adapters, with adapters that no row has, with one adapter for all
+rows, and with eight adapters over the rows. The model and its adapters have random weights. Times are medians. The last columns
+are tokens/s in times of the base.
+Run: python bench/lora.py [--json FILE] [--threads 2] [--model 135M] [--rank 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from model import SHAPES
+from report import command, environment
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SIDES = {"base": 0, "no row": 0, "1 adapter": 1, "8 adapters": 8}
+"""How many adapters the rows have."""
+TARGETS = {("decode 16", "1 adapter"): 0.9, ("decode 16", "8 adapters"): 0.8}
+"""Times the tokens/s of the base."""
+MAX_LORAS, CONTEXT, STEPS = 8, 128, 40
+
+
+def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, float]]:
+    """Of every figure the milliseconds of each side, in this process."""
+    import numpy as np
+    import torch
+
+    from actorllm.config import EngineConfig
+    from actorllm.messages import NewRow, StepPlan, pack_rows
+    from actorllm.model.cpu.runner import CpuRunner
+
+    runners: dict[str, CpuRunner] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+        for side in SIDES:
+            adapters: dict[str, Any] = {"enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": rank}
+            config = EngineConfig.from_arguments(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_num_seqs=16,
+                num_threads=num_threads,
+                **({} if side == "base" else adapters),
+            )
+            runners[side] = runner = CpuRunner(config, show_progress=False)
+            runner.load()
+            if runner.adapters is None:
+                continue
+            slots = runner.adapters.slots
+            for slot in range(1, MAX_LORAS + 1):
+                tensors = {}
+                for name, target in slots.targets.items():
+                    down = torch.randn(rank, target.in_features) / target.in_features**0.5
+                    up = torch.randn(rank, len(target.rows)) / (10 * rank**0.5)
+                    tensors[name] = (down.to(slots.dtype), up.to(slots.dtype))
+                runner.adapters.put(slot, str(slot), tensors)
+    figures: dict[str, dict[str, float]] = {}
+    for batch in (1, 16):
+        rows = np.arange(batch, dtype=np.int32)
+        for side, runner in runners.items():
+            per_row = -(-(CONTEXT + STEPS + 10) // runner.config.cache.block_size)
+            runner.allocate(batch * per_row)
+            random, count = np.random.default_rng(0), SIDES[side]
+            ids = [1 + row % count if count else 0 for row in range(batch)]
+            runner.execute(
+                StepPlan(
+                    step=0,
+                    new_rows=pack_rows(
+                        NewRow(row, CONTEXT, seed=row, temperature=0.8, adapter_id=ids[row]) for row in range(batch)
+                    ),
+                    new_tokens=random.integers(0, runner.model_config.vocab_size, batch * CONTEXT).astype(np.int32),
+                    new_num_blocks=np.full(batch, per_row, np.int32),
+                    new_blocks=random.permutation(batch * per_row).astype(np.int32),
+                )
+            )
+            runner.step(StepPlan(step=1, prefill_slots=rows, prefill_counts=np.full(batch, CONTEXT, np.int32)))
+            runner.step(StepPlan(step=2, decode_slots=rows))
+            for _ in range(4):
+                runner.step(StepPlan(step=2))
+        times: dict[str, list[float]] = {side: [] for side in SIDES}
+        for _ in range(STEPS):
+            for side, runner in runners.items():
+                began = time.perf_counter()
+                runner.step(StepPlan(step=2))
+                times[side].append(1e3 * (time.perf_counter() - began))
+        figures[f"decode {batch}"] = {side: statistics.median(values) for side, values in times.items()}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default="135M", choices=sorted(SHAPES))
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.model, arguments.rank, arguments.threads)))
+        return
+    from actorllm.config import EngineConfig
+    from actorllm.model.threads import worker_environment
+
+    before = list(os.getloadavg())
+    config = EngineConfig.from_arguments("storyteller", num_threads=arguments.threads)
+    child = subprocess.run(
+        [
+            *(sys.executable, __file__, "--measure", "--model", arguments.model),
+            *("--rank", str(arguments.rank), "--threads", str(arguments.threads)),
+        ],
+        env={**os.environ, **worker_environment(config), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    rows: list[dict[str, Any]] = []
+    print(f"{'ms of a step':14}{''.join(f'{side:>12}' for side in SIDES)}   times the base's tokens/s")
+    for figure, values in json.loads(child.stdout).items():
+        times = {side: values["base"] / values[side] for side in SIDES if side != "base"}
+        targets = {side: TARGETS[figure, side] for side in times if (figure, side) in TARGETS}
+        rows.append({"figure": figure, "ms": values, "times": times, "targets": targets})
+        goals = [
+            f"{side} {ratio:.2f}{f' (target {targets[side]:g})' if side in targets else ''}"
+            for side, ratio in times.items()
+        ]
+        print(f"{figure:14}{''.join(f'{values[side]:12.2f}' for side in SIDES)}   {', '.join(goals)}")
+    if arguments.json is not None:
+        data = {
+            "command": command(),
+            "environment": environment(),
+            "load_before": before,
+            "configuration": {"model": arguments.model, "rank": arguments.rank, "threads": arguments.threads},
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Adapters in the fused forwards: logits against merged weights through transformers, rows beside each other, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actorllm.errors import InvalidParameterError
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.types.adapter_folder import AdapterDigests
+from tests.model.adapters.lora_folders import linear_layers, merged, shapes_of, write_adapter
+from tests.model.driver import Driver
+from tests.model.families.loaded import cpu_driver
+from tests.model.hf.decoders import TOLERANCE, prompt, reference, save
+
+LENGTH = 23
+
+
+def adapted_driver(folder: Path, **arguments: Any) -> Driver:
+    return cpu_driver(folder, enable_lora=True, max_loras=4, max_lora_rank=8, **arguments)
+
+
+def put(runner: CpuRunner, slot: int, folder: Path) -> None:
+    adapters = runner.adapters
+    assert adapters is not None
+    adapter = AdapterDigests(max_rank=8).adapter_of(str(folder))
+    adapters.put(slot, adapter.digest, adapters.read(adapter))
+
+
+def last_logits(driver: Driver, rows: dict[int, tuple[list[int], int]]) -> dict[int, torch.Tensor]:
+    """Of each row's last token, prefilled but for one token and then decoded, all in one batch. rows: tokens and adapter."""
+    for slot, (tokens, adapter) in rows.items():
+        driver.add(slot, tokens, adapter_id=adapter)
+    driver.step(dict.fromkeys(rows, 5), decode=[])
+    driver.step({slot: len(tokens) - 5 for slot, (tokens, _) in rows.items()})
+    assert driver.logits is not None
+    found = {slot: row.clone() for slot, row in zip(rows, driver.logits, strict=True)}
+    driver.step(decode=list(rows))
+    assert driver.logits is not None
+    return {slot: torch.stack((found[slot], row)) for slot, row in zip(rows, driver.logits, strict=True)}
+
+
+def expected(model: Any, driver: Driver, slot: int, length: int) -> torch.Tensor:
+    """Of the same two tokens."""
+    return reference(model, driver.requests[slot].tokens[: length + 1])[-2:]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 8}),
+        ("phi3", {}),
+        ("olmo2", {}),
+        ("gemma3", {}),
+    ],
+)
+def test_logits_are_those_of_merged_weights(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model = save(family, tmp_path / "base", **more)
+    driver = adapted_driver(tmp_path / "base")
+    layers = shapes_of(linear_layers(model))
+    deltas = {
+        1: write_adapter(tmp_path / "1", layers, seed=1),
+        2: write_adapter(tmp_path / "2", layers, seed=2, r=8, use_rslora=True, rank_pattern={"o_proj": 3}),
+        4: write_adapter(tmp_path / "4", dict(list(layers.items())[1:3]), seed=4, alpha_pattern={"q_proj": 1}),
+    }
+    for slot in deltas:
+        put(driver.runner, slot, tmp_path / str(slot))
+    rows = {i: (prompt(i, LENGTH + i), adapter) for i, adapter in enumerate((1, 0, 2, 1, 4, 0))}
+    logits = last_logits(driver, rows)
+    for slot, (tokens, adapter) in rows.items():
+        model_of_row = merged(model, deltas[adapter]) if adapter else model
+        wanted = expected(model_of_row, driver, slot, len(tokens))
+        assert (logits[slot] - wanted).abs().max() < TOLERANCE, f"row {slot} with adapter {adapter}"
+        if adapter:
+            plain = expected(model, driver, slot, len(tokens))
+            assert (logits[slot] - plain).abs().max() > 10 * TOLERANCE, "the adapter makes a difference"
+
+
+def test_a_row_does_not_depend_on_the_adapters_of_others(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "base")
+    layers = shapes_of(linear_layers(model))
+    driver = adapted_driver(tmp_path / "base")
+    huge = tmp_path / "huge"
+    write_adapter(huge, layers, seed=9)
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file({name: tensor * 1e30 for name, tensor in tensors.items()}, huge / "adapter_model.safetensors")
+    write_adapter(tmp_path / "1", layers, seed=1)
+    put(driver.runner, 1, tmp_path / "1")
+    put(driver.runner, 2, huge)
+    tokens = prompt(3, LENGTH)
+    alone = last_logits(driver, {0: (tokens, 1)})[0]
+    driver.remove(0)
+    logits = last_logits(driver, {1: (prompt(4, 30), 2), 2: (tokens, 1), 3: (prompt(5, 9), 0), 4: (tokens, 0)})
+    assert (logits[2] - alone).abs().max() < TOLERANCE
+    driver.remove(1, 2, 3, 4)
+    assert (last_logits(driver, {5: (tokens, 0)})[5] - logits[4]).abs().max() < TOLERANCE
+
+
+def test_a_slot_that_is_filled_anew_has_nothing_left_of_the_adapter_before(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "base")
+    layers = shapes_of(linear_layers(model))
+    driver = adapted_driver(tmp_path / "base")
+    write_adapter(tmp_path / "whole", layers, seed=1, r=8)
+    few = write_adapter(tmp_path / "few", dict(list(layers.items())[:2]), seed=2, r=2)
+    put(driver.runner, 3, tmp_path / "whole")
+    put(driver.runner, 3, tmp_path / "few")
+    tokens = prompt(1, LENGTH)
+    logits = last_logits(driver, {0: (tokens, 3)})[0]
+    assert (logits - expected(merged(model, few), driver, 0, LENGTH)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("float16", None), ("float32", "int8")])
+def test_other_forms_of_the_base_are_adapted(dtype: str, quantization: str | None, tmp_path: Path) -> None:
+    """Their rounding moves logits by some percent; without its adapter a row differs by more than its size."""
+    model = save("llama", tmp_path / "base")
+    deltas = write_adapter(tmp_path / "1", shapes_of(linear_layers(model)), seed=1, size=1.0)
+    driver = adapted_driver(tmp_path / "base", dtype=dtype, quantization=quantization)
+    put(driver.runner, 1, tmp_path / "1")
+    rows = {0: (prompt(0, LENGTH), 1), 1: (prompt(1, LENGTH), 0)}
+    logits = last_logits(driver, rows)
+    for slot, of_row in ((0, merged(model, deltas)), (1, model)):
+        wanted = expected(of_row, driver, slot, LENGTH)
+        assert (logits[slot] - wanted).norm() < 0.15 * wanted.norm()
+    plain = expected(model, driver, 0, LENGTH)
+    assert (logits[0] - plain).norm() > 0.5 * plain.norm()
+
+
+def test_what_does_not_fit_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "base")
+    runner = adapted_driver(tmp_path / "base").runner
+    layers = shapes_of(linear_layers(model))
+    name = "model.layers.0.self_attn.q_proj"
+    tensor = f"base_model.model.{name}.lora_A.weight"
+
+    def refused(folder: Path, told: str) -> None:
+        with pytest.raises(InvalidParameterError, match=told):
+            put(runner, 1, folder)
+
+    write_adapter(tmp_path / "wide", {name: (48, 64)})
+    refused(tmp_path / "wide", rf"lora_A of {name} is .*\(4, 64\).*\(4, 48\)")
+    write_adapter(tmp_path / "head", {"lm_head": (97, 48)})
+    refused(tmp_path / "head", "lm_head.*adapts nothing")
+    write_adapter(tmp_path / "deep", {"model.layers.7.self_attn.q_proj": (48, 48)})
+    refused(tmp_path / "deep", r"layers\.7")
+    write_adapter(tmp_path / "dora", layers, rename={tensor: f"base_model.model.{name}.lora_magnitude_vector"})
+    refused(tmp_path / "dora", "lora_magnitude_vector")
+    write_adapter(tmp_path / "half", {name: (48, 48)})
+    tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    save_file({tensor: tensors[tensor]}, tmp_path / "half" / "adapter_model.safetensors")
+    refused(tmp_path / "half", f"lora_B of {name} is not there")
+    save_file({n: t * float("inf") for n, t in tensors.items()}, tmp_path / "half" / "adapter_model.safetensors")
+    refused(tmp_path / "half", "not finite")
+    (tmp_path / "half" / "adapter_model.safetensors").write_bytes(b"\x10" + bytes(100))
+    refused(tmp_path / "half", "is no safetensors file")
+    (tmp_path / "half" / "adapter_model.safetensors").write_bytes(b"")
+    refused(tmp_path / "half", "is no safetensors file")
+
+
+def test_a_folder_that_is_changed_before_it_is_read_is_refused(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "base")
+    runner = adapted_driver(tmp_path / "base").runner
+    layers = shapes_of(linear_layers(model))
+    write_adapter(tmp_path / "a", layers, seed=1)
+    adapter = AdapterDigests(max_rank=8).adapter_of(str(tmp_path / "a"))
+    write_adapter(tmp_path / "a", layers, seed=2)
+    assert runner.adapters is not None
+    with pytest.raises(InvalidParameterError, match="was changed since the request came"):
+        runner.adapters.read(adapter)
