@@ -230,6 +230,11 @@ def claims_of(name: str, results: SweepResults) -> list[dict[str, Any]]:
         for target in TARGETS.get(name, (0.99, 0.9)):
             rival = best(results, there, target, "deadline")
             text, least = ratio(results, label, rival, target, "deadline")
+            band = ratio_band(results, label, rival, target, "deadline")
+            ends = (least, math.inf) if band is None else (band.low, band.high)
+            both = (results.max_rate(name, target, "deadline") for name in (label, rival))
+            if any(one is not None and one.verdict == "growing" for one in both):
+                text += ", growing"
             rows.append(
                 {
                     "claim": claim,
@@ -237,10 +242,17 @@ def claims_of(name: str, results: SweepResults) -> list[dict[str, Any]]:
                     "attainment": f"{target:.0%} deadline",
                     "compared with": rival,
                     "x here": text,
-                    "reproduced": "less" if least < low else "more" if least > high else "yes",
+                    "reproduced": verdict(least, *ends, low, high),
                 }
             )
     return rows
+
+
+def verdict(value: float, least: float, most: float, low: float, high: float) -> str:
+    """Of a ratio with its band, held against what was published: outside of it only if the band is."""
+    if low <= value <= high:
+        return "yes"
+    return "less" if most < low else "more" if least > high else "within the band"
 
 
 def main() -> None:
