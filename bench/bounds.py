@@ -619,6 +619,11 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.ledger: Ledger._in_flight",
     ),
     "one message while it is made": (
+        "types.stat_loggers: IterationStats.finished_requests",
+        "types.stat_loggers: IterationStats.max_num_generation_tokens_iter",
+        "types.stat_loggers: IterationStats.n_params_iter",
+        "types.stat_loggers: IterationStats.time_to_first_tokens_iter",
+        "types.stat_loggers: IterationStats.inter_token_latencies_iter",
         "supervision.blame.scheduler_deaths: HeldRequest.sequences",
         "actors.detokenization: OutputRows.rids",
         "actors.detokenization: OutputRows.index",
@@ -672,6 +677,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.token_text: TokenText._parts",
     ),
     "read or given when the engine or the server is built": (
+        "client.stat_recorder: StatRecorder._loggers",
+        "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
         "config: ModelConfig.overrides",
@@ -687,6 +694,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
     ),
     "part of the schema of a tool, which its request holds": ("server.tool_formats.tagged: TaggedParser._properties",),
     "always empty": (
+        "types.stat_loggers: SchedulerStats.waiting_lora_adapters",
+        "types.stat_loggers: SchedulerStats.running_lora_adapters",
         "kvcache.prefix_index: _NO_CHILDREN",
         "kvcache.prefix_index: _NO_TAILS",
         "scheduling.results: NO_SPANS",

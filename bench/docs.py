@@ -38,7 +38,7 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("embedding", "calls", "quantization", "speculation", "fleet"),
-    *("parameters", "structured", "simulation"),
+    *("parameters", "structured", "simulation", "slo_statistics"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
@@ -46,7 +46,7 @@ EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "gpu")
 """What `make bench` does not run."""
-TABLES = ("targets", "rows", "claims", "growth", "full", "fairness")
+TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks
@@ -414,11 +414,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """A target that is met only because two runs of the same differ by that much is told apart."""
+    """Met, missed, or neither: two runs of the same differ by as much as the target is missed by, or nothing was compared."""
     is_met = row.get("met")
+    if row.get("pairs apart") == 0:
+        return "not tested"
     if not isinstance(is_met, bool):
         return cell(is_met)
-    return "**missed**" if not is_met else "met within noise" if _is_above(row) else "met"
+    return "**missed**" if not is_met else "within noise" if _is_above(row) else "met"
 
 
 def _is_above(row: dict[str, Any]) -> bool:

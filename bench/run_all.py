@@ -48,6 +48,7 @@ BENCHES = (
         keeps_models=True,
     ),
     Bench("simulation", ("--requests", "300")),
+    Bench("slo_statistics", ("--trials", "2")),
     Bench("fidelity", ("--quick", "--rounds", "1")),
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("urgent", ("--rounds", "3")),

@@ -193,7 +193,8 @@ def scheduler_cost(rounds: int) -> dict[str, Any]:
             draft_ranges=((1, 1000, drafts),) if drafts else (),
         )
         for rid in range(num_rows):
-            scheduler.submit(0, Submit(rid=rid, arrival=0.0, prompt=np.full(16, 7, np.int32), max_tokens=3900), 0.0)
+            prompt = np.full(16 + rid % 32, 7, np.int32)  # so that rows do not get their blocks in the same steps
+            scheduler.submit(0, Submit(rid=rid, arrival=0.0, prompt=prompt, max_tokens=3900), 0.0)
         return scheduler
 
     def run(scheduler: Scheduler, drafts: int) -> float:

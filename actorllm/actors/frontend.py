@@ -136,6 +136,8 @@ class JournalEntry:
     emitted: list[int] = field(default_factory=list)
     first_token: float | None = None
     """When the first token that came was sent."""
+    last_token: float | None = None
+    """When the last one was, if an observer notes that."""
     is_aborted: bool = False
     had_slot: bool = False
     """A scheduler said so, when it was paused."""
@@ -153,6 +155,14 @@ class JournalEntry:
     """When the scheduler died that it is waiting to hear from again; 0.0: it waits for none."""
     record: DeathRecord = field(default_factory=DeathRecord)
     """Which deaths of schedulers it may be to blame for; the sequences of one request share one."""
+
+
+class OutputObserver(Protocol):
+    """Looks at each message of outputs before it counts."""
+
+    def see(
+        self, outputs: Outputs, ends: Mapping[int, RequestEnd] | None, journal: Mapping[int, JournalEntry]
+    ) -> None: ...
 
 
 class _UnsentAsk:
@@ -173,6 +183,7 @@ class FrontendActor(Actor):
         self._lost: BaseException | None = None
         self._error: BaseException | None = None
         self.last_rid = last_rid
+        self.observer: OutputObserver | None = None
         self._num_finished = 0
         self._num_repeated = 0
         self._num_asking = 0
@@ -539,6 +550,8 @@ class FrontendActor(Actor):
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
             self._recover(rids)
+        if self.observer is not None:
+            self.observer.see(outputs, ends, self._journal)
         if self._num_losses and (tokens or vectors):
             self._num_losses = 0
         # A request that has tokens already was told by an earlier scheduler.

@@ -91,7 +91,7 @@ class AsyncLLM:
         engine_args: EngineArgs,
         start_engine_loop: bool | None = None,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
     ) -> Self:
         """As in vLLM, but lazy as the constructor, unless start_engine_loop says otherwise.
 
@@ -99,12 +99,14 @@ class AsyncLLM:
             engine_args: the arguments of the engine.
             start_engine_loop: True: begin to start at once, in the background. What goes wrong there is raised by the first
                 request. None or False: the first request starts the engine.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
 
         Raises:
             ConfigError, ModelError: as the constructor; ModelNotFoundError also where the folder has no weights.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop)
+        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop, stat_loggers=stat_loggers)
 
     @classmethod
     def from_vllm_config(
@@ -112,7 +114,7 @@ class AsyncLLM:
         vllm_config: EngineConfig,
         start_engine_loop: bool | None = None,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
         enable_log_requests: bool = False,
         aggregate_engine_logging: bool = False,
         disable_log_stats: bool | None = None,
@@ -125,7 +127,9 @@ class AsyncLLM:
         Arguments:
             vllm_config: the checked configuration.
             start_engine_loop: True: begin to start at once, in the background, as `from_engine_args`.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
             enable_log_requests, aggregate_engine_logging, client_addresses, client_count, client_index: accepted at their
                 defaults, where they ask for nothing.
             disable_log_stats: in place of what the configuration says; None: as it says.
@@ -148,6 +152,7 @@ class AsyncLLM:
             check_weights_exist(Path(model.path))
         llm = cls.__new__(cls)
         llm._adopt(new_engine(vllm_config))
+        llm._engine.record_for(stat_loggers)
         if start_engine_loop:
             llm._engine.start_in_background()
         return llm
@@ -843,7 +848,7 @@ class AsyncLLM:
         if not self._engine.is_new:
             host = HostLoop.current()
             await self.start()
-            self._engine.statistics_log.log(await host.result_of(self._engine.ask_scheduler("statistics")))
+            self._engine.log_statistics(await host.result_of(self._engine.ask_scheduler("statistics")))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.

@@ -7,7 +7,7 @@ processes compute, and `step` waits for what they bring next. Not for several th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
@@ -41,8 +41,9 @@ class LLMEngine(BlockingDoor):
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
         self._open(EngineConfig.from_arguments(model, **options))
 
-    def _open(self, config: EngineConfig) -> None:
+    def _open(self, config: EngineConfig, stat_loggers: Sequence[Callable[..., Any]] | None = None) -> None:
         engine = new_engine(config, is_synchronous=True)
+        engine.record_for(stat_loggers)
         self._adopt(engine, engine.new_hold())
         engine.start()
 
@@ -67,34 +68,38 @@ class LLMEngine(BlockingDoor):
         cls,
         engine_args: EngineArgs,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
         enable_multiprocessing: bool = False,
     ) -> Self:
         """As in vLLM. `topology` says where the engine runs.
 
         Arguments:
             engine_args: the arguments of the engine.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
             enable_multiprocessing: not looked at.
 
         Raises:
             ConfigError, ModelError, EngineStartError: as the constructor.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        return cls.from_vllm_config(engine_args.create_engine_config(), stat_loggers=stat_loggers)
 
     @classmethod
     def from_vllm_config(
         cls,
         vllm_config: EngineConfig,
         usage_context: object = None,
-        stat_loggers: object = None,
+        stat_loggers: Sequence[Callable[..., Any]] | None = None,
         disable_log_stats: bool | None = None,
     ) -> Self:
         """From what `EngineArgs.create_engine_config` returned.
 
         Arguments:
             vllm_config: the checked configuration.
-            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            usage_context: not looked at; nothing is reported.
+            stat_loggers: classes of the application that are told what the engine does, derived from
+                `actorllm.types.stat_loggers.StatLoggerBase`; None: none.
             disable_log_stats: in place of what the configuration says; None: as it says.
 
         Raises:
@@ -103,7 +108,7 @@ class LLMEngine(BlockingDoor):
         if disable_log_stats is not None and vllm_config.log_statistics == disable_log_stats:
             vllm_config = replace(vllm_config, log_statistics=not disable_log_stats)
         engine = cls.__new__(cls)
-        engine._open(vllm_config)
+        engine._open(vllm_config, stat_loggers)
         return engine
 
     @property
@@ -228,6 +233,7 @@ class LLMEngine(BlockingDoor):
         if stepper is not None:
             if self._streams:
                 stepper.step()
+                self._engine.note_step()
             self._host.run_pending()
             return self._take()
         outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
@@ -281,7 +287,7 @@ class LLMEngine(BlockingDoor):
             EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
         """
         if not self._engine.is_new:
-            self._engine.statistics_log.log(self._engine.ask_scheduler("statistics").result())
+            self._engine.log_statistics(self._engine.ask_scheduler("statistics").result())
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.

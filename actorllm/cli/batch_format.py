@@ -3,64 +3,50 @@
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 8}}
     {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-Pure: owns the mapping and nothing else. Fields of a body are OpenAI's, and by their names all sampling parameters of this
-library; what is neither is an error of that line. As in vLLM, the response of a failed line has no body, and `error` is
-OpenAI's error object. Called by actorllm.cli.run_batch.
+A body is read, and answered, as the server reads and answers it at that url; it is never streamed. As in vLLM, the response of a
+failed line has no body, and `error` is OpenAI's error object. Called by actorllm.cli.run_batch.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from actorllm.errors import (
-    ActorLLMError,
-    EngineOverloaded,
-    InvalidParameterError,
-    InvalidPromptError,
-    RequestFailedError,
-)
-from actorllm.intake.tokenization import Prompt
-from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
-from actorllm.text.chat_template import Conversation
-from actorllm.types.outputs import CompletionOutput, RequestOutput
-from actorllm.types.params import RequestOutputKind, SamplingParams
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-
-IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls")
-"""Fields that ask for nothing here (`stream` is refused when it is true)."""
-
-OF_THE_PROMPT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-OF_A_CONVERSATION = (
-    "messages",
-    "tools",
-    "chat_template",
-    "chat_template_content_format",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
+from actorllm.config import ModelConfig
+from actorllm.errors import EngineOverloaded, InvalidParameterError, RequestError, nearest_name
+from actorllm.server import chat, completions
+from actorllm.server.bodies.limits import refusal_of
+from actorllm.server.completions import Asked
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, checked
+from actorllm.server.sampling import Defaults
+from actorllm.server.vectors.asking import PooledAsked, prompt_field
+from actorllm.server.vectors.asking import ask as ask_pooled
+from actorllm.server.vectors.bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
 )
 
-ONLY_AS: dict[str, tuple[Any, ...]] = {
-    "tool_choice": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None,),
-    "logit_bias": (None, {}),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None,),
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    "/classify": ClassifyRequest,
+    "/pooling": PoolingRequest,
 }
-"""Fields that are accepted at these values only."""
+"""What a line may ask, by its url."""
 
-
-class UnknownModelError(InvalidParameterError):
-    """The line asks for another model than the one that runs."""
+NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +54,8 @@ class BatchRequest:
     """One line of the input."""
 
     custom_id: str
-    url: str
-    prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    tokenization: dict[str, Any]
-    priority: int
-    echo: bool
-    num_logprobs: int | None
-    """Most likely tokens to show beside each of the output; -1: all; None: no log-probabilities."""
+    body: Body
+    asked: Asked | PooledAsked
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -88,193 +68,110 @@ def custom_id_of(line: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchRequest:
-    """A request, checked as far as it can be without the model. defaults: sampling parameters of bodies without them.
+class BatchReader:
+    """Lines for one model."""
 
-    Raises InvalidParameterError or InvalidPromptError.
-    """
+    def __init__(
+        self, model: ModelConfig, names: Sequence[str], defaults: Defaults, decode: Callable[[list[int]], str]
+    ) -> None:
+        """names: what bodies may call the model; the first is in answers to those that call it nothing. decode: ids to text."""
+        self._model = model
+        self._names = tuple(names)
+        self._defaults = defaults
+        self._decode = decode
+
+    def read(self, line: bytes) -> BatchRequest:
+        """A request, checked as far as it can be without the engine. Raises ApiError."""
+        custom_id, url, tree = _envelope(line)
+        kind = BODIES[url]
+        refusal = refusal_of(tree, kind.TOKEN_FIELDS)
+        if refusal is not None:
+            raise ApiError(400, *refusal)
+        body = checked(kind, tree)
+        name = self._name(tree.get("model"))
+        try:
+            asked = self._asked(body, name)
+        except (RequestError, RecursionError) as error:
+            raise refusal_of_error(error, body) from error
+        return BatchRequest(custom_id, body, asked)
+
+    def _name(self, given: Any) -> str:
+        if given and given not in self._names:
+            there = " or ".join(map(repr, self._names))
+            told = f"model={given!r:.80}: this engine runs {there}; leave it out, or run with --served-model-name"
+            raise ApiError(404, told, "model")
+        return given or self._names[0]
+
+    def _asked(self, body: Body, name: str) -> Asked | PooledAsked:
+        if isinstance(body, Pooled):
+            return ask_pooled(body, NO_HEADERS, self._defaults, name, self._model)
+        assert isinstance(body, Generation)
+        if body.stream:
+            raise ApiError(400, "stream=true: the responses of a batch are whole; leave it out", "stream")
+        body.stream_options = None
+        self._defaults.fill(body)
+        if isinstance(body, ChatCompletionRequest):
+            return chat.ask(body, NO_HEADERS, self._defaults, name, self._decode)
+        assert isinstance(body, CompletionRequest)
+        return completions.ask(body, NO_HEADERS, self._defaults, name, self._decode)
+
+
+def _envelope(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """What every line has. Raises ApiError."""
     try:
         tree = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InvalidParameterError(f"the line is not JSON: {error}") from error
+        raise ApiError(400, f"the line is not JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise InvalidParameterError(f"a line must be a JSON object, not {type(tree).__name__}")
+        raise ApiError(400, f"a line must be a JSON object, not {type(tree).__name__}")
     custom_id, url, body = tree.get("custom_id"), tree.get("url"), tree.get("body")
-    # The envelope: what every line has.
     if not isinstance(custom_id, str):
-        raise InvalidParameterError(f"custom_id={custom_id!r:.80} must be a string")
+        raise ApiError(400, f"custom_id={custom_id!r:.80} must be a string")
     if tree.get("method") != "POST":
-        raise InvalidParameterError(f"method={tree.get('method')!r:.80} must be 'POST'")
-    if url not in (CHAT, COMPLETIONS):
-        raise InvalidParameterError(f"url={url!r:.80} must be {CHAT!r} or {COMPLETIONS!r}")
+        raise ApiError(400, f"method={tree.get('method')!r:.80} must be 'POST'")
+    if not isinstance(url, str) or url not in BODIES:
+        near = nearest_name(str(url), BODIES)
+        raise ApiError(400, f"url={url!r:.80} is not one of {', '.join(map(repr, BODIES))}{near}")
     if not isinstance(body, dict):
-        raise InvalidParameterError(f"body={body!r:.80} must be an object")
-    if body.get("model") not in (None, model):
-        raise UnknownModelError(
-            f"model={body['model']!r:.80}: this engine runs {model!r}; leave it out, or run with --served-model-name"
-        )
-    if body.get("stream"):
-        raise InvalidParameterError("stream=true: the responses of a batch are whole; leave it out")
-    # From here on fields are taken out of `given`. What is left is sampling parameters, and an unknown one is refused
-    # by name.
-    given = {name: value for name, value in body.items() if name not in IGNORED}
-    for name, values in ONLY_AS.items():
-        if name in given and given.pop(name) not in values:
-            shown = " or ".join(orjson.dumps(value).decode() for value in values)
-            raise InvalidParameterError(f"{name}={body[name]!r:.80} is not supported in a batch; leave it at {shown}")
-    tokenization = {name: given.pop(name) for name in OF_THE_PROMPT if name in given}
-    salt = given.pop("cache_salt", None)
-    priority = given.pop("priority", None) or 0
-    prompts: tuple[Prompt, ...]
-    # The two endpoints name the prompt and the limit of tokens differently, and the limit has different defaults.
-    if url == CHAT:
-        if salt is not None:
-            raise InvalidParameterError(f"cache_salt={salt!r:.80} is not supported for conversations; leave it out")
-        conversation = {name: given.pop(name) for name in OF_A_CONVERSATION if name in given}
-        prompts = (Conversation.of(conversation.pop("messages", None), **conversation),)
-        if "max_completion_tokens" in given:
-            given["max_tokens"] = given.pop("max_completion_tokens")
-    else:
-        texts = _prompts_of(given.pop("prompt", None))
-        prompts = tuple(text if salt is None else _salted(text, salt) for text in texts)
-        given.setdefault("max_tokens", 16)
-    # With echo, the log-probabilities of a completion are those of the prompt as well.
-    echo = bool(given.pop("echo", False))
-    num_logprobs = _num_logprobs(url, given)
-    if num_logprobs is not None:
-        given["logprobs"] = None if given.get("logprob_token_ids") else num_logprobs
-        if echo and url == COMPLETIONS and given.get("prompt_logprobs") is None:
-            given["prompt_logprobs"] = num_logprobs
-    if "output_kind" in given:
-        raise InvalidParameterError("output_kind: the responses of a batch are whole; leave it out")
-    fields = {name: value for name, value in given.items() if value is not None}  # null means: not given
-    params = SamplingParams(**{"max_tokens": None, **defaults, **fields, "output_kind": RequestOutputKind.FINAL_ONLY})
-    return BatchRequest(custom_id, url, prompts, params, tokenization, priority, echo, num_logprobs)
+        raise ApiError(400, f"body={body!r:.80} must be an object")
+    return custom_id, url, body
 
 
-def _num_logprobs(url: str, given: dict[str, Any]) -> int | None:
-    """Take what asks for log-probabilities out of a body: a number in one API, a switch and a number in the other."""
-    logprobs, top = given.pop("logprobs", None), given.pop("top_logprobs", None)
-    if url == COMPLETIONS:
-        if top:
-            raise InvalidParameterError(f"top_logprobs={top!r:.80} is for conversations; use logprobs={top!r:.80}")
-        asked = None if logprobs is False else logprobs
-    elif not isinstance(logprobs, bool | None):
-        raise InvalidParameterError(f"logprobs={logprobs!r:.80} must be true or false; the number goes to top_logprobs")
-    elif not logprobs and top:
-        raise InvalidParameterError(f"top_logprobs={top!r:.80} needs logprobs=true")
-    else:
-        asked = (top or 0) if logprobs else None
-    if asked is None:
-        if given.get("logprob_token_ids"):
-            raise InvalidParameterError("logprob_token_ids needs logprobs too")
-        return None
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < -1:
-        name = "logprobs" if url == COMPLETIONS else "top_logprobs"
-        raise InvalidParameterError(f"{name}={asked!r:.80} must be a number >= 0, or -1 for those of all tokens")
-    return asked
-
-
-def _prompts_of(prompt: Any) -> list[Prompt]:
-    """A text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise InvalidPromptError(f"prompt={prompt!r:.80} must be text, token ids, or a list of either")
-    if all(isinstance(item, int) for item in prompt):
-        return [prompt]
-    return prompt
-
-
-def _salted(prompt: Prompt, salt: Any) -> Prompt:
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
-
-
-def success_line(
-    request: BatchRequest, outputs: list[RequestOutput], model: str, decode: Callable[[list[int]], str]
-) -> bytes:
-    """The line of a request whose prompts are all answered; outputs in the order of its prompts.
-
-    decode: the text of tokens, for what comes without one: prompts of token ids, and the first token of a prompt.
-    """
-    choices = [
-        _choice(request, len(output.outputs) * number + one.index, output, one, decode)
-        for number, output in enumerate(outputs)
-        for one in output.outputs
-    ]
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion" if request.url == CHAT else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "total_tokens": num_prompt + num_completion,
-            "completion_tokens": num_completion,
-        },
-    }
-    if request.url == CHAT and request.params.prompt_logprobs is not None:
-        body["prompt_logprobs"] = of_prompt(outputs[0])
-    return _line(request.custom_id, {"status_code": 200, "request_id": _request_id(), "body": body}, None)
-
-
-def _choice(
-    request: BatchRequest, index: int, output: RequestOutput, one: CompletionOutput, decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    prompt = ""
-    if request.echo:
-        prompt = output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
-        if request.url == CHAT:  # as vLLM: the last message, when it is continued
-            conversation = request.prompts[0]
-            assert isinstance(conversation, Conversation)
-            content = conversation.messages[-1].get("content")
-            prompt = content if isinstance(content, str) else ""
-    text = prompt + one.text
-    said = {"message": {"role": "assistant", "content": text}} if request.url == CHAT else {"text": text}
-    logprobs: dict[str, Any] | None = None
-    if request.num_logprobs is not None:
-        view = LogprobsView(-1 if request.params.logprob_token_ids else request.num_logprobs)
-        positions: list[Position] = list(zip(one.token_ids, one.logprobs or (), strict=True))
-        if request.url == CHAT:
-            logprobs = view.of_message(positions)
-        else:
-            offset = 0
-            if request.echo:
-                assert output.prompt_logprobs is not None
-                echoed: list[Position] = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
-                offset = view.offset_of_prompt(prompt, echoed, decode)
-                positions = [*echoed, *positions]
-            logprobs = view.of_text(positions, decode, offset)
-    choice: dict[str, Any] = {
-        "index": index,
-        **said,
-        "logprobs": logprobs,
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
-    }
-    if request.url == COMPLETIONS and request.params.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = of_prompt(output)
-    return choice
+def success_line(request: BatchRequest, outputs: Sequence[Any]) -> bytes:
+    """The line of a request whose prompts are all answered; outputs in the order of its prompts. Raises ApiError."""
+    asked = request.asked
+    body = asked.shape.body_of(outputs) if isinstance(asked, PooledAsked) else asked.shape.whole(outputs)
+    response = {"status_code": 200, "request_id": _request_id(), "body": orjson.Fragment(body)}
+    return _line(request.custom_id, response, None)
 
 
 # Lines that failed
 
 
-def error_line(custom_id: str | None, error: ActorLLMError, message: str) -> bytes:
-    """The line of a request that failed: 404 for another model, 400 when it is wrong, 500 when the engine failed it, 503
-    when it was turned away."""
-    status, kind = 400, "BadRequestError"
-    if isinstance(error, UnknownModelError):
-        status, kind = 404, "NotFoundError"
-    elif isinstance(error, RequestFailedError):
-        status, kind = 500, "InternalServerError"
-    elif isinstance(error, EngineOverloaded):
-        status, kind = 503, "ServiceUnavailableError"
-    told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return _line(custom_id, {"status_code": status, "request_id": _request_id(), "body": None}, told)
+def refusal_of_error(error: BaseException, body: Body | None = None) -> ApiError:
+    """What the line says of an error. body: of the line, where it has one that can be read.
+
+    As over HTTP, but for what was turned away: a status of 500 or above says that the line is not to blame.
+    """
+    if isinstance(error, EngineOverloaded):
+        return ApiError(503, str(error))
+    if body is None:
+        return error_of(error)
+    if isinstance(body, Pooled):
+        field = prompt_field(body)
+    else:
+        field = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+    return error_of(error, type(body).model_fields, field, body.renamed())
+
+
+def repeated(custom_id: str | None) -> InvalidParameterError:
+    return InvalidParameterError(f"custom_id={custom_id!r:.80} occurs in an earlier line too")
+
+
+def error_line(custom_id: str | None, error: ApiError) -> bytes:
+    """The line of a request that failed."""
+    response = {"status_code": error.status, "request_id": _request_id(), "body": None}
+    return _line(custom_id, response, error.tree())
 
 
 def _request_id() -> str:

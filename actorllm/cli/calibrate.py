@@ -42,6 +42,7 @@ def calibrate(
     from actorllm.scheduling.cost_model import to_json
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
+    from actorllm.slo.step_fit import errors_by_size, told_by_size
 
     if plot is not None and plot.suffix not in (".svg", ".html"):
         raise ConfigError(f"plot={str(plot)!r} must end in .svg or .html")
@@ -82,6 +83,10 @@ def calibrate(
         rows["noise"] = f"{found.repeatability:.1%} between equal decode steps in a row; no model is better than that"
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
+    # The mean hides kinds that are few: decode steps of large batches, steps with prompts.
+    print(f"\n{'held-out steps':>28}  {'STEPS':>7}  {'ERROR':>7}  {'BIAS':>7}")
+    for size, num, error, bias in told_by_size(errors_by_size(fit.features, fit.measured, fit.predicted)):
+        print(f"{size:>28}  {num:>7}  {error:>7}  {bias:>7}")
     for warning in fit.warnings:
         print(f"{'warning':>13}  {warning}")
     if output is not None:

@@ -171,7 +171,7 @@ def sweep(
     *,
     policies: Annotated[list[str], Many] = ["fcfs@512", "edf@512", "qoserve@2048"],  # noqa: B006 - read only
     rates: Annotated[list[float] | None, Many] = None,
-    seeds: int = 3,
+    seeds: int = 8,
     scales: Annotated[list[float] | None, Many] = None,
     targets: Annotated[list[float] | None, Many] = None,
     options: ScenarioOptions = DEFAULT,
@@ -188,7 +188,7 @@ def sweep(
     rates
         Requests per second, several; searches begin at the middle one.
     seeds
-        How many; the same requests for every policy and rate.
+        How many; the same requests for every policy and rate. Of fewer than 8, bands of bursty arrivals are too narrow.
     scales
         Also with every objective so many times as loose, at the middle rate.
     targets
@@ -364,15 +364,16 @@ def explain(
 
 
 def _explain_recording(recording: Path, request_id: int | str, model: str) -> str:
+    """model: the default: the recording's own step times, never those of another machine."""
     from actorllm.scheduling.cost_model import load_model
-    from actorllm.slo.explanation import chosen_request
+    from actorllm.slo.explanation import UNSEEN_BY_A_RECORDING, chosen_request
     from actorllm.slo.explanation import explain as explained
 
     is_number = str(request_id).isdecimal()
     choose = int(request_id) if is_number else partial(chosen_request, request_id)
     found = _recorded_run(recording, choose).run
-    if found.model is None:
-        print(f"note: too few steps to fit step times to; causes are told apart by those of {model!r}", file=sys.stderr)
+    is_own = model == DEFAULT.model
+    notes = [] if is_own else [f"step times are those of {model!r}, not fitted to this recording"]
     workload = found.workload
     return str(
         explained(
@@ -381,9 +382,10 @@ def _explain_recording(recording: Path, request_id: int | str, model: str) -> st
             workload.classes,
             workload.class_ids,
             found.journal,
-            load_model(model) if found.model is None else found.model,
+            found.step_fit if is_own else load_model(model),
             keys=found.keys,
             promises=workload.own_promises,
+            notes=(*notes, UNSEEN_BY_A_RECORDING),
         )
     )
 
@@ -424,7 +426,7 @@ def _check_of_recording(
     config = recorded_configuration(recording)
     shape = EngineShape.of(config)
     given = {name: (getattr(options, name), getattr(DEFAULT, name)) for name in ScenarioOptions.__dataclass_fields__}
-    del given["model"]  # which may be needed: short recordings have no step times of their own
+    del given["model"]  # short recordings have no step times of their own: a file of the same machine may be named
     for name, (value, default) in (given | of_run).items():
         if value == default:
             continue
@@ -514,10 +516,15 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
         times = [_ms(kind[key]) for key in ("p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_e2el_ms")]
         rows.append((name, str(kind["requests"]), *share, *times))
     _print_rows(rows)
-    print(
-        f"goodput {summary['request_goodput']:.3g} (tpot) / {summary['actorllm_goodput_deadline']:.3g} (deadline) requests/s, "
-        f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions"
+    window, drained = (
+        " / ".join(f"{_rate(summary[key])} ({reading})" for reading, key in keys)
+        for keys in (
+            [(reading, f"actorllm_goodput_window_{reading}") for reading in ("tpot", "deadline")],
+            [("tpot", "request_goodput"), ("deadline", "actorllm_goodput_deadline")],
+        )
     )
+    print(f"goodput in requests/s: {window} of the window without warm-up and drain; {drained} with the drain")
+    print(f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions")
     if unfinished := summary["actorllm_num_unfinished"]:
         print(f"{unfinished} requests never ended")
     print(f"{verdict['verdict']}: {verdict['message']}")
@@ -539,7 +546,9 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
             for target in targets:
                 best = found.max_rate(label, target, reading)
                 if best is None:
-                    cells.append("-")
+                    rates = found.rates(label)
+                    cells.append(f"< {rates[0]:.2f}" if rates else "failed")
+                    is_open |= bool(rates)
                     continue
                 # Footnotes are printed only if a cell refers to them.
                 mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
@@ -551,9 +560,13 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
     print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.describe()}")
     _print_rows(rows)
     if is_open:
-        print("< > the band ends beyond the rates that were simulated")
+        print("< > beyond the rates that were simulated: the end of a band, or the figure itself")
     if flagged:
         print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _ms(value: float | None) -> str:

@@ -33,6 +33,7 @@ from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
@@ -136,6 +137,8 @@ class Engine:
         """The callers that wait for the start."""
         self._has_started = False
         self.statistics_log = StatisticsLog(time.monotonic())
+        self.stat_recorder: StatRecorder | None = None
+        """What tells the loggers of the application, if it has brought any."""
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
         self._num_on_the_way = 0
@@ -215,6 +218,7 @@ class Engine:
         except BaseException:
             CACHE_MEMORY.release(self)
             raise
+        begins: StatRecorder | None = None
         with self._lock:
             if thread is self._thread and not self._has_started:
                 self.config = cast(EngineConfig, supervisor.config)
@@ -222,6 +226,36 @@ class Engine:
                 if self.config.log_statistics and self.stepper is None:
                     ask = partial(self._frontend.ask_scheduler, "statistics")
                     self._thread.call(self.statistics_log.report_periodically, ask, INTERVAL_S)
+                begins = self.stat_recorder
+        if begins is not None:
+            self._begin_recording(begins)
+
+    def record_for(self, stat_loggers: object) -> None:
+        """Tell these loggers what the engine does; before it starts. Raises ConfigError."""
+        factories = check_factories(stat_loggers)
+        if not factories:
+            return
+        if not isinstance(self._frontend, FrontendActor):
+            raise ConfigError("stat_loggers are for an engine without replicas; leave data_parallel_size at 1")
+        self.stat_recorder = StatRecorder(factories)
+
+    def _begin_recording(self, recorder: StatRecorder) -> None:
+        frontend = cast(FrontendActor, self._frontend)
+        recorder.begin(self.config)
+        frontend.observer = recorder
+        if self.stepper is None:
+            self._thread.call(recorder.follow, partial(frontend.ask_scheduler, "statistics"))
+
+    def note_step(self) -> None:
+        """A step was made on the caller's stack: no task asks the scheduler then."""
+        if self.stat_recorder is not None:
+            self.stat_recorder.note_scheduler(self.ask_scheduler("statistics").result())
+
+    def log_statistics(self, statistics: dict[str, Any]) -> None:
+        """A line of the log, and what the loggers of the application write. statistics: of the scheduler actor."""
+        self.statistics_log.log(statistics)
+        if self.stat_recorder is not None:
+            self.stat_recorder.log()
 
     def start_in_background(self) -> Future[None]:
         """As `start`, on a lane. A caller that does not wait for it any more says so with `give_up_start`."""

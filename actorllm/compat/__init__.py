@@ -101,6 +101,10 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.exceptions": {**_ENGINE_DEAD, "EngineGenerateError": "actorllm.errors:RequestFailedError"},
     "v1.engine.llm_engine": _same("actorllm", "LLMEngine"),
     "v1.metrics": {},
+    "v1.metrics.loggers": _same("actorllm.types.stat_loggers", "StatLoggerBase", "AggregateStatLoggerBase"),
+    "v1.metrics.stats": _same(
+        "actorllm.types.stat_loggers", "SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats"
+    ),
     "v1.metrics.reader": _same("actorllm.types.engine_metrics", "Metric", "Counter", "Vector", "Gauge", "Histogram"),
     "version": _same("actorllm", "__version__"),
 }

@@ -1,4 +1,4 @@
-"""Heads of decoders that classify: one product, read from the tensor `score`, or made of rows of the head for text.
+"""Heads of decoders that classify: one product or two, read from tensors named `score`, or made of rows of the head for text.
 
 Rerankers that were trained to answer "yes" or "no" have no head for labels. The rows of these tokens are one, as vLLM's
 `classifier_from_token` says. Called by the CPU runner; the heads of encoders are `hf.encoder`'s.
@@ -28,8 +28,29 @@ class LinearHead:
         return torch.nn.functional.linear(states, self._weight, self._bias)
 
 
-def read_linear(head: Head, plan: DecoderConfig, model: ModelConfig, weights: Weights) -> LinearHead:
+class LayeredHead:
+    """The same with a layer between states and scores, as reward models have it."""
+
+    def __init__(self, layer: LinearHead, scores: LinearHead) -> None:
+        self._layer, self._scores = layer, scores
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """As `LinearHead`."""
+        return self._scores(torch.relu(self._layer(states)))
+
+
+def read_linear(head: Head, plan: DecoderConfig, model: ModelConfig, weights: Weights) -> LinearHead | LayeredHead:
     """Raises CorruptModelError for a checkpoint, or tokens, that are not of this head."""
+    if head.has_layer:
+        sizes = {0: plan.hidden_size, 2: head.size}  # between them is the ReLU
+        layers = [
+            LinearHead(
+                weights.take(f"score.{number}.weight", size, plan.hidden_size),
+                weights.take(f"score.{number}.bias", size),
+            )
+            for number, size in sizes.items()
+        ]
+        return LayeredHead(*layers)
     if not head.tokens:
         # In transformers the head for tokens has a bias, and the one for prompts has none.
         bias = weights.take("score.bias", head.size) if head.is_of_tokens else None

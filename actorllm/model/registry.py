@@ -17,7 +17,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
-from actorllm.types.pooling_head import SEQUENCE_HEAD, TOKEN_HEAD
+from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
     from actorllm.model.hf.encoder import EncoderPlan
@@ -41,6 +41,7 @@ FAMILY_OF = {f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILI
 FAMILY_OF |= {
     f"{name.removesuffix('ForCausalLM')}{head}": name for name in FAMILIES for head in (SEQUENCE_HEAD, TOKEN_HEAD)
 }
+FAMILY_OF |= dict.fromkeys(REWARD_HEADS, "Qwen2ForCausalLM")
 FAMILY_OF["Gemma3TextModel"] = FAMILY_OF.pop("Gemma3Model")  # which takes images
 
 

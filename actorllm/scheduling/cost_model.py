@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -301,12 +301,16 @@ class Fit:
     measured: F64
     """Seconds of the held-out steps, and what is predicted for them: the parity plot."""
     predicted: F64
+    features: F64
+    """[num_held_out, 6] of the same steps."""
     num_steps: int
     warnings: tuple[str, ...]
 
 
 def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
     """Fit a LinearModel to measured steps; every hold_out-th of them is kept apart to judge it by.
+
+    hold_out: 0: none is kept apart, and the errors are those of the steps that it was fitted to.
 
     Raises ConfigError when there are too few steps to tell anything.
     """
@@ -320,20 +324,13 @@ def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> F
             f"let the engine run for longer, at several batch sizes"
         )
     features, taken = log.features()[usable], taken[usable]
-    is_held = np.arange(num) % hold_out == hold_out - 1
+    is_held = np.arange(num) % hold_out == hold_out - 1 if hold_out else np.zeros(num, np.bool_)
     train, train_taken = features[~is_held], taken[~is_held]
-    regimes = _two_regimes(train, train_taken)
-    bare = LinearModel(regimes, name, floor_s=float(train_taken.min()) / 2)
-    predicted = predict(bare, train)
+    bare = fit_coefficients(train, train_taken, name)
     gap, launch = _overheads(log)
-    model = LinearModel(
-        regimes,
-        name,
-        bare.floor_s,
-        gap,
-        launch,
-        _residuals(train_taken, predicted),
-    )
+    model = replace(bare, gap_s=gap, launch_s=launch, residuals=_residuals(train_taken, predict(bare, train)))
+    if not hold_out:
+        is_held = ~is_held
     measured, predicted = taken[is_held], predict(model, features[is_held])
     return Fit(
         model,
@@ -341,9 +338,15 @@ def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> F
         float(predicted.sum() / measured.sum() - 1),
         measured,
         predicted,
+        features[is_held],
         num,
         tuple(_unseen(train)),
     )
+
+
+def fit_coefficients(features: F64, taken: F64, name: str = "fitted") -> LinearModel:
+    """Of steps with these features ([num_steps, 6]) and seconds, however few they are; without overheads and residuals."""
+    return LinearModel(_two_regimes(features, taken), name, floor_s=float(taken.min()) / 2)
 
 
 def _residuals(taken: F64, predicted: F64) -> tuple[float, ...]:

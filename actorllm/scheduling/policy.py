@@ -211,6 +211,9 @@ class KeyPolicy:
     ignores_decode_steps: bool | None = None
     """Whether steps in which none waits or prefills need neither ask this policy anything nor tell it anything. None: if
     it overrides none of `decode_mask`, `wake_at` and `on_step`. Simulations run such steps many at a time."""
+    strict = False
+    """Whether prompts are packed into steps strictly in the order of their keys, as by Sarathi-Serve and by vLLM's default. Off
+    (passing packing): short prompts may pass a long one, which keeps half of the tokens of a step (`step_packing.Room`)."""
     keys_grow = False
     """Whether the key of a waiting request never falls. Then it is made anew of a request that seems to be next, and of no
     other; `key_horizon` is not asked for the order."""

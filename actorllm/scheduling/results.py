@@ -93,9 +93,9 @@ class Results:
 
         record: None if the step is not the oldest in flight; the result is held against the schema alone.
         """
-        is_plain = result.is_plain and _is_right_if_plain(result)
-        if not is_plain and record is not None and result.counts.size and self._is_right_run(result, record):
+        if result.counts is not NO_I32 and record is not None and self._is_right_run(result, record):
             return NO_SPANS
+        is_plain = result.is_plain and _is_right_if_plain(result)
         error = None if is_plain else violation(result, WORKER)
         if error is None and record is not None:
             error = self._plain_contradiction(result, record) if is_plain else self._contradiction(result, record)
@@ -152,7 +152,7 @@ class Results:
         if not result.is_run or not _is_right_run(result):
             return False
         tokens, counts, drafted = result.tokens, result.counts, result.num_drafted
-        num_rows, num_decode = len(record.rows), record.num_decode
+        num_rows, num_decode = record.rows.slots.size, record.num_decode
         if counts.size != num_rows or drafted.size != num_rows or (num_decode < num_rows and self._vector_size):
             return False
         return bool(

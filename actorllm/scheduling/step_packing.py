@@ -27,15 +27,21 @@ MAX_PASSED = 16
 class Room:
     """What is left of one step while it is packed.
 
-    A prompt that cannot be finished in this step is long. It does not keep the short ones behind it waiting: up to half of
-    the tokens that it finds go to those that can be finished, and it gets the other half and what they leave over. A step
-    works on `Limits.max_partial_prefills` long prompts at most; the others wait their turn, in the order of arrival.
+    A prompt that cannot be finished in this step is long. With passing packing it does not keep the short ones behind it
+    waiting: up to half of the tokens that it finds go to those that can be finished, and it gets the other half and what they
+    leave over. A step works on `Limits.max_partial_prefills` long prompts at most; the others wait their turn, in the order of
+    arrival.
+
+    With strict packing each prompt takes all tokens that it can use, and what it leaves over is for the next one in line
+    (Sarathi-Serve, and vLLM by default). Behind the first one that does not fit nothing is served.
     """
 
     __slots__ = (
         "_chunk",
+        "_is_strict",
         "_long",
         "_max_partial",
+        "_num_partial",
         "_others",
         "_sizes",
         "admitted",
@@ -46,7 +52,7 @@ class Room:
         "tokens",
     )
 
-    def __init__(self, tokens: int, chunk: int, limits: Limits) -> None:
+    def __init__(self, tokens: int, chunk: int, limits: Limits, is_strict: bool = False) -> None:
         self.limits = limits
         self.tokens = tokens
         self.slots = 0
@@ -56,6 +62,9 @@ class Room:
         self.paused: frozenset[int] = frozenset()
         """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
         self._chunk = chunk
+        self._is_strict = is_strict
+        self._num_partial = 0
+        """Prompts that a step with strict packing works on without finishing them."""
         self._max_partial = limits.max_partial_prefills
         self._others = tokens
         """What those behind a long prompt may have; no limit before there is one."""
@@ -99,6 +108,8 @@ class Room:
             return False
         if sequence.is_whole:
             return remaining <= left
+        if self._is_strict:
+            return remaining <= min(left, self._chunk) or self._num_partial < self._max_partial
         return not self._is_long(remaining, left) or len(self._long) < self._max_partial
 
     def _is_long(self, remaining: int, left: int) -> bool:
@@ -110,6 +121,8 @@ class Room:
         left = self.tokens if self.tokens < self._others else self._others
         if left <= 0:
             return False
+        if self._is_strict:
+            return self._serve_strictly(sequence, remaining, left)
         wanted = remaining
         if wanted > left or wanted > self._chunk:
             if sequence.is_whole:
@@ -124,6 +137,18 @@ class Room:
                     self._sizes[sequence] = 0
                     self._others = left // 2
                     return True
+        self._sizes[sequence] = wanted
+        self.tokens -= wanted
+        self._others -= wanted
+        return True
+
+    def _serve_strictly(self, sequence: Sequence, remaining: int, left: int) -> bool:
+        wanted = remaining if sequence.is_whole else min(remaining, self._chunk, left)
+        is_partial = wanted < remaining
+        if wanted > left or (is_partial and self._num_partial >= self._max_partial):
+            self._others = 0  # none behind it passes
+            return False
+        self._num_partial += is_partial
         self._sizes[sequence] = wanted
         self.tokens -= wanted
         self._others -= wanted
@@ -192,7 +217,7 @@ class KeyPlanner:
         budget = policy.budget(view)
         limits = view.limits
         tokens = min(budget.tokens, limits.max_tokens) - num_decode
-        room = Room(tokens, budget.prefill_chunk or tokens, limits)
+        room = Room(tokens, budget.prefill_chunk or tokens, limits, policy.strict)
         room.slots = view.batch.num_free_slots
         room.blocks = view.kv.num_free - num_growing
         if decision.decode is not None and self._can_displace:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live, pooling
+from actorllm.server import chat, completions, demo, live
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
@@ -45,7 +45,8 @@ from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
 from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
-from actorllm.text.reasoning.parsers import reasoning_named
+from actorllm.server.vectors.bodies import BODIES as POOLED_BODIES
+from actorllm.server.vectors.routes import router as vectors_router
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
-    *pooling.BODIES,
+    *POOLED_BODIES,
     *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
     *(inference.InferenceRequest, several.BatchChatRequest),
 )
@@ -111,13 +112,7 @@ def create_app(
     model = llm.config.model
     layers = [middleware_named(path) for path in middleware]
     parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
-    defaults = Defaults(
-        sampling=model.sampling_defaults,
-        max_prompt_characters=model.max_prompt_characters,
-        trusts_chat_templates=trust_request_chat_template,
-        reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
-        answers=AnswerOptions.of(**answers),
-    )
+    defaults = Defaults.of(model, AnswerOptions.of(**answers), trusts_chat_templates=trust_request_chat_template)
     hidden: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None} if disable_fastapi_docs else {}
     app = FastAPI(
         title="actorllm",
@@ -143,7 +138,7 @@ def create_app(
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)
     app.include_router(live.router)
-    app.include_router(pooling.router)
+    app.include_router(vectors_router)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

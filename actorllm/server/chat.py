@@ -85,13 +85,7 @@ def ask(
 
 
 def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Defaults) -> Conversation:
-    """Raises ApiError for a template of the client's own unless that is trusted: it is a program that runs here."""
-    if body.chat_template is not None and not defaults.trusts_chat_templates:
-        raise ApiError(
-            400,
-            "chat_template: this server uses the model's own; it takes others with --trust-request-chat-template",
-            "chat_template",
-        )
+    """Raises as `Defaults.conversation`."""
     tools = body.tools or None
     if defaults.answers.exclude_tools_when_tool_choice_none and getattr(body, "tool_choice", None) == "none":
         tools = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from actorllm.intake.tokenization import TextPair
 from actorllm.server.envelope import ApiError
+from actorllm.text.chat_template import Conversation
 
 MAX_COPIED = 1 << 22
 """Characters that all repetitions in one answer have together."""
@@ -61,7 +62,7 @@ def check_vectors(prompts: Sequence[Any], size: int, max_model_len: int, field: 
 
     Raises ApiError.
     """
-    lengths = (one.num_characters if isinstance(one, TextPair) else len(one) for one in prompts)
+    lengths = (one.num_characters if isinstance(one, TextPair | Conversation) else len(one) for one in prompts)
     number = sum(min(length, max_model_len) for length in lengths) * size
     if len(prompts) > 1 and number > MAX_NUMBERS:
         told = f"{field}: the vectors of all tokens of {len(prompts)} texts may have {number} numbers"

@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, StreamOptions
-from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
+from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser, parser_named
 from actorllm.server.tools import response_format_of
-from actorllm.text.chat_template import Conversation
-from actorllm.text.reasoning.parsers import ReasoningParser
+from actorllm.text.chat_template import Conversation, chat_templates
+from actorllm.text.reasoning.parsers import ReasoningParser, reasoning_named
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -103,11 +104,40 @@ class Defaults:
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     """Of the command line, or of `create_app`."""
 
+    @classmethod
+    def of(cls, model: ModelConfig, answers: AnswerOptions, *, trusts_chat_templates: bool = False) -> Defaults:
+        """Of a server for this model."""
+        return cls(
+            sampling=model.sampling_defaults,
+            max_prompt_characters=model.max_prompt_characters,
+            trusts_chat_templates=trusts_chat_templates,
+            reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
+            answers=answers,
+        )
+
+    def with_templates(self, folder: str | None, tool_call_parser: str | None) -> Defaults:
+        """With what the model's chat templates say of tools. Reads files. folder: of the tokenizer. tool_call_parser: as in
+        `create_app`.
+
+        Raises ConfigError.
+        """
+        own = self.answers.chat_template
+        templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
+        shows_tools = any("tools" in template for template in templates)
+        return replace(self, tool_parser=parser_named(tool_call_parser, templates), shows_tools=shows_tools)
+
     def conversation(self, messages: Any, **options: Any) -> Conversation:
         """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.
 
-        Raises InvalidPromptError and InvalidParameterError.
+        Raises InvalidPromptError and InvalidParameterError, and ApiError for a template of the client's own unless that is
+        trusted: it is a program that runs here.
         """
+        if options.get("chat_template") is not None and not self.trusts_chat_templates:
+            raise ApiError(
+                400,
+                "chat_template: this server uses the model's own; it takes others with --trust-request-chat-template",
+                "chat_template",
+            )
         answers = self.answers
         if options.get("chat_template") is None:
             options["chat_template"] = answers.chat_template

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,8 +23,6 @@ from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
 from actorllm.server.responses.kept import KeptResponses
 from actorllm.server.sampling import Defaults
-from actorllm.server.tool_parsers import parser_named
-from actorllm.text.chat_template import chat_templates
 
 if TYPE_CHECKING:
     from actorllm.server.tracing import Tracing
@@ -86,13 +83,7 @@ class ServerState:
         """Learn from the model's chat templates how it is shown tools and calls them. Reads files, when called first."""
         if self._has_read_templates:
             return
-        folder, own = self.llm.config.model.tokenizer, self.defaults.answers.chat_template
-        templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
-        self.defaults = replace(
-            self.defaults,
-            tool_parser=parser_named(self._tool_call_parser, templates),
-            shows_tools=any("tools" in template for template in templates),
-        )
+        self.defaults = self.defaults.with_templates(self.llm.config.model.tokenizer, self._tool_call_parser)
         self._has_read_templates = True
 
     async def know_templates(self) -> None:

@@ -172,6 +172,9 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     if tag is not None:
         text = _written({"type": "structural_tag", "format": tag}, "tools")
         structured = _params("tools", structural_tag=text)
+        # Clients say so of every tool, and expect arguments by the schema all the same: only what no grammar holds is free.
+        if any(tool["function"].get("strict") is False for tool in body.tools):
+            structured = structured.as_hint()
         if parser.READS_THOUGHTS:
             structured.from_start()
     names = {tool.name: tool.parameters for tool in called}
@@ -189,9 +192,7 @@ def _tool(given: Any) -> Tool:
         raise ApiError(400, f"tools: name={name!r:.80} must be the name of a function", "tools")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ApiError(400, f"tools: the parameters of {name!r:.80} must be a JSON schema", "tools")
-    if not parameters or function.get("strict") is False:
-        parameters = {"type": "object"}
-    return Tool(name, parameters)
+    return Tool(name, parameters or {"type": "object"})
 
 
 def _is_marked(calls: Mapping[str, Any], marker: str) -> bool:

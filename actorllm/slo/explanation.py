@@ -8,7 +8,8 @@ The time to the first token and that of the tokens after it are each divided up 
     decoding    what its tokens take alone; the decode rows and the prompts of its batch-mates; steps that left it out
 
 What a step would have taken with less in it is not measured, so those parts need a step-time model. That is the one that the
-simulation ran on, or one fitted to the engine's steps. They are scaled to what the steps took. Pure.
+simulation ran on, or one fitted to the engine's steps. They are scaled to what the steps took. Without a model, or with one
+that predicts those steps badly, the parts are not told apart: their sum is one part. Pure.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from actorllm.scheduling.sequence import Key
 from actorllm.slo.journal import Journal, StepEntry, Wait
 from actorllm.slo.metrics import overrun
 from actorllm.slo.objectives import Promises
+from actorllm.slo.step_fit import KINDS, RecordingFit
 from actorllm.slo.timeline import FINISHED, OUTCOMES, UNFINISHED, RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import SLO, RequestClass
@@ -41,15 +43,26 @@ CAUSES = {
     "own prompt": "its own prompt, computed alone and at once",
     "chunking": "its prompt was cut into chunks, each with a step's fixed cost",
     "mates while prefilling": "what else was in the steps of its prompt",
+    "prompt steps": "the steps of its prompt; what else was in them is not told apart",
     "passed over": "between its chunks came steps without it",
     "delivery": "the first token had to reach the client",
     "preemption": "it was preempted and had to be computed again",
     "own tokens": "its own tokens, decoded alone",
     "decode mates": "the decode rows beside it",
     "prompts of mates": "prompts of others in the steps of its tokens",
+    "token steps": "steps of its tokens; the decode rows beside it are not told apart",
+    "token steps with prompts": "steps of its tokens that also had prompts of others; what these cost is not told apart",
     "left out": "steps that gave it no token",
 }
 """In the order in which they are told."""
+
+MIXED = ("prompt steps", "token steps", "token steps with prompts")
+"""Parts that hold what the request itself needs as well as what others cost it."""
+
+UNSEEN_BY_A_RECORDING = (
+    "a recording is of the scheduler: the way to the client, and a client that reads late, are not in it. A live replay "
+    "(`actorllm replay`) measures them"
+)
 
 
 SELECTORS = ("worst", "ttft", "tpot", "e2e")
@@ -104,6 +117,8 @@ class Explanation:
     misses: tuple[Miss, ...]
     steps: tuple[tuple[float, str], ...]
     """(seconds after its arrival, what happened), in order."""
+    notes: tuple[str, ...] = ()
+    """How far the amounts can be believed, and what is not in them."""
 
     @property
     def ttft(self) -> float:
@@ -121,7 +136,8 @@ class Explanation:
                 f"  MISSED {miss.promise}: {_s(miss.took)} instead of {_s(miss.limit)}, {_s(miss.over)} too long"
             )
             for part in miss.causes[:3]:
-                enough = "; without it the promise had been kept" if part.seconds >= miss.over else ""
+                is_cause = part.cause not in MIXED and part.seconds >= miss.over
+                enough = "; without it the promise had been kept" if is_cause else ""
                 lines.append(f"    {_s(part.seconds):>9}  {part.told}{enough}")
         if self.slo is not None and not self.misses:
             lines.append(
@@ -133,6 +149,7 @@ class Explanation:
                 lines += [f"    {_s(part.seconds):>9}  {part.cause}: {part.told}" for part in parts]
         lines.append("  step by step")
         lines += [f"    {f'+{at:.3f} s':>11}  {what}" for at, what in self.steps]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -146,14 +163,16 @@ def explain(
     classes: Sequence[RequestClass],
     class_ids: NDArray[np.integer[Any]],
     journal: Journal,
-    model: StepModel,
+    model: StepModel | RecordingFit | None,
     *,
     keys: Sequence[Key] | None = None,
     promises: Promises | None = None,
+    notes: Sequence[str] = (),
 ) -> Explanation:
     """Of one request of a run; the journal must have watched it. keys: of every row there; None: (0, row), of a simulation.
 
-    promises: those of the workload's own.
+    model: step times, or those that were fitted to a recording, which are used for the kinds of steps that they predict well;
+    None: nothing is known of them. promises: those of the workload's own. notes: more to be told of the amounts.
     """
     if not 0 <= row < len(timeline):
         raise ConfigError(f"there is no request {row}: the run has {len(timeline)}, from 0 on")
@@ -164,7 +183,8 @@ def explain(
     if promises is not None:
         kind = replace(kind, slo=promises.slo(row))
     rows = None if keys is None else {key: number for number, key in enumerate(keys)}
-    return _Explainer(row, key, rows, timeline, kind, journal, model).explain()
+    found = _Explainer(row, key, rows, timeline, kind, journal, model).explain()
+    return replace(found, notes=(*found.notes, *notes))
 
 
 class _Explainer:
@@ -176,17 +196,15 @@ class _Explainer:
         timeline: RunTimeline,
         kind: RequestClass,
         journal: Journal,
-        model: StepModel,
+        model: StepModel | RecordingFit | None,
     ) -> None:
         self.rows = rows
-        self.row, self.key, self.timeline, self.kind, self.journal, self.model = (
-            row,
-            key,
-            timeline,
-            kind,
-            journal,
-            model,
-        )
+        self.row, self.key, self.timeline, self.kind, self.journal = row, key, timeline, kind, journal
+        self.fit = model if isinstance(model, RecordingFit) else None
+        given = model.model if isinstance(model, RecordingFit) else model
+        self.prompt_model: StepModel | None = given if self.fit is None or self.fit.is_sure_of("prompt") else None
+        self.decode_model: StepModel | None = given if self.fit is None or self.fit.is_sure_of("decode") else None
+        self.has_model = given is not None
         self.replica = max(0, int(timeline.replica[row]))
         self.table = journal.table(timeline, self.replica)
         self.arrival = float(timeline.arrival[row])
@@ -217,7 +235,19 @@ class _Explainer:
             after,
             self._misses(before, after),
             tuple(sorted(((at - self.arrival, what) for at, what in self.told), key=lambda one: one[0])),
+            self._notes({part.cause for part in (*before, *after)}),
         )
+
+    def _notes(self, causes: set[str]) -> tuple[str, ...]:
+        found = [] if self.fit is None else self.fit.told()
+        if not self.has_model:
+            found.append(
+                "there are too few steps to fit step times to: what a step would have taken alone is not known"
+            )
+        elif causes.intersection(MIXED):
+            kinds = [told for kind, told in KINDS.items() if self.fit is not None and not self.fit.is_sure_of(kind)]
+            found.append(f"the error of {' and '.join(kinds)} is too large to divide them up by causes")
+        return tuple(found)
 
     def _number(self, key: Key) -> int:
         """Of any request in the run: its row."""
@@ -332,10 +362,12 @@ class _Explainer:
                 chunks.append((entry, size, step))
         tokens = [size for _, size, _ in chunks]
         total = sum(tokens)
-        alone = self.model.seconds(total, 0, 0, 0, total * (total + 1) / 2) if total else 0.0
+        model = self.prompt_model
+        alone = model.seconds(total, 0, 0, 0, total * (total + 1) / 2) if total and model is not None else 0.0
         in_chunks, had, in_steps = 0.0, 0, 0.0
         for number, (entry, size, step) in enumerate(chunks):
-            in_chunks += self.model.seconds(size, 0, 0, had, size * had + size * (size + 1) / 2)
+            if model is not None:
+                in_chunks += model.seconds(size, 0, 0, had, size * had + size * (size + 1) / 2)
             had += size
             others = entry.num_prompt - size
             beside = [f"{entry.num_decode} decode rows"] if entry.num_decode else []
@@ -353,12 +385,15 @@ class _Explainer:
             found["step under way"] += ahead
             spent -= ahead
         in_steps = min(in_steps, spent)
+        found["passed over"] += spent - in_steps
+        if model is None:
+            found["prompt steps"] += in_steps
+            return
         alone = min(alone, in_steps)
         in_chunks = min(max(in_chunks, alone), in_steps)
         found["own prompt"] += alone
         found["chunking"] += in_chunks - alone
         found["mates while prefilling"] += in_steps - in_chunks
-        found["passed over"] += spent - in_steps
 
     # After it
 
@@ -387,12 +422,16 @@ class _Explainer:
                 mine = sum(n for key, n in self.journal.steps[int(table.entry[step])].prefills if key == self.key)
                 found["preemption" if mine else "left out"] += took
                 continue
-            alone, decodes, full = self._predicted(step, context)
+            worst.append((took, step))
+            has_prompts = bool(table.num_prompt[step])
+            if self.decode_model is None or (has_prompts and self.prompt_model is None):
+                found["token steps with prompts" if has_prompts else "token steps"] += took
+                continue
+            alone, decodes, full = self._predicted(self.decode_model, step, context)
             scale = took / full if full > 0 else 0.0
             found["own tokens"] += alone * scale
             found["decode mates"] += (decodes - alone) * scale
             found["prompts of mates"] += (full - decodes) * scale
-            worst.append((took, step))
         for took, step in sorted(worst, reverse=True)[:3]:
             if took > 1.5 * float(np.median([t for t, _ in worst])):
                 num = int(table.num_prompt[step])
@@ -400,14 +439,14 @@ class _Explainer:
                 self._tell(float(table.end[step]), f"a token after {_s(took)}: the step had {why}")
         return _parts(found)
 
-    def _predicted(self, step: int, context: int) -> tuple[float, float, float]:
+    def _predicted(self, model: StepModel, step: int, context: int) -> tuple[float, float, float]:
         """Seconds of a step with this request alone, with all its decode rows, and as it was."""
         t = self.table
         d, p = float(t.num_decode[step]), float(t.num_prompt[step])
         ctx, pctx, pairs = float(t.decode_context[step]), float(t.prefill_context[step]), float(t.prefill_pairs[step])
-        alone = self.model.seconds(0, 1, context)
-        decodes = max(alone, self.model.seconds(0, d, ctx))
-        return alone, decodes, max(decodes, self.model.seconds(p, d, ctx, pctx, pairs))
+        alone = model.seconds(0, 1, context)
+        decodes = max(alone, model.seconds(0, d, ctx))
+        return alone, decodes, max(decodes, model.seconds(p, d, ctx, pctx, pairs))
 
     # What was promised
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
-from actorllm.scheduling.cost_model import MeasuredSteps, StepModel, fit
+from actorllm.scheduling.cost_model import MeasuredSteps, StepModel
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
 from actorllm.scheduling.results import ContradictionError
@@ -31,6 +31,7 @@ from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.step_time import features_of
 from actorllm.scheduling.telemetry.recording import Entry, replay
 from actorllm.slo.simulator import EngineShape
+from actorllm.slo.step_fit import RecordingFit, fit_recording
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload, classes_of
 from actorllm.types.objective import SLO
@@ -383,10 +384,15 @@ class RecordedRun:
     """What its caller called the request of every row."""
     row: int
     """The watched request; -1: none."""
-    model: StepModel | None
-    """Fitted to its steps; None: there were too few."""
+    step_fit: RecordingFit | None
+    """A step-time model of its own steps, with its error; None: there were too few."""
     deviation: str | None = None
     """Where what is planned again is known not to be what was planned then; what follows is not what happened."""
+
+    @property
+    def model(self) -> StepModel | None:
+        """Fitted to its steps; None: there were too few."""
+        return None if self.step_fit is None else self.step_fit.model
 
 
 def run_of_recording(
@@ -532,7 +538,7 @@ class _Listening(WatchedScheduler):
         return events
 
 
-def _fitted(journal: Journal, timeline: RunTimeline) -> StepModel | None:
+def _fitted(journal: Journal, timeline: RunTimeline) -> RecordingFit | None:
     table = journal.table(timeline)
     nothing = np.zeros(len(table))
     log = MeasuredSteps(
@@ -545,7 +551,4 @@ def _fitted(journal: Journal, timeline: RunTimeline) -> StepModel | None:
         table.start,
         table.end,
     )
-    try:
-        return fit(log).model
-    except ConfigError:  # too few steps
-        return None
+    return fit_recording(log)

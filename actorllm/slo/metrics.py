@@ -2,7 +2,8 @@
 
 Latencies have the keys of `vllm bench serve`, in milliseconds, so that scripts for its JSON read ours. They are ttft (arrival to
 first token, queueing included), tpot (mean gap of a request), itl (every gap) and e2el. They count requests that ran to
-their end. A request is *good* when it did and kept its whole objective; goodput is good requests per second. Both readings of TPOT
+their end. A request is *good* when it did and kept its whole objective. Goodput is good requests per second: with the drain, or of
+the requests that arrived in a window (`arrival_window`). Both readings of TPOT
 (`objective`) are computed, and neither is the default in what is printed. A request without an objective is good when it
 ran to its end. Aborted, failed and unfinished requests are never good, however early their tokens came.
 """
@@ -24,6 +25,8 @@ from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTime
 from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 PERCENTILES = (50, 90, 95, 99)
+WARM_UP = 0.2
+"""Share of the time of arrivals that is left out where it is asked what a rate gives: the engine begins empty."""
 OUTPUT_WEIGHT = 2.0
 """Of an output token in the service of a tenant, where a prompt token counts one, as in VTC (OSDI 2024)."""
 
@@ -137,6 +140,16 @@ def jain_of_tenants(
     return jain((got / np.maximum(asked, 1))[np.bincount(tenants) > 0])
 
 
+def arrival_window(timeline: RunTimeline) -> tuple[float, float]:
+    """From when to when arrivals are counted that show what a rate gives: all but the first fifth of their time, in which the
+    engine fills. It ends with the last arrival, and not with the last end: a backlog that is drained without new arrivals
+    says how long the run was."""
+    if not len(timeline):
+        return 0.0, 0.0
+    first, last = float(timeline.arrival.min()), float(timeline.arrival.max())
+    return first + WARM_UP * (last - first), last
+
+
 @dataclass(frozen=True, slots=True)
 class Attainment:
     """How many of the requests of a class kept their objective."""
@@ -147,7 +160,9 @@ class Attainment:
     attainment: dict[Reading, float]
     """Share of its requests that are good."""
     goodput: dict[Reading, float]
-    """Good ones per second."""
+    """Good ones per second, with the drain: from the first arrival to the last end, as `vllm bench serve` counts."""
+    window_goodput: dict[Reading, float]
+    """Good ones per second of those that arrived in the window (`arrival_window`); what is left to drain does not count."""
     fluidity: float
     """Mean share of tokens that met their deadline, none for a request that got none; NaN when it was not asked for."""
     latency_ms: dict[str, float]
@@ -241,6 +256,8 @@ def _attainment(
     seconds: float,
 ) -> Attainment:
     finished = mine & (timeline.outcome == FINISHED)
+    begin, end = arrival_window(timeline)
+    is_within, window = timeline.arrival >= begin, end - begin
     num_good = {reading: int((is_good[reading] & mine).sum()) for reading in READINGS}
     num = int(mine.sum())
     latency: dict[str, float] = {}
@@ -261,6 +278,7 @@ def _attainment(
         int(finished.sum()),
         {reading: num_good[reading] / num if num else math.nan for reading in READINGS},
         {reading: _per_second(num_good[reading], seconds) for reading in READINGS},
+        {reading: _per_second(int((is_good[reading] & mine & is_within).sum()), window) for reading in READINGS},
         float(judged.mean()) if judged.size else math.nan,
         latency,
         float(overruns[mine].max(initial=0.0)),
@@ -347,6 +365,7 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
         | latency_figures("itl", *timeline.gaps(finished))
         | {
             "actorllm_goodput_deadline": overall.goodput["deadline"],
+            **{f"actorllm_goodput_window_{reading}": overall.window_goodput[reading] for reading in READINGS},
             **{f"actorllm_{key}": value for key, value in overall.gaps_ms.items() if "itl_p99" in key},
             "actorllm_num_aborted": int((timeline.outcome == ABORTED).sum()),
             "actorllm_num_failed": int((timeline.outcome == FAILED).sum()),
@@ -382,6 +401,7 @@ def _plain(attainment: Attainment) -> dict[str, Any]:
         "finished": attainment.num_finished,
         "attainment": dict(attainment.attainment),
         "goodput": dict(attainment.goodput),
+        "window_goodput": dict(attainment.window_goodput),
         "fluidity": attainment.fluidity,
         "worst_miss": attainment.worst_miss,
         **attainment.latency_ms,

@@ -26,6 +26,11 @@ def named_class(option: str, name: str, base: type[T], paths: Mapping[str, str],
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        told = f"{option}={name!r:.120} cannot be loaded: {type(error).__name__}: {error}"
+        if (error.name or "").partition(".")[0] == "vllm":
+            told += f"; it is written for vLLM: derive the class from {base.__name__} of {base.__module__} instead"
+        raise ConfigError(told) from error
     except Exception as error:  # whatever the module raises is the caller's
         raise ConfigError(f"{option}={name!r:.120} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):

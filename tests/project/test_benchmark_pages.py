@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
+import fidelity  # noqa: E402
 import report  # noqa: E402
 import ring  # noqa: E402
 import run_all  # noqa: E402
@@ -71,6 +72,25 @@ def test_a_ratio_is_that_of_the_two_medians_beside_it() -> None:
     ]
     ratios = {row["ring against"]: row["ratio"] for row in ring.compare(rounds)}
     assert all(ratios[f"{quantity} / {other}"] == 1.5 for quantity, other, *_ in ring.TARGETS)
+
+
+def test_a_comparison_of_nothing_is_not_met() -> None:
+    assert docs.verdict({"pairs apart": 0, "ranked alike": 0, "target": "all", "met": True}) == "not tested"
+    assert docs.verdict({"pairs apart": 6, "ranked alike": 6, "target": "all", "met": True}) == "met"
+    assert docs.verdict({"pairs apart": 6, "ranked alike": 5, "target": "all", "met": False}) == "**missed**"
+    assert fidelity.verdict_on_ranking(0, 0, 3) == "not tested"
+    assert fidelity.verdict_on_ranking(6, 6, 1) == "not tested", "one live run has no band"
+    assert fidelity.verdict_on_ranking(6, 6, 3) is True
+    assert fidelity.verdict_on_ranking(6, 5, 3) is False
+
+
+def test_within_noise_is_not_met() -> None:
+    assert docs.verdict({"error": "12.6%, 13.4%", "target": "≤ 8%", "met": True}) == "within noise"
+    assert docs.verdict({"error": "+7.9%", "target": "≤ 8%", "met": True}) == "met"
+    assert fidelity.verdict(0.07, 0.08, 0.5) is True
+    assert fidelity.verdict(0.13, 0.08, 0.126) == "within noise"
+    assert fidelity.verdict(0.30, 0.08, 0.126) is False
+    assert fidelity.verdict(0.30, 0.08, 0.4) == "too noisy"
 
 
 def git(folder: Path, *words: str) -> str:

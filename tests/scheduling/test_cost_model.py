@@ -180,5 +180,14 @@ def test_objectives_beyond_the_machine_are_told_with_the_reason() -> None:
 def test_a_plot_of_equal_steps_has_one_cell(num: int) -> None:
     """Of numbers whose logarithms are not the same to the last bit everywhere."""
     steps = np.full(num, 0.01)
-    found = Fit(LinearModel((Regime(math.inf, (0.01, 0.0, 0.0, 0.0, 0.0, 0.0)),), "x"), 0.0, 0.0, steps, steps, num, ())
+    found = Fit(
+        LinearModel((Regime(math.inf, (0.01, 0.0, 0.0, 0.0, 0.0, 0.0)),), "x"),
+        0.0,
+        0.0,
+        steps,
+        steps,
+        np.zeros((num, 6)),
+        num,
+        (),
+    )
     assert parity_text(found).count("█") == 1

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from actorllm.scheduling.policy import KeyPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
+
 
 def chunks(plan: Any) -> dict[int, int]:
     return dict(zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True))
@@ -21,6 +24,35 @@ def test_short_prompts_do_not_wait_for_a_long_one(build_engine: Callable[..., An
     assert chunks(engine.launch()) == {0: 9, 3: 3}, "what they leave over is the long one's"
     engine.run()
     assert list(engine.ends) == [2, 3, 4, 1]
+
+
+class StrictFcfs(KeyPolicy):
+    strict = True
+
+
+def test_with_strict_packing_none_passes(build_engine: Callable[..., Any]) -> None:
+    """As in Sarathi-Serve: what a prompt leaves over of its last step is for the next one in line."""
+    limits = {"max_num_batched_tokens": 12, "max_num_seqs": 8, "max_model_len": 200, "num_blocks": 200}
+    engine = build_engine(**limits, depth=3, policy=KeyPlanner(StrictFcfs()))
+    engine.submit(1, range(28), max_tokens=1)
+    for rid, size in ((2, 3), (3, 30), (4, 2)):
+        engine.submit(rid, range(rid, rid + size), max_tokens=1)
+    found = [chunks(engine.launch()) for _ in range(3)]
+    assert found == [{0: 12}, {0: 12}, {0: 4, 1: 3, 2: 5}]
+    engine.run()
+    assert list(engine.ends) == [1, 2, 3, 4]
+
+
+def test_with_strict_packing_none_passes_a_prompt_that_is_not_served(build_engine: Callable[..., Any]) -> None:
+    """Only one prompt at a time may be unfinished, and a step gives a prompt 5 tokens at most."""
+    arguments = {"max_num_batched_tokens": 16, "prefill_chunk": 5, "max_num_seqs": 4}
+    for policy, first in ((StrictFcfs(), {0: 5}), (KeyPolicy(), {0: 5, 1: 5, 2: 2})):
+        engine = build_engine(**arguments, policy=KeyPlanner(policy))
+        for rid, size in ((1, 20), (2, 20), (3, 2)):
+            engine.submit(rid, range(rid, rid + size), max_tokens=1)
+        assert chunks(engine.launch()) == first
+        engine.run()
+        assert sorted(engine.ends) == [1, 2, 3]
 
 
 def test_alone_a_long_prompt_gets_everything(build_engine: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ class Capricious(KeyPolicy):
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
+        self.strict = dice.random() < 0.3
 
     def decode_mask(self, view: Any) -> Any:
         if self.dice.random() < 0.5:

@@ -79,6 +79,25 @@ async def test_a_call_that_is_demanded(llm: AsyncLLM, parser: str, choice: Any, 
         assert begun["function"]["name"] == "weather"
 
 
+async def test_a_demanded_call_that_is_not_strict(client: httpx.AsyncClient) -> None:
+    """Clients say so of every tool, and read the arguments by the schema: only what no grammar holds is left to the model."""
+    function: dict[str, Any] = TOOLS[0]["function"]  # type: ignore[assignment]
+    loose = {**function, "strict": False, "parameters": {**PLACE, "not": {"required": ["nowhere"]}}}
+    fields = {"messages": MESSAGES, "tool_choice": "required", "parallel_tool_calls": False}
+    response = await client.post(
+        "/v1/chat/completions", json={**fields, "tools": [{"type": "function", "function": loose}]}
+    )
+    assert "not is not held" in response.headers["x-actorllm-warning"]
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert matches(json.loads(call["function"]["arguments"]), PLACE)
+    refused = await client.post(
+        "/v1/chat/completions",
+        json={**fields, "tools": [{"type": "function", "function": {**loose, "strict": True}}]},
+    )
+    assert refused.status_code == 400
+    assert "not" in refused.json()["error"]["message"]
+
+
 async def test_several_calls(client: httpx.AsyncClient) -> None:
     """This model goes on calling as long as it may."""
     fields = {"tools": TOOLS[:1], "tool_choice": "required", "logit_bias": {"0": -100}, "max_tokens": 150}

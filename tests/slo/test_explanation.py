@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording
 from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
+from actorllm.slo.step_fit import RecordingFit
 from actorllm.slo.workload import Workload, assign_classes, make_workload, synthetic
 from actorllm.types.objective import SLO, RequestClass
 
@@ -323,6 +324,68 @@ def test_a_recording_long_enough_brings_its_own_step_times() -> None:
     assert found.row == int(np.argmax(run.timeline.ttft))
     assert found.model is not None
     assert found.model.seconds(0, 8, 8000) == pytest.approx(model.seconds(0, 8, 8000), rel=0.05)
+
+
+@dataclass
+class Warming:
+    """Step times of which the first, of whatever is in it, is a second longer."""
+
+    model: LinearModel
+    num_asked: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def seconds(self, *features: float) -> float:
+        self.num_asked += 1
+        return self.model.seconds(*features) + (self.num_asked == 1)
+
+
+def test_a_cold_first_step_is_not_blamed_on_prompts() -> None:
+    """Three prompts of 200 tokens share a step of 0.71 s; each of them alone takes 0.21 s of it."""
+    rows = [(0.0, 20, 150), (4.0, 200, 2), (4.0, 200, 2), (4.0, 200, 2), (6.0, 100, 1), (7.0, 240, 1)]
+    shape = replace(SHAPE, max_num_batched_tokens=700)
+    model = LinearModel((Regime(math.inf, (0.01, 0.001, 0.001, 0.0, 0.0, 0.0)),), "a millisecond a token")
+    entries, _ = record(requests(*rows[:1], *((at + 1.0, p, n) for at, p, n in rows[1:])), shape, Warming(model))
+    found = run_of_recording(entries, shape.scheduler_arguments(), lambda: load_policy("fcfs"), 2)
+    assert found.step_fit is not None
+    told = explain(
+        2, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, found.step_fit,
+        keys=found.keys,
+    )  # fmt: skip
+    causes = {part.cause: part.seconds for part in told.waiting_and_prompt}
+    assert causes["own prompt"] == pytest.approx(0.21, abs=0.03)
+    assert causes["mates while prefilling"] == pytest.approx(0.4, abs=0.05)
+    assert "step times are fitted to this recording, without the 2 first of their kind; mean error" in str(told)
+
+
+def test_without_step_times_only_what_was_measured_is_told() -> None:
+    """Four prompts come while a request decodes: how much of those steps its own tokens needed is not known."""
+    entries, run = record(requests((0.0, 20, 12), *((3.0, 256, 1),) * 4), SHAPE, BY_ROW)
+    found = run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 0)
+    assert found.step_fit is None, "so few steps have no model"
+    told = explain(
+        0, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, None, keys=found.keys
+    )
+    causes = {part.cause: part.seconds for part in told.decoding}
+    assert set(causes) == {"token steps", "token steps with prompts"}
+    assert sum(causes.values()) == pytest.approx(run.timeline.last_token[0] - run.timeline.first_token[0])
+    assert causes["token steps with prompts"] > causes["token steps"] / 2
+    assert {part.cause for part in told.waiting_and_prompt} == {"prompt steps"}
+    assert "the promise had been kept" not in str(told), "part of these steps is what the request itself needs"
+    assert "too few steps to fit step times to: what a step would have taken alone is not known" in str(told)
+
+
+def test_steps_that_the_model_misses_are_not_divided_up() -> None:
+    entries, _ = record(requests((0.0, 20, 12), *((3.0, 256, 1),) * 4), SHAPE, BY_ROW)
+    found = run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 0)
+    unsure = RecordingFit(BY_ROW, {"decode": 0.02, "prompt": 0.8}, {"decode": 200, "prompt": 4}, 2, ())
+    told = explain(
+        0, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, unsure, keys=found.keys
+    )
+    assert {part.cause for part in told.decoding} == {"own tokens", "token steps with prompts"}
+    assert "the error of steps with prompts is too large to divide them up by causes" in str(told)
+    assert "mean error 2% of 200 decode steps and 80% of 4 steps with prompts" in str(told)
 
 
 def test_a_request_that_gave_up_is_told_so() -> None:

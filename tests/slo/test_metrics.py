@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from actorllm.slo.metrics import (
+    arrival_window,
     evaluate,
     fluidity,
     good,
@@ -130,6 +131,23 @@ def test_attainment_by_class_and_the_worst_of_them() -> None:
     assert summary["mean_ttft_ms"] == pytest.approx(1e3 * (0.5 + 0.1 + 2.0) / 3)
     assert summary["p99_itl_ms"] == pytest.approx(1e3 * np.percentile([0.1] * 5 + [0.8, 0.01, 0.01], 99))
     assert json.loads(json.dumps(metrics.to_dict(), allow_nan=False))["actorllm_classes"]["chat"]["requests"] == 2
+
+
+def test_goodput_by_window_and_with_the_drain_are_named_apart() -> None:
+    """Ten requests a second for 100 s; those of the odd seconds wait until a drain of 100 s. Half of them are good: 5 of 10 a
+    second, and not the 2.5 that a division by everything until the last end gives. The first 20 s, in which all are good
+    because the engine is empty, do not count."""
+    arrival = np.arange(1000) / 10
+    is_late = (arrival >= 20) & (arrival.astype(int) % 2 == 1)
+    ends = np.where(is_late, 200.0, arrival + 0.5)
+    timeline = timeline_of_streams(arrival, np.full(1000, 10, np.int32), [np.array([end]) for end in ends])
+    metrics = evaluate(timeline, (RequestClass("chat", SLO(ttft=1.0)),))
+    assert arrival_window(timeline) == pytest.approx((19.98, 99.9))
+    assert metrics.overall.window_goodput["tpot"] == pytest.approx(5.0, rel=0.01)
+    assert metrics.overall.goodput["tpot"] == pytest.approx(3.0, rel=0.01)
+    assert metrics.summary["actorllm_goodput_window_deadline"] == metrics.overall.window_goodput["deadline"]
+    nothing = evaluate(timeline_of_streams(np.zeros(0), np.zeros(0, np.int32), []), (RequestClass("chat"),))
+    assert nothing.overall.window_goodput == {"tpot": 0.0, "deadline": 0.0}
 
 
 def test_who_gave_up_is_not_good_however_early_the_tokens_were() -> None:

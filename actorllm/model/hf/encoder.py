@@ -33,7 +33,13 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Root mean square difference of states, in their standard deviations. Prompts that are mixed up cost 0.1 and more."""
 
 PROBED = (7, 12)
-"""Tokens of the prompts that a loaded model is checked with."""
+"""Tokens of the prompts that a loaded model is checked with; a longer one is added where layers look at a window."""
+
+WINDOW_BLOCK = 256
+"""Tokens whose window is computed at once: the mask of a prompt has as many rows, and never the whole prompt's."""
+
+KNOWN = IGNORED | {"deterministic"}
+"""Arguments of an attention that change nothing here; the last one chooses among kernels."""
 
 Model: Any = AutoModel  # these are not typed
 Classifier: Any = AutoModelForSequenceClassification
@@ -83,20 +89,42 @@ class EncoderStep(AttentionStep):
         *,
         attention_mask: torch.Tensor | None = None,
         scaling: float | None = None,
+        sliding_window: int | None = None,
         **given: Any,
     ) -> torch.Tensor:
-        """Padding tokens belong to no prompt, and get zeros."""
-        unknown = sorted(name for name, value in given.items() if value is not None and name not in IGNORED)
+        """Padding tokens belong to no prompt, and get zeros. sliding_window: a token sees those that are nearer, on both sides."""
+        unknown = sorted(name for name, value in given.items() if value is not None and name not in KNOWN)
         if unknown or attention_mask is not None:
             raise EngineError(f"its attention takes {unknown[0] if unknown else 'a mask'!r}, which ours does not know")
         out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for start, end in self._bounds:
             rows = slice(start, end)
-            attended = functional.scaled_dot_product_attention(
-                query[:, :, rows], key[:, :, rows], value[:, :, rows], scale=scaling
-            )
+            parts = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+            if sliding_window is None or end - start <= sliding_window:
+                attended = functional.scaled_dot_product_attention(*parts, scale=scaling)
+            else:
+                attended = _windowed(*parts, sliding_window, scaling)
             out[:, rows] = attended.transpose(1, 2)
         return out
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float | None
+) -> torch.Tensor:
+    """Attention of one prompt, [1, heads, num_tokens, head_dim], in which tokens see those at a distance below `window`."""
+    num_tokens = query.shape[2]
+    blocks = []
+    for first in range(0, num_tokens, WINDOW_BLOCK):
+        last = min(first + WINDOW_BLOCK, num_tokens)
+        seen = slice(max(0, first - window + 1), min(num_tokens, last + window - 1))
+        distance = torch.arange(first, last)[:, None] - torch.arange(seen.start, seen.stop)[None]
+        mask = (distance.abs() < window).to(query.device)
+        blocks.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, first:last], key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scaling
+            )
+        )
+    return torch.cat(blocks, 2)
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> EncoderPlan:
@@ -240,7 +268,10 @@ def load(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progres
         loaded = _read(plan, model, dtype, show_progress)
         encoder = Encoder(plan, loaded)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, plan.vocab_size, size) for size in PROBED]
+    sizes: tuple[int, ...] = PROBED
+    if (window := getattr(plan.config, "sliding_window", None)) is not None:
+        sizes = *PROBED, min(2 * int(window) + 3, model.max_model_len)
+    prompts = [rng.integers(0, plan.vocab_size, size) for size in sizes]
     if (padding := getattr(plan.config, "pad_token_id", None)) is not None:  # stock models leave it out of positions
         prompts = [np.where(ids == padding, (padding + 1) % plan.vocab_size, ids) for ids in prompts]
     with torch.inference_mode():
@@ -264,14 +295,21 @@ def _check_head(encoder: Encoder, prompts: list[Any], stock: torch.Tensor, score
     head, plan = encoder.head, encoder.config
     assert head is not None
     assert plan.head is not None
-    firsts = np.cumsum([0, *[len(ids) for ids in prompts[:-1]]])
-    states = stock if plan.head.is_of_tokens else stock[torch.from_numpy(firsts)]
+    states = stock
+    if not plan.head.is_of_tokens:
+        pool = torch.Tensor.mean if getattr(plan.config, "classifier_pooling", "cls") == "mean" else _first
+        parts = torch.split(stock.float(), [len(ids) for ids in prompts])
+        states = torch.stack([pool(one, 0) for one in parts])
     found, wanted = head(states.float()), scores.float().reshape(-1, plan.head.size)
     if found.shape != wanted.shape:
         raise refused(plan.architecture, f"its head gives scores of shape {tuple(found.shape)}")
     distance = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
     if not distance <= TOLERANCES[encoder.dtype]:
         raise refused(plan.architecture, f"its scores differ from transformers' own (by {distance:.2g} of the largest)")
+
+
+def _first(states: torch.Tensor, dim: int) -> torch.Tensor:
+    return states.select(dim, 0)
 
 
 @torch.inference_mode()

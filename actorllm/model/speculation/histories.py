@@ -14,7 +14,7 @@ from actorllm.messages import I32
 from actorllm.types.drafter import HISTORY_TOKENS
 
 ROOM_AT_FIRST = 256
-LONGEST_REST = 32
+LONGEST_REST = 64
 """Tokens for which a row drafts nothing after many steps whose drafts were all wrong."""
 
 
@@ -66,8 +66,7 @@ class History:
             self.num_misses = 0
             return
         self.num_misses += 1
-        if self.num_misses > 1:  # the first one may be chance
-            self.rest = min(LONGEST_REST, 1 << (self.num_misses - 1))
+        self.rest = min(LONGEST_REST, 1 << min(self.num_misses, 6))
 
 
 class Histories:

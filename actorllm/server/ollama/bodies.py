@@ -13,9 +13,9 @@ from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError
 from actorllm.server.ollama.lines import ChatLines, Lines, TextLines
 from actorllm.server.output_items import OutputItems
-from actorllm.server.pooling import Pooled
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Messages, Prompts, checked
 from actorllm.server.sampling import Defaults
+from actorllm.server.vectors.bodies import Pooled
 
 OPTIONS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},

@@ -17,8 +17,9 @@ from actorllm.server.envelope import error_of
 from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody, ask_chat, ask_text
 from actorllm.server.ollama.lines import timestamp
 from actorllm.server.operations import JSONResponse, read_admitted, state_of, takes
-from actorllm.server.pooling import PooledAnswer, PooledShape
 from actorllm.server.sampling import extras_of, name_request
+from actorllm.server.vectors.routes import PooledAnswer
+from actorllm.server.vectors.vector_shapes import PooledShape
 from actorllm.types.params import MAX_N, PoolingParams
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 

@@ -5,6 +5,7 @@ This is the one part of the laboratory that starts processes and writes files.
 """
 
 from actorllm.slo.experiments.bands import Band, Who
+from actorllm.slo.experiments.comparison import Standing, Sustained, standing, sustained
 from actorllm.slo.experiments.point import Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError
 from actorllm.slo.experiments.search import Ladder
@@ -18,10 +19,14 @@ __all__ = (
     "Point",
     "PointError",
     "Scenario",
+    "Standing",
+    "Sustained",
     "Sweep",
     "SweepResults",
     "Variant",
     "Who",
     "ratio_band",
     "read_results",
+    "standing",
+    "sustained",
 )

@@ -5,7 +5,7 @@ the end of the run dissolves. So every point carries a finding on the backlog wh
 drained afterwards):
 
     growing      requests, or the tokens that they stand for, pile up: the rate is more than the engine can take
-    short        nothing piles up that can be seen, but the run lasts too little to see it
+    short        the run lasts too little to see whether anything piles up, or arrivals are too bursty for its length
     stationary   neither
 
 The slope of the backlog over time is fitted to means of batches, without the first fifth. Its standard error counts only as
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from actorllm.messages import F64
+from actorllm.slo.metrics import WARM_UP
 from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline
 from actorllm.types.objective import RequestClass
@@ -28,12 +29,13 @@ from actorllm.types.objective import RequestClass
 Verdict = Literal["stationary", "growing", "short"]
 NUM_BATCHES = 25
 SAMPLES_PER_BATCH = 40
-WARM_UP = 0.2
 MIN_SCORE = 2.5
 """Standard errors by which the slope must be above 0."""
 MAX_SCORE = 100.0
 MIN_DRIFT = 0.02
 """Share of the arriving work that must be left undone for a growth to matter."""
+MAX_UNCERTAIN_DRIFT = 0.05
+"""A growth by more of the arriving work is no proof of a stationary run, even if chance may explain it."""
 MIN_REQUESTS = 100
 MIN_PROMISES = 4.0
 """A run must be so many times as long as the longest promise."""
@@ -95,7 +97,13 @@ def judge(
             f"can take; what this run shows depends on how long it is"
         )
         return Stationarity("growing", message, drift, score)
-    score, drift, _, _ = max(found, key=lambda one: one[1])
+    score, drift, grown, label = max(found, key=lambda one: one[1])
+    if drift > MAX_UNCERTAIN_DRIFT:
+        message = (
+            f"the backlog grew by {grown:,.0f} {label} while requests came, {drift:.0%} of what arrived; arrivals are too bursty "
+            f"to tell that from chance: use more requests"
+        )
+        return Stationarity("short", message, drift, score)
     if promises is None:
         longest, whose = _longest_promise(classes, float(np.quantile(timeline.num_prompt, 0.99)))
     else:

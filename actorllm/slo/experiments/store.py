@@ -4,6 +4,7 @@ At most a part of the last line is left; it is cut off before anything is added.
 is no scenario, nor the beginning of one, belongs to another program: it is refused as it is.
 
     {"scenario": hash, "values": {...}, "stamp": {...}}     before the first point of a scenario
+    {"scenario": hash, "searched": [0.99, 0.9]}             before the points of a search for highest rates
     {"key": hash, "scenario": hash, ...}                     a point (`record.record_of`)
 
 Points of other scenarios, or made by other code, stay where they are and are told of.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +34,8 @@ class Store:
         self.records: dict[str, dict[str, Any]] = {}
         self.scenarios: dict[str, dict[str, Any]] = {}
         """Values and stamp by hash, in the order of the file."""
+        self.searched: dict[str, set[float]] = {}
+        """Targets whose highest rates were searched for, by the hash of the scenario."""
         self.num_dropped = 0
         """Broken lines."""
         self._cut: tuple[int, int] | None = None
@@ -59,6 +63,8 @@ class Store:
                 self.num_dropped += 1
             elif "values" in given:
                 self.scenarios[given["scenario"]] = given
+            elif "searched" in given:
+                self.searched.setdefault(given["scenario"], set()).update(given["searched"])
             else:
                 self.records[given["key"]] = given
         if whole < len(data):
@@ -78,8 +84,11 @@ class Store:
             os.close(self._fd)
             self._fd = None
 
-    def begin(self, scenario: Scenario) -> list[str]:
-        """Points of this scenario will come. Returns what is to be said of those that are there already."""
+    def begin(self, scenario: Scenario, targets: Sequence[float] = ()) -> list[str]:
+        """Points of this scenario will come, and searches for these targets.
+
+        Returns what is to be said of the points that are there already.
+        """
         digest = scenario.digest
         told = []
         mine = [record for record in self.records.values() if record["scenario"] == digest]
@@ -100,6 +109,10 @@ class Store:
             line = {"scenario": digest, "values": scenario.to_dict(), "stamp": stamp()}
             self.scenarios[digest] = line
             self._append(line)
+        known = self.searched.setdefault(digest, set())
+        if not known.issuperset(targets):
+            self._append({"scenario": digest, "searched": sorted(set(targets))})
+            known.update(targets)
         return told
 
     def add(self, record: dict[str, Any]) -> None:
@@ -135,7 +148,7 @@ def _is_begun(data: bytes) -> bool:
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
-    """A line of a results file: a scenario or a point; None if it is neither."""
+    """A line of a results file: a scenario, what is searched for, or a point; None if it is none of these."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
@@ -143,13 +156,18 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
     if not isinstance(given, dict) or not isinstance(given.get("scenario"), str):
         return None
     is_scenario = isinstance(given.get("values"), dict) and isinstance(given.get("stamp"), dict)
-    return given if is_scenario or {"key", "variant", "code", "blocks", "summary"} <= given.keys() else None
+    targets = given.get("searched")
+    is_search = isinstance(targets, list) and all(isinstance(target, int | float) for target in targets)
+    return (
+        given if is_scenario or is_search or {"key", "variant", "code", "blocks", "summary"} <= given.keys() else None
+    )
 
 
 def read_results(
     path: str | Path, scenario: str | None = None
-) -> tuple[Scenario, list[dict[str, Any]], dict[str, Any]]:
-    """A scenario of a results file (its hash, or the beginning of it; None: the last one), its points and its stamp."""
+) -> tuple[Scenario, list[dict[str, Any]], dict[str, Any], tuple[float, ...]]:
+    """A scenario of a results file (its hash, or the beginning of it; None: the last one), its points, its stamp, and the
+    targets whose highest rates were searched for."""
     if not Path(path).exists():
         raise ConfigError(f"there is no results file {str(path)!r}; `actorllm sweep --results {path}` makes one")
     store = Store(path)
@@ -161,4 +179,4 @@ def read_results(
         raise ConfigError(f"{str(path)!r} has no scenario {scenario!r}; there is {there}")
     line = store.scenarios[names[-1]]
     records = [record for record in store.records.values() if record["scenario"] == names[-1]]
-    return Scenario.from_dict(line["values"]), records, line["stamp"]
+    return Scenario.from_dict(line["values"]), records, line["stamp"], tuple(store.searched.get(names[-1], ()))

@@ -88,6 +88,9 @@ class SweepResults:
     failures: tuple[PointError, ...] = ()
     notes: tuple[str, ...] = ()
     stamp: dict[str, Any] = field(default_factory=stamp)
+    targets: tuple[float, ...] = ()
+    """Shares whose highest rates were searched for, the strictest first; other shares are known only as far as rates happen
+    to have been simulated."""
     _index: dict[tuple[str, float, float], list[Record]] = field(default_factory=dict, init=False, repr=False)
     """By label, rate and scale; the seeds in order."""
     _drawn: dict[tuple[Any, ...], F64] = field(default_factory=dict, init=False, repr=False)
@@ -102,7 +105,9 @@ class SweepResults:
         return self.scenario.describe(min(there, default=None))
 
     @classmethod
-    def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> SweepResults:
+    def of_records(
+        cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any], targets: Sequence[float] = ()
+    ) -> SweepResults:
         """From a results file: every variant and seed that is there, variants in the order of the file.
 
         What a label stood for before it came to stand for something else (a policy that was edited since) is left out and
@@ -119,7 +124,15 @@ class SweepResults:
         variants = {r["variant"]["label"]: Variant.of_results(r["variant"]) for r in now}
         found = sorted(now, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         seeds = tuple(sorted({r["seed"] for r in found}))
-        return cls(scenario, tuple(variants.values()), seeds, tuple(found), notes=tuple(notes), stamp=stamp)
+        return cls(
+            scenario,
+            tuple(variants.values()),
+            seeds,
+            tuple(found),
+            notes=tuple(notes),
+            stamp=stamp,
+            targets=tuple(sorted(targets, reverse=True)),
+        )
 
     def labels(self) -> list[str]:
         return [variant.label for variant in self.variants]
@@ -172,7 +185,7 @@ class SweepResults:
         rates = self.rates(label)
         if not rates:
             return None
-        value = np.array([self._value(label, rate, reading, who) for rate in rates])
+        value = self.attained(label, reading, who)
         found = float(crossing(np.array(rates), value, target))
         if not found:
             return None
@@ -213,19 +226,25 @@ class SweepResults:
                 )
         return found
 
-    def _value(self, label: str, rate: float, reading: Reading, who: Who) -> float:
-        return _pooled([r["blocks"] for r in self.points(label, rate)], reading, who)
+    def attained(self, label: str, reading: Reading, who: Who) -> F64:
+        """[num_rates] of all seeds together, at each of `rates`."""
+        points = (self.points(label, rate) for rate in self.rates(label))
+        return np.array([_pooled([record["blocks"] for record in there], reading, who) for there in points])
 
     def max_rate_draws(self, label: str, target: float, reading: Reading, who: Who) -> tuple[F64, F64]:
         """[num_draws] twice: what the maximum rate is at least and at most, for each drawing of seeds and blocks."""
-        rates = self.rates(label)
-        draws = []
-        for rate in rates:
-            key = (label, rate, reading, who)
-            if key not in self._drawn:
-                self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, who)
-            draws.append(self._drawn[key])
-        return crossing_bounds(np.array(rates), np.stack(draws, axis=-1), target)
+        return crossing_bounds(np.array(self.rates(label)), self.attainment_draws(label, reading, who), target)
+
+    def attainment_draws(self, label: str, reading: Reading, who: Who) -> F64:
+        """[num_draws, num_rates] attainments of drawn seeds and blocks, at each of `rates`; the same ones for all variants."""
+        return np.stack([self.draws_at(label, rate, reading, who) for rate in self.rates(label)], axis=-1)
+
+    def draws_at(self, label: str, rate: float, reading: Reading, who: Who) -> F64:
+        """[num_draws] of one rate."""
+        key = (label, rate, reading, who)
+        if key not in self._drawn:
+            self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, who)
+        return self._drawn[key]
 
 
 def _pooled(blocks: Sequence[Record], reading: Reading, who: Who) -> float:
@@ -243,7 +262,8 @@ class Sweep:
 
     scenario: Scenario
     variants: Sequence[Variant]
-    seeds: Sequence[int] = (0, 1, 2)
+    seeds: Sequence[int] = tuple(range(8))
+    """Of fewer, bands are too narrow where requests come in bursts (`bench/slo_statistics.py`)."""
 
     def __post_init__(self) -> None:
         self.scenario.check_files()
@@ -303,12 +323,18 @@ class Sweep:
                 jobs.append((variant, self._searches(variant, ladder, wanted, MAX_WIDENINGS if brackets_bands else 0)))
         with ExitStack() as stack:
             kept = stack.enter_context(Store(store))
-            notes = kept.begin(self.scenario)
+            notes = kept.begin(self.scenario, targets)
             pool = stack.enter_context(Pool(num_processes))
             records, failures = _drive(jobs, kept, pool, on_progress)
         ordered = sorted(records, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         return SweepResults(
-            self.scenario, tuple(self.variants), tuple(self.seeds), tuple(ordered), tuple(failures), tuple(notes)
+            self.scenario,
+            tuple(self.variants),
+            tuple(self.seeds),
+            tuple(ordered),
+            tuple(failures),
+            tuple(notes),
+            targets=tuple(sorted(set(targets), reverse=True)),
         )
 
     def _point(self, variant: Variant, rate: float, seed: int, scale: float = 1.0) -> Point:

@@ -18,14 +18,13 @@ from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.journal import Journal, StepTable
 from actorllm.slo.metrics import good, latency_figures
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
+from actorllm.slo.report.lead import READS
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 NUM_BINS = 220
-READS = {"tpot": "mean gap", "deadline": "due dates"}
-"""What the two readings of a promise per token are called for people."""
 
 
 def run_page(
@@ -106,17 +105,21 @@ def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, An
         mine = found[kind.name]
         share = [_share(mine["attainment"][r]) for r in READINGS]
         fluid = "–" if mine["fluidity"] is None else percent(mine["fluidity"])
-        rate = " / ".join("–" if (rate := mine["goodput"][r]) is None else number(rate) for r in READINGS)
+        rate, drained = (
+            " / ".join("–" if (rate := mine[kind][r]) is None else number(rate) for r in READINGS)
+            for kind in ("window_goodput", "goodput")
+        )
         worst = "–" if mine["worst_miss"] <= 1 else f"{mine['worst_miss']:.3g} x"
         about = [escape(kind.name), escape(promise_of(workload, kind)), f"{mine['requests']:,}"]
-        rows.append([*about, *share, rate, fluid, worst])
+        rows.append([*about, *share, rate, drained, fluid, worst])
     head = [
         "class",
         "promise",
         "requests",
         "kept, mean gap",
         "kept, due dates",
-        "goodput, both, per s",
+        "goodput of the window",
+        "goodput with the drain",
         "fluidity",
         "worst miss",
     ]
@@ -125,7 +128,9 @@ def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, An
         "Mean gap: (last token - first token) / (tokens - 1), as vllm bench serve counts; every pause is minded. Due dates: "
         "token i is due at the promised first token + i times the promise per token; what came early may be late later. "
         "Fluidity: share of tokens that met a due date which carries slack. Goodput: requests per second that kept their "
-        "promise, by mean gap and by due dates. Worst miss: how many times as long as promised the worst request took.",
+        "promise, by mean gap / by due dates. Of the window: of those that arrived after the first fifth of the time of arrivals. "
+        "With the drain: of all, from the first arrival to the last end, as vllm bench serve counts. "
+        "Worst miss: how many times as long as promised the worst request took.",
         "note",
     )
     return section

@@ -13,14 +13,15 @@ from markupsafe import Markup
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import WHO, Band, Who
+from actorllm.slo.experiments.comparison import standing, sustained
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults, ratio_band
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.report.charts import ChartLine, Range, Series, legend, lines, number, percent, ranges
+from actorllm.slo.report.lead import READS, lead
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.report.run_page import (
-    READS,
     class_table,
     fairness_section,
     length_heat,
@@ -80,45 +81,26 @@ def _baseline(results: SweepResults) -> str:
     if not plain:
         return results.labels()[0]
 
+    target = results.targets[0] if results.targets else 0.9
+
     def best(label: str) -> float:
-        found = results.max_rate(label, 0.9, "deadline")
-        return found.rate if found else 0.0
+        found = sustained(results, label, target, "deadline")
+        return found.least if found else 0.0
 
     return max(plain, key=best)
 
 
 def _lead(results: SweepResults, rate: float) -> list[str]:
     """What one would say to a reader who has a minute."""
-    told = []
-    target = next((t for t in TARGETS if any(results.max_rate(x, t, "deadline") for x in results.labels())), None)
-    winners: dict[Reading, str] = {}
-    if target is not None:
-        for reading in READINGS:
-            found = {label: results.max_rate(label, target, reading) for label in results.labels()}
-            there = {label: best for label, best in found.items() if best is not None}
-            if not there:
-                told.append(f"By {READS[reading]}, no policy keeps {target:.0%} at any rate that was tried.")
-                continue
-            winner = max(there, key=lambda label: there[label].rate)
-            winners[reading] = winner
-            best = there[winner]
-            text = (
-                f"By {READS[reading]}, {winner} serves the most: up to {number(best.rate)} requests/s "
-                f"[{_ends(best.band)}] with {target:.0%} of the worst class on time"
-            )
-            other = _baseline(results)
-            ratio = ratio_band(results, winner, other, target, reading) if winner != other else None
-            if ratio is not None:
-                text += f", {number(ratio.value)} times as much as {other} [{_ends(ratio)}]"
-            told.append(text + ".")
-            if best.verdict == "growing":
-                told.append("The backlog grew at that rate: in a longer run the figure would be lower.")
-            elif best.verdict == "short":
-                told.append("That run was too short to see whether its backlog grows: use more requests.")
-    told = list(dict.fromkeys(told))
-    if len(set(winners.values())) > 1:
-        told.append("The two readings of a promise per token have different winners: which one is meant decides.")
+    told = lead(results, rate, _baseline(results))
     return told + [f"Failed and left out: {failure}" for failure in results.failures] + list(results.notes)
+
+
+def _targets(results: SweepResults) -> tuple[float, ...]:
+    """Those that were searched for; without a search, those that some policy attains at the rates of the grid."""
+    if results.targets:
+        return results.targets
+    return tuple(t for t in TARGETS if any(results.max_rate(x, t, r) for x in results.labels() for r in READINGS))
 
 
 # Rates -------------------------------------------------------------------------------------------------------------------
@@ -126,9 +108,10 @@ def _lead(results: SweepResults, rate: float) -> list[str]:
 
 def _sustained(results: SweepResults) -> Section:
     section = Section("How much each policy sustains")
-    targets = [t for t in TARGETS if any(results.max_rate(x, t, r) for x in results.labels() for r in READINGS)]
-    if not targets:
-        section.paragraph("At no rate that was tried did any policy keep half of its promises.", "none")
+    targets = _targets(results)
+    if not any(results.max_rate(x, t, r) for x in results.labels() for t in targets for r in READINGS):
+        told = f"{100 * targets[-1]:g} %" if targets else "half"
+        section.paragraph(f"At no rate that was tried did any policy keep {told} of its promises.", "none")
         return section
     kinds = [(t, r) for t in targets[:2] for r in READINGS]
     rows = []
@@ -150,7 +133,9 @@ def _sustained(results: SweepResults) -> Section:
     section.add(
         f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates; its bands pair the same '
         f'requests. <span class="growing">▲</span> the backlog grew at that rate, <span class="short">○</span> the run was '
-        f"too short to tell. &lt; and &gt;: the band ends beyond the rates that were simulated.</p>"
+        f"too short to tell. &lt; and &gt;: the band ends beyond the rates that were simulated; &lt; alone: the target is "
+        f"not kept at the lowest rate that was tried. Bold: not shown to be worse than another one by the paired bands, with "
+        f"the rates left out at which the backlog grew.</p>"
     )
     more = _rate_table(results, targets, WHO)
     section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
@@ -173,7 +158,7 @@ def _small(band: Band) -> str:
 def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[Who]) -> str:
     columns = [(t, r, w) for w in who for r in READINGS for t in targets]
     found = {(x, c): results.max_rate(x, c[0], c[1], c[2]) for x in results.labels() for c in columns}
-    best = {c: max((f.rate for x in results.labels() if (f := found[x, c]) is not None), default=0.0) for c in columns}
+    best = {c: _best(results, *c) for c in columns}
     other = _baseline(results)
     rows = []
     for label in results.labels():
@@ -181,12 +166,13 @@ def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[W
         for column in columns:
             one = found[label, column]
             if one is None:
-                cells.append("–")
+                rates = results.rates(label)
+                cells.append(f"&lt; {rates[0]:.2f}" if rates else "–")
                 continue
             # A rate may be an artefact of a short run, or only a lower bound; the cell says so.
             mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
-            text = f"<b>{text}</b>" if one.rate == best[column] else text
+            text = f"<b>{text}</b>" if label in best[column] else text
             cells.append(f"{text}<br>{_small(one.band)}")
         ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
         cells.append("" if ratio is None else f"{ratio.value:.2f}<br>{_small(ratio)}")
@@ -194,6 +180,12 @@ def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[W
     names = [f"{'' if len(who) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
     head = ["requests/s", *names, f"times {other}"]
     return table(head, rows)
+
+
+def _best(results: SweepResults, target: float, reading: Reading, who: Who) -> set[str]:
+    """The labels that no other one is shown to surpass; none, if that is all of them."""
+    found = standing(results, results.labels(), target, reading, who)
+    return set() if found is None or not found.worse else {found.best.label, *(one.label for one in found.equal)}
 
 
 def _by_rate(results: SweepResults) -> Section:
@@ -230,7 +222,9 @@ def _by_rate(results: SweepResults) -> Section:
                 )
             )
         chart = lines(series, f"goodput by {READS[reading]}", "requests per second", "good requests per second")
-        charts.append(figure(chart, f"Goodput by {READS[reading]}", "all classes"))
+        charts.append(
+            figure(chart, f"Goodput by {READS[reading]}", "all classes; share kept times the rate, without the drain")
+        )
     section.add(grid(charts))
     overall = []
     for reading in READINGS:

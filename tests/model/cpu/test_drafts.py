@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.types.drafter import Drafter
+from tests.effort import examples
 from tests.model.driver import Driver
 
 PROMPTS = {0: list(range(5, 12)), 1: [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 2: [80]}
@@ -82,6 +85,30 @@ def test_tokens_are_those_of_single_steps(build: Callable[..., Driver], dtype: s
     driver = build(knowing(expected, lambda length: length % (most + 1)), dtype=dtype)
     assert streams(driver, 36, most) == {slot: stream[:36] for slot, stream in expected.items()}
     assert driver.num_steps < 36
+
+
+def test_any_drafts_give_the_tokens_of_single_steps(build: Callable[..., Driver]) -> None:
+    """Of any length, in any steps, right or wrong, for some of the rows."""
+    expected = streams(build(), 40)
+    driver = build(lambda tokens, most: ())
+
+    @settings(max_examples=examples(15, 100), deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        right = data.draw(st.lists(st.integers(0, 7), min_size=8, max_size=8))
+        wrong = data.draw(st.lists(st.integers(0, 96), min_size=8, max_size=8))
+
+        def script(tokens: list[int], most: int) -> Sequence[int]:
+            known = knowing(expected, lambda length: most)(tokens, most)
+            return [*known[: right[len(tokens) % 8]], *wrong[: len(tokens) % 3]]
+
+        Scripted.script = script
+        driver.runner.allocate(driver.num_blocks)
+        fresh = Driver(driver.runner)
+        most = data.draw(st.integers(1, 7))
+        assert streams(fresh, 30, most) == {slot: stream[:30] for slot, stream in expected.items()}
+
+    check()
 
 
 def test_logits_at_drafts_are_bit_for_bit_those_of_single_steps(build: Callable[..., Driver]) -> None:

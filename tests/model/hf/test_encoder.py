@@ -153,6 +153,8 @@ SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": 1,
 }
+WINDOWED = {"num_hidden_layers": 4, "global_attn_every_n_layers": 2, "local_attention": 6}
+"""Every other layer looks three tokens to either side."""
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (transformers.BertForMaskedLM, {"initializer_range": 0.3}),
     "roberta": (transformers.RobertaModel, {"initializer_range": 0.3}),
@@ -161,6 +163,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.DistilBertModel,
         {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "initializer_range": 0.3},
     ),
+    "modernbert": (transformers.ModernBertModel, WINDOWED | {"initializer_range": 0.3}),
     "electra": (transformers.ElectraModel, {"embedding_size": 24, "initializer_range": 0.3}),
 }
 
@@ -188,11 +191,37 @@ def test_encoders_of_transformers(name: str, tmp_path: Path) -> None:
         engine.shutdown()
 
 
+def test_a_window_is_computed_in_blocks_as_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a window that is off by one is found when the model is loaded."""
+    from actorllm.model.hf import encoder
+
+    folder = saved(tmp_path, *MODELS["modernbert"])
+    options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "skip_tokenizer_init": True, "dtype": "float32"}
+    prompts = [list(range(2, 62)), [7] * 60]
+    with LLM(folder, **options) as whole:
+        wanted = vectors_of(whole, prompts)
+    monkeypatch.setattr(encoder, "WINDOW_BLOCK", 7)
+    with LLM(folder, **options) as in_blocks:
+        assert np.abs(vectors_of(in_blocks, prompts) - wanted).max() < TOLERANCE
+    windowed = encoder._windowed
+    monkeypatch.setattr(
+        encoder,
+        "_windowed",
+        lambda query, key, value, window, scaling: windowed(query, key, value, window + 1, scaling),
+    )
+    with pytest.raises(UnsupportedModelError, match="its states differ from transformers' own"):
+        LLM(folder, **options)
+
+
 def test_encoders_that_cannot_be_packed_are_refused_by_name(tmp_path: Path) -> None:
     for number, (make, changes, told) in enumerate(
         (
             (transformers.MPNetModel, {}, "MPNetModel.*not supported"),
-            (transformers.ModernBertModel, {}, "'ModernBertModel' is not supported: it cannot be run packed"),
+            (
+                transformers.ModernBertModel,
+                {"hidden_size": 36, "num_attention_heads": 4},  # heads of 9 numbers, half of which cannot be turned
+                "'ModernBertModel' is not supported: it cannot be run packed",
+            ),
         )
     ):
         folder = saved(tmp_path / str(number), make, changes)

@@ -43,6 +43,7 @@ def scores_of(model: Any, ids: list[int], **more: Any) -> torch.Tensor:
     return scores
 
 
+WINDOWED = {"num_hidden_layers": 4, "global_attn_every_n_layers": 2, "local_attention": 6, "initializer_range": 0.3}
 DISTILLED = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 
 
@@ -54,6 +55,8 @@ DISTILLED = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
         (transformers.XLMRobertaForSequenceClassification, {}),
         (transformers.DistilBertForSequenceClassification, DISTILLED),
         (transformers.ElectraForSequenceClassification, {"embedding_size": 24}),
+        (transformers.ModernBertForSequenceClassification, WINDOWED),
+        (transformers.ModernBertForSequenceClassification, WINDOWED | {"classifier_pooling": "mean"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -98,7 +101,12 @@ def test_what_makes_probabilities_of_scores(changes: dict[str, Any], function: A
 
 
 @pytest.mark.parametrize(
-    "make", [transformers.BertForTokenClassification, transformers.XLMRobertaForTokenClassification]
+    "make",
+    [
+        transformers.BertForTokenClassification,
+        transformers.XLMRobertaForTokenClassification,
+        transformers.ModernBertForTokenClassification,
+    ],
 )
 def test_taggers_of_transformers(make: Any, tmp_path: Path) -> None:
     with served(tmp_path, make, LABELS) as (llm, model):

@@ -86,7 +86,7 @@ def test_what_cannot_be_used_is_left_out() -> None:
 def test_wrong_drafts_get_rare_and_right_ones_bring_them_back() -> None:
     history = History(int32(1), most=8)
     history.observe(8, 0, 8)
-    assert (history.length, history.rest) == (1, 0)
+    assert (history.length, history.rest) == (1, 2)
     for _ in range(20):
         history.observe(1, 0, 8)
     assert history.rest == LONGEST_REST

@@ -8,6 +8,7 @@ import pytest
 from actorllm.slo.experiments.stationarity import backlog, judge
 from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline, timeline_of_streams
+from actorllm.slo.workload import bursty_arrivals
 from actorllm.types.objective import SLO, RequestClass
 
 
@@ -37,6 +38,24 @@ def test_a_server_that_falls_behind_is_found(utilization: float) -> None:
         assert found.verdict == "growing"
         assert found.drift == pytest.approx(1 - 1 / utilization, abs=0.08)
         assert "of what arrived: more than the engine can take" in found.message
+
+
+def test_bursts_that_may_be_chance_prove_nothing() -> None:
+    """Half as many requests again as the server can take, in a few bursts: not significant, and not stationary either."""
+    verdicts = []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        arrival = bursty_arrivals(2000, 1.0, seed=seed) / 1.5
+        ends, free = np.empty(2000), 0.0
+        for row, (at, service) in enumerate(zip(arrival.tolist(), rng.exponential(1.0, 2000).tolist(), strict=True)):
+            free = max(free, at) + service
+            ends[row] = free
+        timeline = timeline_of_streams(arrival, np.full(2000, 10, np.int32), [np.array([end]) for end in ends.tolist()])
+        found = judge(timeline)
+        assert found.verdict != "short" or "too bursty to tell that from chance" in found.message
+        verdicts.append(found.verdict)
+    assert verdicts.count("stationary") <= 3
+    assert verdicts.count("growing") >= 5
 
 
 def test_growth_that_only_tokens_show_is_found() -> None:

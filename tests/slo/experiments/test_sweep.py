@@ -10,18 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, AdmissionPolicy, register_admission
+from actorllm.scheduling.cost_model import preset
 from actorllm.scheduling.policies.edf import Edf
-from actorllm.scheduling.policy import Admit, KeyPolicy, View
+from actorllm.scheduling.policy import POLICIES, Admit, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.experiments import Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band, read_results
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.record import record_of
-from actorllm.slo.workload import sample
+from actorllm.slo.simulator import EngineShape, simulate
+from actorllm.slo.workload import assign_classes, make_workload, parse_mix, sample
 
 SCENARIO = Scenario(workload="synthetic", num_requests=60)
 FCFS, EDF = Variant.parse("fcfs@512"), Variant.parse("edf@512")
@@ -251,7 +254,7 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert sweep_in_a_process(path, 0, 0)[-1] == "6 6"
     sweep = Sweep(SCENARIO, [FCFS, EDF], (0, 1))
     sweep.run(rates=(2.0, 4.0), store=path, num_processes=0, on_progress=lambda *_: pytest.fail("simulated again"))
-    scenario, records, stamp = read_results(path)
+    scenario, records, stamp, _ = read_results(path)
     assert scenario == SCENARIO
     assert stamp["versions"]["numpy"]
     fresh = sweep.run(rates=(2.0, 4.0), num_processes=0)
@@ -369,7 +372,7 @@ def test_a_policy_that_was_edited_is_not_mixed_with_what_it_was(
     sweep.run(rates=(2.0, 3.0), store=path, num_processes=0)
     monkeypatch.setattr("actorllm.slo.experiments.point._own_source", lambda path: f"another {path}")
     sweep.run(rates=(3.0, 4.0), store=path, num_processes=0)
-    scenario, records, stamp = read_results(path)
+    scenario, records, stamp, _ = read_results(path)
     assert len(records) == 8
     found = SweepResults.of_records(scenario, records, stamp)
     for label in found.labels():
@@ -411,6 +414,24 @@ def test_knobs_are_those_of_the_policy() -> None:
     built: Any = variant.build_policy(None)
     assert (built.policy.anchor, built.policy.alpha, built.policy.relegates) == ("first", 0.0005, False)
     assert Variant.from_dict(json.loads(json.dumps(variant.to_dict()))) == variant
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_pack_strictly(policy: str) -> None:
+    """A short prompt that comes a millisecond after a long one has its first token after it, or passes it."""
+    workload = make_workload(np.array([0.0, 0.001]), (np.array([4096, 100], np.int32), np.array([4, 4], np.int32)))
+    workload = assign_classes(workload, parse_mix("ls:1:ttft=9,tpot=9"))
+    shape = EngineShape(num_blocks=4000, max_num_batched_tokens=512, max_model_len=8192, enable_prefix_caching=False)
+    first = {}
+    for strict in ("on", "off"):
+        variant = Variant.parse(f"{policy},strict={strict}")
+        assert Variant.from_dict(json.loads(json.dumps(variant.to_dict()))) == variant
+        run = simulate(workload, shape, preset("a100-llama-3-8b"), policy=lambda v=variant: v.build_policy(None))
+        first[strict] = run.timeline.first_token.tolist()
+    if policy in ("fcfs", "vtc", "priority"):
+        assert first["on"][1] > first["on"][0], "strictly in the order of arrival"
+        assert first["off"][1] < first["off"][0], "the short prompt passes the long one"
+        assert first["on"][0] <= first["off"][0], "the long one loses nothing to the short one"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from actorllm.slo.experiments.point import watched_run
 from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
+from actorllm.slo.report.lead import lead
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 from actorllm.types.objective import SLO, RequestClass
@@ -163,3 +164,98 @@ def test_ticks_are_round_and_within(low: float, high: float) -> None:
 def test_a_chart_of_nothing_and_of_a_point() -> None:
     assert "nothing to draw" in lines([], "x", "", "")
     checked(lines([Series("one", [2.0], [0.5], [0.4], [0.6])], "x", "", ""))
+
+
+# The lead ----------------------------------------------------------------------------------------------------------------
+
+
+def lead_of(
+    good_of: dict[str, dict[float, tuple[int, int]]],
+    targets: tuple[float, ...],
+    growing: tuple[tuple[str, float], ...] = (),
+) -> str:
+    """good_of: for each label and rate how many of 1,000 requests of a block are good, by seed."""
+    records = [
+        {
+            "variant": {"label": label},
+            "rate": rate,
+            "scale": 1.0,
+            "seed": seed,
+            "blocks": {"n": [[1000]] * 20, "tpot": [[num]] * 20, "deadline": [[num]] * 20},
+            "stationarity": {"verdict": "growing" if (label, rate) in growing else "stationary", "message": ""},
+            "warnings": [],
+        }
+        for label, by_rate in good_of.items()
+        for rate, both in by_rate.items()
+        for seed, num in enumerate(both)
+    ]
+    scenario = Scenario(workload="synthetic", num_requests=20_000)
+    variants = tuple(Variant.parse("fcfs", label) for label in good_of)
+    found = SweepResults(scenario, variants, (0, 1), tuple(records), targets=targets)
+    return " ".join(lead(found, 1.0, next(iter(good_of))))
+
+
+def test_the_lead_names_the_targets_that_were_searched_for() -> None:
+    """A search for 90 % tells nothing of who keeps 99 %: `cohost` does so above the rate of `edf`, which was not tried."""
+    told = lead_of(
+        {
+            "edf": {0.2: (995, 995), 0.5: (950, 950), 1.0: (500, 500)},
+            "cohost": {0.5: (985, 985), 1.0: (970, 970), 2.0: (500, 500)},
+        },
+        (0.9,),
+    )
+    assert "99%" not in told
+    assert "cohost serves the most: up to 1.15 [1.15, 1.15] requests/s with 90% of the worst class on time" in told
+    assert "times as much as edf" in told
+
+
+def test_a_rate_below_the_lowest_one_tried_is_not_worse() -> None:
+    told = lead_of(
+        {
+            "edf": {0.2: (995, 995), 0.5: (950, 950), 1.0: (500, 500)},
+            "cohost": {0.5: (985, 985), 1.0: (970, 970), 2.0: (500, 500)},
+        },
+        (0.99,),
+    )
+    assert "no policy is shown to serve the most" in told
+    assert "edf 0.233 [0.233, 0.233], cohost < 0.5 requests/s are not told apart" in told
+
+
+def test_a_tie_is_told_as_a_tie() -> None:
+    """Both lead with one of the seeds."""
+    told = lead_of(
+        {
+            "fcfs": {1.0: (700, 700), 2.0: (400, 400), 0.5: (1000, 1000)},
+            "edf": {1.0: (990, 990), 2.0: (960, 900), 4.0: (500, 500)},
+            "qoserve": {1.0: (990, 990), 2.0: (900, 970), 4.0: (500, 500)},
+        },
+        (0.9,),
+    )
+    assert "qoserve 2.16 [2, 2.3], edf 2.14 [2, 2.26] requests/s are not told apart; fcfs serves less" in told
+    assert "serves the most:" not in told
+
+
+def test_a_rate_at_which_the_backlog_grows_does_not_lead() -> None:
+    good_of = {
+        "fcfs": {1.0: (1000, 1000), 2.0: (1000, 1000), 3.0: (700, 700)},
+        "qoserve": {1.0: (1000, 1000), 4.0: (1000, 1000), 6.0: (700, 700)},
+    }
+    assert "qoserve serves the most: up to 4.67" in lead_of(good_of, (0.9,))
+    told = lead_of(good_of, (0.9,), (("qoserve", 4.0), ("qoserve", 6.0)))
+    assert "no policy is shown to serve the most" in told
+    assert "fcfs 2.33 [2.33, 2.33], qoserve ≥ 1 [1, 4] requests/s are not told apart" in told
+    assert "Of qoserve, rates from 4 requests/s on do not count: the backlog grows there." in told
+
+
+def test_without_a_search_the_lead_is_of_one_rate() -> None:
+    good_of = {"fcfs": {1.0: (700, 720)}, "edf": {1.0: (990, 940)}, "vtc": {1.0: (940, 980)}}
+    told = lead_of(good_of, ())
+    assert "at 1 requests/s (no highest rate was searched for), edf 96.5%, vtc 96% of the promises" in told
+    assert "not told apart" in told
+    assert "edf keeps the most promises" in lead_of({x: good_of[x] for x in ("fcfs", "edf")}, ())
+
+
+def test_no_policy_that_keeps_the_target() -> None:
+    told = lead_of({"fcfs": {1.0: (700, 700), 0.5: (800, 800)}}, (0.9,))
+    assert "no policy keeps 90% of the promises" in told
+    assert "the lowest is 0.5 requests/s" in told

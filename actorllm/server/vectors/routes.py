@@ -1,0 +1,107 @@
+"""`POST /v1/embeddings`, `/classify`, `/pooling`, `/v1/score` and `/v1/rerank`.
+
+One engine request per text; what goes around them (status, disconnects, errors) is `answer`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Send
+
+from actorllm.client.pooling_stream import PoolingStream
+from actorllm.errors import ActorLLMError
+from actorllm.server.answer import JSON, Answer
+from actorllm.server.batch import collected, submitted, written
+from actorllm.server.envelope import error_of
+from actorllm.server.operations import read_admitted, state_of, takes
+from actorllm.server.sampling import name_request
+from actorllm.server.state import ServerState
+from actorllm.server.vectors.asking import ask, prompt_field
+from actorllm.server.vectors.bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from actorllm.server.vectors.vector_shapes import PooledShape
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest))
+async def embeddings(request: Request) -> Response:
+    """A vector for each text."""
+    return await _answer(request, EmbeddingRequest)
+
+
+@router.post("/classify", openapi_extra=takes(ClassifyRequest))
+async def classify(request: Request) -> Response:
+    """The probabilities of a classifier's labels for each text."""
+    return await _answer(request, ClassifyRequest)
+
+
+@router.post("/pooling", openapi_extra=takes(PoolingRequest))
+async def pool(request: Request) -> Response:
+    """A vector for each text, or for each token of it."""
+    return await _answer(request, PoolingRequest)
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score", openapi_extra=takes(ScoreRequest))
+async def score(request: Request) -> Response:
+    """How alike two texts are, or one text and each of several, or pairs of texts."""
+    return await _answer(request, ScoreRequest)
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
+async def rerank(request: Request) -> Response:
+    """Documents in the order of how alike the query they are."""
+    return await _answer(request, RerankRequest)
+
+
+async def _answer(request: Request, model: type[Pooled]) -> Response:
+    state = state_of(request)
+    body = await read_admitted(request, model)
+    name = state.check_model(body.model)
+    name_request(body, request.headers)
+    fields, field = model.model_fields, prompt_field(body)
+    try:
+        asked = ask(body, request.headers, state.defaults, name, state.engine.config.model)
+        streams = await submitted(
+            asked.prompts, lambda prompt: state.llm.encode(prompt, asked.params, **asked.extras.arguments)
+        )
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, fields, field) from error
+    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
+    return PooledAnswer(state, asked.shape, streams, fields, field, told)
+
+
+class PooledAnswer(Answer):
+    """Everything at once."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        shape: PooledShape,
+        streams: Sequence[PoolingStream],
+        fields: Container[str],
+        prompt_field: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(state, shape, [stream.request_stream for stream in streams], fields, prompt_field, headers)
+        self._pooled_shape = shape
+        self._pooled_streams = streams
+
+    async def _respond(self, send: Send) -> None:
+        outputs = await collected(anext(stream) for stream in self._pooled_streams)
+        self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
+        num_vectors = sum(len(output.outputs.array) if output.outputs.array.ndim > 1 else 1 for output in outputs)
+        body = await written(self._pooled_shape.body_of, outputs, num_vectors)
+        await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
+        await send({"type": "http.response.body", "body": body, "more_body": False})
