@@ -129,7 +129,7 @@ def main() -> None:
     for figure, values in json.loads(child.stdout).items():
         times = {side: values["base"] / values[side] for side in SIDES if side != "base"}
         targets = {side: TARGETS[figure, side] for side in times if (figure, side) in TARGETS}
-        rows.append({"figure": figure, "ms": values, "times": times, "targets": targets})
+        rows.append({"figure": figure, **values, **{f"{side}, times": ratio for side, ratio in times.items()}})
         goals = [
             f"{side} {ratio:.2f}{f' (target {targets[side]:g})' if side in targets else ''}"
             for side, ratio in times.items()

@@ -78,7 +78,7 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "cohere_is_reasoning_model": ServeOption("warned", "there is no API of Cohere's for chats"),
     "cohere_format": ServeOption("warned", "there is no API of Cohere's for chats"),
     "anthropic_disabled_thinking_effort": ServeOption("warned", "thinking is the chat template's"),
-    "lora_modules": ServeOption("refused", "there are no adapters"),
+    "lora_modules": ServeOption("refused", "the server chooses no adapters yet; programs do, by lora_request"),
     # How they are answered.
     "response_role": ServeOption("taken"),
     "return_tokens_as_token_ids": ServeOption("taken"),

@@ -85,7 +85,7 @@ _IDLE: dict[str, tuple[str, ...]] = {
     ),
     "max_model_len beyond the positions of the model is refused": ("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
     "plug-ins of vLLM are not loaded": ("VLLM_PLUGINS",),
-    "there are no adapters": ("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    "the server loads no adapters yet": ("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     "there are no such endpoints": ("VLLM_SERVER_DEV_MODE",),
     "nothing is kept there": ("VLLM_ASSETS_CACHE", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_XLA_CACHE_PATH"),
     "prompts have no media": (

@@ -209,9 +209,9 @@ def test_arguments_of_vllm_that_ask_for_nothing(llm: LLM) -> None:
     assert len(generate(llm, PROMPTS, lora_request=[None] * 3)) == 3
     with pytest.raises(InvalidParameterError, match="2 lora_requests for 3 prompts"):
         generate(llm, PROMPTS, lora_request=[None, None])
-    with pytest.raises(InvalidParameterError, match=r"'x'.* is not supported yet; leave it at None"):
+    with pytest.raises(InvalidParameterError, match="lora_request='x' must be a LoRARequest, or None"):
         generate(llm, PROMPTS, lora_request=[None, None, "x"])
-    with pytest.raises(InvalidParameterError, match="lora_request='x' is not supported yet; leave it at None"):
+    with pytest.raises(InvalidParameterError, match="lora_request='x' must be a LoRARequest, or None"):
         generate(llm, PROMPTS, lora_request="x")
     with pytest.raises(InvalidParameterError, match="'lora_requests'; did you mean 'lora_request'"):
         generate(llm, PROMPTS, lora_requests=None)

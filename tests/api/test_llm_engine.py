@@ -133,7 +133,7 @@ def test_a_bad_request_is_refused_and_nothing_else(engine: LLMEngine) -> None:
         ((7, PROMPTS[0], short()), InvalidParameterError, "request_id=7"),
         (("x", PROMPTS[0], PoolingParams()), InvalidParameterError, "makes no vectors"),
         (("x", PROMPTS[0], None, "noon"), InvalidParameterError, "arrival_time='noon'"),
-        (("x", PROMPTS[0], short(), None, "lora"), InvalidParameterError, "lora_request='lora' is not supported"),
+        (("x", PROMPTS[0], short(), None, "lora"), InvalidParameterError, "lora_request='lora' must be a LoRARequest"),
     ]
     for arguments, error, message in bad:
         with pytest.raises(error, match=message):
