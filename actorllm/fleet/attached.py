@@ -26,7 +26,7 @@ from actorllm.attach.client import AttachClient, Met, install_link, lose_links, 
 from actorllm.attach.rendezvous import error_of
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.clock import now
-from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, PeerRestartedError
+from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, EngineShutdownError, PeerRestartedError
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of, load_of
 from actorllm.scheduling.router import LinearSteps, make_router
@@ -137,6 +137,7 @@ class FleetAttachClient(AttachClient):
             child.request_stop()
         for child in children:
             await child.gone.wait()
+        self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a lost replica
 
     def _fail_frontends(self, error: EngineError) -> None:
         self._drop_frames()
@@ -210,10 +211,10 @@ class FleetAttachClient(AttachClient):
                 self._note_lost_link(replica, frame)
             case "fell":
                 self.dispatcher.forget(number)
-                self.dispatcher.trial_replica = frame["trial"]
+                self.dispatcher.set_trial(frame["trial"])
                 self.dispatcher.move_if_sooner(replica, frame["group"], now(), frame["restart_s"])
             case "gone":
-                self.dispatcher.trial_replica = frame["trial"]
+                self.dispatcher.set_trial(frame["trial"])
                 self._lose(replica, error_of(frame))
             case "draining":
                 replica.is_draining = frame["is_draining"]

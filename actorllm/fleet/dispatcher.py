@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 VIEW_AGE_S = 0.005
 """How old views may be that routers are given."""
+TRIAL_S = 30.0
+"""How long after a death the replica that took its suspects takes those of other deaths."""
 
 
 class Dispatcher:
@@ -64,8 +66,8 @@ class Dispatcher:
         self._others: list[Journal] = []
         self._published_at = -math.inf
         self._num_published = 0
-        self.trial_replica: int | None = None
-        """Where suspects go if none are on trial yet, so that all programs send theirs to one replica; None: anywhere."""
+        self._trial_replica: int | None = None
+        self._trial_until = -math.inf
         self.num_moved = 0
         """Sequences that went to another replica."""
         self.num_routed: dict[int, int] = {}
@@ -300,7 +302,7 @@ class Dispatcher:
 
         lost_at: when a process of it died, in monotonic seconds: what moves is on trial then. None: nothing died.
         """
-        had_suspects = source.frontend.has_suspects
+        had_suspects = self.is_on_trial(source)
         entries = source.frontend.surrender(
             lambda entry: not entry.record.num_deaths and pin_of(entry.consumer) != source.number
         )
@@ -341,13 +343,22 @@ class Dispatcher:
     def choose_trial(self, source: RoutedReplica) -> int | None:
         """The replica that takes the suspects of this one, from here on; None: there is no other one."""
         candidates = self._candidates(source)
-        on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
-        self.trial_replica = self._trial_of(on_trial or candidates).number if candidates else None
-        return self.trial_replica
+        self.set_trial(self._trial_of(candidates).number if candidates else None)
+        return self._trial_replica
 
-    @staticmethod
-    def _trial_of(candidates: Sequence[RoutedReplica]) -> RoutedReplica:
-        return min(candidates, key=lambda replica: replica.frontend.num_open)
+    def set_trial(self, number: int | None) -> None:
+        """Suspects of all programs go to this replica for now, whether they have come there yet or not; None: anywhere."""
+        self._trial_replica, self._trial_until = number, now() + TRIAL_S
+
+    def is_on_trial(self, replica: RoutedReplica) -> bool:
+        """What it dies of is among the suspects there, which this program or another one has sent."""
+        is_named = replica.number == self._trial_replica and now() < self._trial_until
+        return is_named or replica.frontend.has_suspects
+
+    def _trial_of(self, candidates: Sequence[RoutedReplica]) -> RoutedReplica:
+        named = [one for one in candidates if one.number == self._trial_replica and now() < self._trial_until]
+        on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
+        return min(named or on_trial or candidates, key=lambda replica: replica.frontend.num_open)
 
     def move_if_sooner(self, source: RoutedReplica, group: str, lost_at: float, restart_s: float) -> None:
         """Its streams go on elsewhere, if computing them there is sooner than its restart, after which it would do the same.
@@ -382,9 +393,7 @@ class Dispatcher:
         candidates = self._candidates(source)
         by_target: dict[int, dict[int, JournalEntry]] = {}
         if is_trial:
-            on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
-            chosen_before = [replica for replica in candidates if replica.number == self.trial_replica]
-            by_target[self._trial_of(on_trial or chosen_before or candidates).number] = entries
+            by_target[self._trial_of(candidates).number] = entries
             for entry in entries.values():
                 entry.record.num_deaths = max(entry.record.num_deaths, 1)
         else:

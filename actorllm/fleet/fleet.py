@@ -267,7 +267,8 @@ class Fleet:
         await anyio.lowlevel.checkpoint()  # the supervisor tells of the death first
         if replica.is_lost or self._is_over:
             return
-        trial = self.dispatcher.choose_trial(replica)
+        is_on_trial = self.dispatcher.is_on_trial(replica)
+        trial = replica.number if is_on_trial else self.dispatcher.choose_trial(replica)
         restart_s = replica.expected_restart_s(self._start_s.get(replica.number, 0.0))
         self.dispatcher.move_if_sooner(replica, group, fell_at, restart_s)
         await self._tell_attached(trial, "fell", replica=replica.number, group=group, restart_s=restart_s)
@@ -276,7 +277,7 @@ class Fleet:
         """To programs that have joined, after the scheduler that is to take their suspects knows that these come."""
         if self.attached is None or not self.attached.num_attached:
             return
-        if trial is not None and trial in self._replicas:
+        if trial is not None and trial in self._replicas and trial != fields["replica"]:
             with contextlib.suppress(ActorLLMError), anyio.move_on_after(SUSPECTS_TIMEOUT_S):
                 await self._replicas[trial].frontend.ask_scheduler("expect_suspects")
         self.attached.tell(op, trial=trial, **fields)

@@ -37,6 +37,10 @@ def merged(verb: str, answers: Mapping[int, Any]) -> Any:
             if len(values) > 1:
                 raise ConfigError("a timeline is of one replica; build the engine with data_parallel_size=1 for it")
             return values[0]
+        case "list_adapters":
+            return list(dict.fromkeys(digest for value in values for digest in value))
+        case "remove_adapter":  # some had it
+            return any(values)
         case "live":
             return _live(answers)
         case _:  # done everywhere, or true everywhere

@@ -16,7 +16,7 @@ import pytest
 import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM
 from actorllm.attach.rendezvous import running_engines
-from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, ReplicaLostError
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, ReplicaLostError
 from actorllm.supervision.restart import RestartLimits
 from tests import conftest
 from tests.fleet.streams import PROMPTS, REQUESTS, Told, all_run, assert_same, kill, moved, params, run_all, until
@@ -196,6 +196,15 @@ async def test_a_replica_that_is_lost_and_the_end_of_the_engine(
         assert told[-1] == undisturbed["plain"], "it has waited for the next life of its replica"
         await all_run(owner)
         assert [replica.num_lives for replica in guest.health().replicas] == [2, 1]
+        async with AsyncLLM.attach("doomed") as leaving:
+            kill([owner.health().replicas[0].pids["scheduler"]])
+            await until(lambda: leaving.health().replicas[0].state == "lost")
+            waiting = leaving.generate(*REQUESTS["plain"], data_parallel_rank=0)
+            await until(lambda: leaving.health().replicas[0].num_requests == 1)
+        with pytest.raises(EngineShutdownError):
+            await anext(waiting)
+        await until(lambda: owner.health().replicas[0].num_lives == 3)
+        await all_run(owner)
         stream = guest.generate(PROMPTS[0], params(1, max_tokens=1000))
         await anext(stream)
         for replica in owner.health().replicas:

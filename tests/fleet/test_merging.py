@@ -57,6 +57,9 @@ def test_a_control_is_done_when_every_replica_has_done_it() -> None:
         {"rank": 0, "replica": 0},
         {"rank": 0, "replica": 1},
     ]
+    assert merged("list_adapters", {0: ["a", "b"], 1: ["b", "c"]}) == ["a", "b", "c"]
+    assert merged("remove_adapter", {0: False, 1: True}) is True
+    assert merged("remove_adapter", {0: False, 1: False}) is False
     with pytest.raises(ConfigError, match="a timeline is of one replica"):
         merged("take_timeline", {0: [], 1: []})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 import actorllm.client.engine_supervisor
-from actorllm import LLM, AsyncLLM, RequestOutput
+from actorllm import LLM, AsyncLLM, LoRARequest, RequestOutput
 from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError, ReplicaLostError
 from actorllm.supervision.restart import RestartLimits
 from tests import conftest
 from tests.fleet.streams import PROMPTS, REQUESTS, Told, all_run, assert_same, kill, moved, params, run_all, until
+from tests.model.adapters.lora_folders import write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +269,41 @@ async def test_controls_reach_every_replica(fleet: AsyncLLM) -> None:
             async for _ in stream:
                 pass
     assert await fleet.reset_prefix_cache()
+
+
+@pytest.mark.anyio
+async def test_adapters_and_drafts_go_along(tmp_path: Path) -> None:
+    """A stream that has an adapter and drafts goes on with both on a replica that had neither for it."""
+    layers = {f"model.layers.{layer}.self_attn.{name}": (256, 256) for layer in (0, 1) for name in ("q_proj", "o_proj")}
+    write_adapter(tmp_path / "tales", layers, size=1.0)
+    adapter = LoRARequest("tales", 1, str(tmp_path / "tales"))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "enable_lora": True, "speculative_config": drafts}
+
+    async def run(llm: AsyncLLM, do: Any = None) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+
+        async def one(seed: int) -> None:
+            lora = {"lora_request": adapter} if seed % 2 else {}
+            async for output in llm.generate(PROMPTS[0], params(seed, max_tokens=60), **lora):
+                found[seed] = list(output.outputs[0].token_ids)
+
+        async with anyio.create_task_group() as group:
+            for seed in range(6):
+                group.start_soon(one, seed)
+            if do is not None:
+                await until(lambda: len(found) == 6)
+                do()
+        return [found[seed] for seed in range(6)]
+
+    async with AsyncLLM(
+        "storyteller", data_parallel_size=2, router="round-robin", standby_worker=False, **options
+    ) as llm:
+        await all_run(llm)
+        wanted = await run(llm)
+        assert wanted[0] != wanted[1]
+        assert await run(llm, lambda: kill(llm.health().replicas[1].pids.values())) == wanted
+        assert moved(llm)
 
 
 @pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""Requests that schedulers or workers die of, in a fleet of three: they fail, and all trials are on one replica."""
+"""A request that schedulers or workers die of, in a fleet of three: it fails, and all trials are on one replica."""
 
 from __future__ import annotations
 
@@ -38,12 +38,9 @@ def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("num_poison", [1, 2])
 @pytest.mark.parametrize("is_attached", [False, True], ids=["own", "attached"])
-async def test_they_fail_alone_and_are_tried_on_one_replica(
-    fleet: tuple[AsyncLLM, int], is_attached: bool, num_poison: int
-) -> None:
-    """Also if they are of a program that has joined, as is half of the others."""
+async def test_it_fails_alone_and_is_tried_on_one_replica(fleet: tuple[AsyncLLM, int], is_attached: bool) -> None:
+    """Also if it is of a program that has joined, as is half of the others."""
     owner, deadly = fleet
     await owner.start()
     guest = AsyncLLM.attach("poisoned") if is_attached else owner
@@ -65,10 +62,10 @@ async def test_they_fail_alone_and_are_tried_on_one_replica(
         async with anyio.create_task_group() as group:
             for number, prompt in prompts.items():
                 group.start_soon(run, number, prompt)
-                if number in (5, 7)[:num_poison]:
-                    group.start_soon(die, 100 + number)
+                if number == 5:
+                    group.start_soon(die, 99)
     assert found == {n: reference_stream(prompt, n, NUM_TOKENS, VOCAB) for n, prompt in prompts.items()}
     deaths = sorted(sum(actor.num_restarts for actor in replica.actors.values()) for replica in owner.health().replicas)
     assert deaths[-1], "something died"
-    assert sum(deaths[:-1]) <= num_poison, "each costs one death where it came first, and all trials are on one replica"
+    assert sum(deaths[:-1]) <= 1, "it costs one death where it came first, and all trials are on one replica"
     guest.shutdown()
