@@ -262,6 +262,8 @@ class LLMEngine(BlockingDoor):
                 continue  # it was in an earlier output
             if output.finished:
                 del self._streams[request_id]
+            elif stream.has_ended:
+                self._ready[request_id] = None  # its error, or its end, came behind these: nothing more wakes it
             outputs.append(output)
         if self._death is not None and not outputs:
             self._streams.clear()

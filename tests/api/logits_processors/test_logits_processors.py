@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_one_that_raises_ends_its_own_request_only(llm: LLM) -> None:
         for output in engine.step():
             found[output.request_id] = output
     assert [list(found[str(i)].outputs[0].token_ids) for i in (0, 1, 2, 4, 5, 6)] == expected
+
+
+def test_an_error_that_came_with_the_last_tokens_ends_its_request(llm: LLM) -> None:
+    """Tokens and error are there before the first step: the error is the output of the second."""
+    engine = llm.llm_engine
+    num_finished = engine.stats()["frontend"]["num_finished"]
+    engine.add_request("late", PROMPT, params({"target": -3}))
+    while engine.stats()["frontend"]["num_finished"] == num_finished:
+        time.sleep(0.01)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.finished for output in outputs] == [False, True]
+    assert len(outputs[0].outputs[0].token_ids) == 4
+    assert outputs[1].outputs[0].finish_reason == "error"
 
 
 def test_validate_params_refuses_a_request(llm: LLM) -> None:
