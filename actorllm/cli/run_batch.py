@@ -95,7 +95,7 @@ def run_batch(
                 defaults = defaults.with_templates(model.tokenizer, tool_call_parser)
                 names = ServedModels(
                     served_model_name or [engine_options.model],
-                    lora_modules or (),
+                    lora_modules,
                     adapts=engine.config.lora is not None,
                 )
                 reader = BatchReader(model, names, defaults, _decoder(engine))

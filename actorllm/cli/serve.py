@@ -312,7 +312,7 @@ def serve(
         "root_path": root_path or "",
         "middleware": middleware or (),
         "disable_fastapi_docs": disable_fastapi_docs,
-        "lora_modules": lora_modules or (),
+        "lora_modules": lora_modules,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

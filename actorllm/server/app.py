@@ -87,7 +87,7 @@ def create_app(
     root_path: str = "",
     middleware: Sequence[str] = (),
     disable_fastapi_docs: bool = False,
-    lora_modules: Sequence[LoRAModule] = (),
+    lora_modules: Sequence[LoRAModule] | None = None,
     **answers: Any,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.

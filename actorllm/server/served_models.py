@@ -32,7 +32,9 @@ _FIELDS = {"name": "lora_name", "path": "lora_path", "base_model_name": "base_mo
 class ServedModels:
     """See the module docstring."""
 
-    def __init__(self, names: Sequence[str], lora_modules: Sequence[LoRAModule] = (), *, adapts: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[str], lora_modules: Sequence[LoRAModule] | None = None, *, adapts: bool = False
+    ) -> None:
         """names: of the engine's model; the first is in answers to those that call it nothing. adapts: the engine takes adapters.
 
         Raises ConfigError.
@@ -44,7 +46,7 @@ class ServedModels:
             raise ConfigError(
                 "lora_modules: this engine takes no adapters; build it with enable_lora=True (--enable-lora)"
             )
-        for module in lora_modules:
+        for module in lora_modules or ():
             given = _module_of(module)
             try:
                 adapter = self.new_adapter(**given)

@@ -46,6 +46,7 @@ def test_every_process_knows_the_adapters_of_the_command_line(tmp_path: Path) ->
         streams = [Stream(made, model=model, temperature=0) for model in ("sql", "storyteller") for _ in range(8)]
         assert {stream.served_by(api_pids(made)) for stream in streams} == set(api_pids(made))
         texts = [b"".join(TEXT.findall(stream.read()))[:200] for stream in streams]
+        print(*texts, sep="\n")
         assert texts[0] != texts[8]
         assert texts == [texts[0]] * 8 + [texts[8]] * 8
     finally:
