@@ -3,8 +3,8 @@
 Each expert is two packed products, so a step reads the weights of the experts that its rows take, and no others. The rows of a
 step are put in the order of their experts. Each expert then computes its rows at once.
 
-A row's result does not depend on which other rows share its expert. The router's scores are float32, summed in float64:
-the order of a sum depends on the number of rows, and its rounding would decide between scores that are nearly equal. The
+A row's result does not depend on which other rows share its expert. The router's scores are float32, summed in float64.
+Sums in float32 depend on the number of rows, and their rounding would decide between scores that are nearly equal. The
 products of an expert treat each row alike. Results of a row are weighted and added up in the order of its own choice, in float32.
 """
 
