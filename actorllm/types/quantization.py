@@ -11,7 +11,11 @@ from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelErro
 
 INT8 = "int8"
 COMPRESSED_TENSORS = "compressed-tensors"
-METHODS = (INT8, COMPRESSED_TENSORS)
+INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
+"""Inputs that share a scale, by the methods that round to 4 bits."""
+ROUNDING = (INT8, *INT4_GROUPS)
+"""Methods that round the weights of a plain model while it is loaded."""
+METHODS = (*ROUNDING, COMPRESSED_TENSORS)
 
 FIELDS: dict[str, Any] = {
     "format": "int-quantized",
@@ -44,6 +48,11 @@ class QuantizedCheckpoint:
         return not any(
             re.match(each[3:], name) is not None if each.startswith("re:") else each == name for each in self.ignored
         )
+
+
+def bits_of(method: str) -> int:
+    """Of the weights that this method makes of plain ones."""
+    return 4 if method in INT4_GROUPS else 8
 
 
 def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
@@ -122,10 +131,11 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
     Raises ConfigError for a value that is not known, or that contradicts the checkpoint.
     """
     if wanted is not None and wanted not in METHODS:
-        known = " or ".join(map(repr, METHODS))
+        known = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
         raise ConfigError(f"quantization={wanted!r} is not supported; use {known}, or leave it at None")
     if has_module:
         return None
+    method: str | None = wanted
     tree = hf.get("quantization_config")
     if tree is None:
         if wanted == COMPRESSED_TENSORS:
@@ -133,10 +143,10 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
                 f"quantization={wanted!r}: config.json has no quantization_config, so the weights are not quantized; use "
                 f"{INT8!r}, or leave it at None"
             )
-        return None if wanted is None else INT8
-    if wanted == INT8:
-        method = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
+        return method
+    if wanted in ROUNDING:
+        found = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
         raise ConfigError(
-            f"quantization={wanted!r}: the weights of this model are quantized already ({method}); leave it at None"
+            f"quantization={wanted!r}: the weights of this model are quantized already ({found}); leave it at None"
         )
     return COMPRESSED_TENSORS if isinstance(tree, dict) and tree.get("quant_method") == COMPRESSED_TENSORS else None

@@ -12,9 +12,10 @@ from actorllm.config import ModelConfig
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.types.model_files import overridden, read_object
-from actorllm.types.quantization import read_checkpoint
+from actorllm.types.quantization import INT4_GROUPS, read_checkpoint
 
 
 def form_of(model: ModelConfig) -> Form:
@@ -23,5 +24,6 @@ def form_of(model: ModelConfig) -> Form:
         return Dense
     checkpoint = read_checkpoint(overridden(read_object(Path(model.path) / "config.json"), model.overrides))
     if checkpoint is None or model.load_format == "dummy":
-        return Int8
+        group = INT4_GROUPS.get(model.quantization)
+        return Int8 if group is None else Int4Weights(group)
     return CompressedTensors(checkpoint)

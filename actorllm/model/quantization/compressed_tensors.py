@@ -33,6 +33,9 @@ class CompressedTensors:
         """A head that is the embedding stays as it is: the checkpoint has no scales for it."""
         return Dense.of(weight, bias)
 
+    def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return self.of(weight, bias)
+
     def sharded(
         self,
         weights: Weights,

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from actorllm.config import ModelConfig
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.linear import Form
 from actorllm.model.quantization import form_of
 from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.int4 import Int4Weights, fitting
 
 if TYPE_CHECKING:
     from actorllm.model.registry import Plan
@@ -18,15 +20,18 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     if model.quantization is None:
         return {}
     if not isinstance(plan, DecoderConfig):
-        return {"linear layers": "int8", "all else": model.dtype}
+        return {"linear layers": model.quantization, "all else": model.dtype}
     form, width = form_of(model), 4 if model.dtype == "float32" else 2
 
     def told(parts: list[tuple[str, int, int]]) -> str:
         """parts: names, outputs and inputs of layers."""
         sizes: dict[str, int] = {}
         for name, num_outputs, num_inputs in parts:
-            if not isinstance(form, CompressedTensors) or form.quantizes(name):
-                kind, num_bytes = "int8", num_outputs * (num_inputs + 4)
+            kind = becomes(form, name, num_inputs)
+            if kind.startswith("int4"):
+                num_bytes = num_outputs * (num_inputs // 2 + 4 * num_inputs // int(kind.rpartition("g")[2]))
+            elif kind == "int8":
+                num_bytes = num_outputs * (num_inputs + 4)
             else:
                 kind, num_bytes = model.dtype, num_outputs * num_inputs * width
             sizes[kind] = sizes.get(kind, 0) + num_bytes
@@ -50,3 +55,11 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
+
+
+def becomes(form: Form, name: str, num_inputs: int) -> str:
+    """What the layer of this name is computed as: "int8", "int4 g32", or "" for the type of the model."""
+    if isinstance(form, CompressedTensors):
+        return "int8" if form.quantizes(name) else ""
+    group = fitting(form.group, num_inputs) if isinstance(form, Int4Weights) and name != "lm_head" else None
+    return "int8" if group is None else f"int4 g{group}"
