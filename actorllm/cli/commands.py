@@ -104,7 +104,8 @@ def info(
     model: str = "storyteller",
     /,
     *,
-    quantization: Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors"] | None = None,
+    quantization: Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8"]
+    | None = None,
     device: bool = False,
 ) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.

@@ -30,9 +30,8 @@ from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
-from actorllm.model.quantization import form_of
+from actorllm.model.quantization import form_of, rounding_of
 from actorllm.model.quantization.int4 import Int4Weights
-from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
@@ -40,7 +39,6 @@ from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
 from actorllm.model.weights import open_weights
-from actorllm.types.quantization import INT4_GROUPS, bits_of
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
@@ -152,14 +150,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _tell_speed(self) -> None:
         size = self.model_config.hidden_size
-        method = self.config.model.quantization
-        assert method is not None
-        bits = bits_of(method)
-        found = measured(4 * size, size, self.dtype, linear, Int8 if bits == 8 else Int4Weights(INT4_GROUPS[method]))
+        form = rounding_of(self.config.model)
+        found = measured(4 * size, size, self.dtype, linear, form)
         logger.log(
             logging.WARNING if found.is_slower else logging.INFO,
             "products of %d bits are %.2f times as fast here as those of %s for one row, %.2f times for a prompt%s",
-            bits,
+            4 if isinstance(form, Int4Weights) else 8,
             found.decode,
             self.config.model.dtype,
             found.prompt,

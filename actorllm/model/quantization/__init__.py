@@ -1,7 +1,8 @@
 """Quantized weights: which form the linear layers of a model have (`model.linear`).
 
-`int8` is the arithmetic, in plain torch; `onednn` computes the same on a CPU. `compressed_tensors` reads a checkpoint of that
-format. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
+`int8` and `int4` are the arithmetic, in plain torch; `onednn` and `int4pack` compute the same on a CPU. `checkpoint` reads
+checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `fp8`). The embedding, the norms
+and the biases are never quantized; the head is, unless a checkpoint leaves it out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from actorllm.config import ModelConfig
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
-from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.types.model_files import overridden, read_object
@@ -26,4 +27,12 @@ def form_of(model: ModelConfig) -> Form:
     if checkpoint is None or model.load_format == "dummy":
         group = INT4_GROUPS.get(model.quantization)
         return Int8 if group is None else Int4Weights(group)
-    return CompressedTensors(checkpoint)
+    return CheckpointForm(checkpoint)
+
+
+def rounding_of(model: ModelConfig) -> Form:
+    """What plain weights would be rounded to, to be computed as those of this quantized model are."""
+    form = form_of(model)
+    if not isinstance(form, CheckpointForm):
+        return form
+    return Int4Weights() if form.scheme.bits == 4 else Int8

@@ -8,7 +8,7 @@ from actorllm.config import ModelConfig
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form
 from actorllm.model.quantization import form_of
-from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.int4 import Int4Weights, fitting
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         ]
     rows = {"linear layers": told(layers)}
     if c.has_head:
-        is_copy = c.ties_embeddings and isinstance(form, CompressedTensors)
+        is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
@@ -59,7 +59,11 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
 
 def becomes(form: Form, name: str, num_inputs: int) -> str:
     """What the layer of this name is computed as: "int8", "int4 g32", or "" for the type of the model."""
-    if isinstance(form, CompressedTensors):
-        return "int8" if form.quantizes(name) else ""
+    if isinstance(form, CheckpointForm):
+        scheme = form.scheme
+        if not scheme.quantizes(name):
+            return ""
+        found = fitting(scheme.group or num_inputs, num_inputs) if scheme.bits == 4 else None
+        return "int8" if found is None else f"int4 g{found}"
     group = fitting(form.group, num_inputs) if isinstance(form, Int4Weights) and name != "lm_head" else None
     return "int8" if group is None else f"int4 g{group}"
