@@ -24,7 +24,6 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
-from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError
 from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
@@ -205,15 +204,6 @@ class DummyWeights(Weights):
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None
-
-
-def open_weights(
-    model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
-) -> Weights:
-    """Those that the configuration asks for."""
-    if model.load_format == "dummy":
-        return DummyWeights(model.seed, dtype, device)
-    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

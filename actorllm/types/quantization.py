@@ -10,12 +10,12 @@ from typing import Any
 from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelError
 
 INT8 = "int8"
-COMPRESSED_TENSORS, GPTQ, AWQ, FP8 = "compressed-tensors", "gptq", "awq", "fp8"
+COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded."""
-METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8)
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "int-quantized": {
@@ -73,6 +73,8 @@ class QuantizedCheckpoint:
     """Inputs were quantized in another order, so that those of a group are not neighbours (desc_act, actorder)."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale of floats of 8 bits; None: as the shape of the scales says."""
+    file: str = ""
+    """Of GGUF: where the tensors are."""
     zero_offset: int = 0
     """Added to the zero points of the files."""
 
@@ -199,7 +201,17 @@ def _fp8(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     )
 
 
-READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8}
+def _gguf(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """What `gguf_model` has written."""
+    file = tree.get("file")
+    if not isinstance(file, str):
+        raise CorruptModelError(
+            f"config.json: quantization_config.file is {file!r:.200}, the path of a GGUF file is needed"
+        )
+    return QuantizedCheckpoint(GGUF, GGUF, file=file)
+
+
+READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf}
 
 
 def _integer(field: str, value: Any) -> int:

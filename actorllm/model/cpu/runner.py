@@ -30,7 +30,7 @@ from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
-from actorllm.model.quantization import form_of, rounding_of
+from actorllm.model.quantization import form_of, open_weights, rounding_of
 from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_shares
@@ -38,7 +38,6 @@ from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
-from actorllm.model.weights import open_weights
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
