@@ -226,7 +226,7 @@ class Decoder:
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
         self.lm_head: Linear | None = None
         if config.has_head:
-            self.lm_head = linear(tensors.head() or form.of(self.embedding))
+            self.lm_head = linear(tensors.head() or form.head_of(self.embedding))
         tensors.close()
 
     @property
