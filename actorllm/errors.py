@@ -201,8 +201,9 @@ def is_failure(error: BaseException) -> bool:
     """Whether an exception tells that a call failed, and not that a task, thread or process is to end.
 
     A panic of a library in Rust is a failure, although its class is no `Exception`; pyo3 makes that class for each library.
+    So is a SystemExit: where an actor runs, only code of the application raises it, and it would end the loop without a word.
     """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return isinstance(error, Exception | SystemExit) or type(error).__name__ == "PanicException"
 
 
 MAX_NEAR_NAME = 100

@@ -241,8 +241,8 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
 
 def build_policy(
     config: SchedulerConfig,
-    on_failure: Callable[[str, Exception], object] | None = None,
-    on_admission_failure: Callable[[str, Exception], object] | None = None,
+    on_failure: Callable[[str, BaseException], object] | None = None,
+    on_admission_failure: Callable[[str, BaseException], object] | None = None,
 ) -> PlanPolicy:
     """The policies of a live engine: they correct the step-time model that they are given, and what they raise replaces them.
 
@@ -255,7 +255,7 @@ def build_policy(
 
     admission = None if config.admission is None else load_admission(config.admission, step_time())
 
-    def tell_admission(what: str, error: Exception) -> None:
+    def tell_admission(what: str, error: BaseException) -> None:
         if on_admission_failure is not None:
             on_admission_failure(what, error)
 

@@ -213,12 +213,12 @@ class SchedulerActor(Actor):
 
             self._step_watch = StepModelMonitor(config.step_model)
 
-        def log_admission(what: str, error: Exception) -> None:
+        def log_admission(what: str, error: BaseException) -> None:
             name = config.admission
             self._admission_failure = f"{what} raised {type(error).__name__}: {error}"
             logger.error("admission policy %r failed in %s; everybody is admitted", name, what, exc_info=error)
 
-        def log(what: str, error: Exception) -> None:
+        def log(what: str, error: BaseException) -> None:
             name = config.policy
             self._policy_failure = f"{what} raised {type(error).__name__}: {error}"
             logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)

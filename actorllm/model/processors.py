@@ -80,36 +80,36 @@ class Held:
         self.name = type(self.processor).__qualname__
         self.is_argmax_invariant = bool(self.processor.is_argmax_invariant())
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[Row], update: BatchUpdate | None) -> dict[int, Exception]:
+    def apply(self, logits: torch.Tensor, rows: Sequence[Row], update: BatchUpdate | None) -> dict[int, BaseException]:
         """Change the logits, [num_rows, vocab_size], in place. Returns what it raised, by row."""
         given = logits.clone()  # a call that raises may have changed some of it
         try:
             self.processor.update_state(update)
             changed = _checked(self.processor.apply(given), logits)
-        except Exception as error:  # of the application's class
+        except (Exception, SystemExit) as error:  # of the application's class
             logger.debug("%s raised %r: each row is tried alone", self.name, error)
         else:
             logits.copy_(changed)
             return {}
-        failed: dict[int, Exception] = {}
+        failed: dict[int, BaseException] = {}
         for index, row in enumerate(rows):
             one = logits[index : index + 1]
             try:
                 alone = self._build()
                 alone.update_state(BatchUpdate(1, (), ((0, row.params, row.prompt, row.output),), ()))
                 one.copy_(_checked(alone.apply(one.clone()), one))
-            except Exception as error:  # likewise: it ends this request
+            except (Exception, SystemExit) as error:  # likewise: it ends this request
                 failed[index] = error
         self._begin_again(rows, failed)
         return failed
 
-    def _begin_again(self, rows: Sequence[Row], failed: dict[int, Exception]) -> None:
+    def _begin_again(self, rows: Sequence[Row], failed: dict[int, BaseException]) -> None:
         """With an object that knows the rows which have not failed, and nothing of what led to it."""
         added = tuple((i, r.params, r.prompt, r.output) for i, r in enumerate(rows) if i not in failed)
         try:
             self.processor = self._build()
             self.processor.update_state(BatchUpdate(len(rows), (), added, ()))
-        except Exception as error:  # likewise: every row is tried alone from now on
+        except (Exception, SystemExit) as error:  # likewise: every row is tried alone from now on
             logger.warning("%s cannot be told of %d requests: %r", self.name, len(added), error)
 
 
@@ -131,7 +131,7 @@ class Processors:
             kind = load(path)
             try:
                 self._held.append(Held(lambda kind=kind: kind(told, device, False)))  # type: ignore[misc]
-            except Exception as error:  # of the application's class
+            except (Exception, SystemExit) as error:  # of the application's class
                 raise ConfigError(
                     f"logits_processors: {path!r} cannot be built: {type(error).__name__}: {error}"
                 ) from error
@@ -244,7 +244,7 @@ class Processors:
         at: list[int],
         temperatures: NDArray[np.float32],
         update: BatchUpdate | None,
-    ) -> dict[int, Exception]:
+    ) -> dict[int, BaseException]:
         """Of one that leaves the most likely token: rows that are drawn, divided by their temperature."""
         given = np.array([temperatures[row] if row >= 0 else 0 for row in at], np.float32)
         drawn = torch.from_numpy(np.flatnonzero(given > 0)).to(batch.device)
@@ -255,7 +255,7 @@ class Processors:
         return raised
 
 
-def _told(name: str, error: Exception) -> str:
+def _told(name: str, error: BaseException) -> str:
     text = f"the logits processor {name} failed: {type(error).__name__}: {error}".encode(errors="replace").decode()
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"
 

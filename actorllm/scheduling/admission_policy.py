@@ -95,7 +95,7 @@ class AdmissionGate:
         self,
         policy: PlanPolicy,
         admission: AdmissionPolicy,
-        on_failure: Callable[[str, Exception], object] | None = None,
+        on_failure: Callable[[str, BaseException], object] | None = None,
     ) -> None:
         self.policy = policy
         self.admission = admission
@@ -211,7 +211,7 @@ class AdmissionGate:
         """Requests are kept waiting for nothing. If this gate keeps them, all are admitted from now on. Returns whether it does."""
         return self._has_held_back and self._open("admit", error)
 
-    def _open(self, what: str, error: Exception) -> bool:
+    def _open(self, what: str, error: BaseException) -> bool:
         if self._on_failure is None or self.failure is not None:
             return False
         self.failure = f"{what} raised {type(error).__name__}: {error}"

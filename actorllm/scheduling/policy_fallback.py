@@ -34,7 +34,7 @@ class PolicyWithFallback:
     def __init__(
         self,
         policy: PlanPolicy,
-        on_failure: Callable[[str, Exception], object] | None = None,
+        on_failure: Callable[[str, BaseException], object] | None = None,
         fallback: Callable[[], PlanPolicy] = lambda: load_policy(FALLBACK),
     ) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ class PolicyWithFallback:
             if problem is None:
                 return decision
             raise TypeError(problem)
-        except Exception as error:  # of a policy of the user's own: anything
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything
             if not self._replace("plan", error, view):
                 raise
         return self.policy.plan(view)
@@ -64,7 +64,7 @@ class PolicyWithFallback:
             if victim is None or isinstance(victim, Sequence):
                 return victim
             raise TypeError(f"victim is {victim!r:.80}, which is no request")
-        except Exception as error:  # of a policy of the user's own: anything
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything
             if not self._replace("victim", error, view):
                 raise
         return self.policy.victim(view)
@@ -72,7 +72,7 @@ class PolicyWithFallback:
     def _may_fork(self, sequence: Sequence, view: View) -> bool:
         try:
             return bool(self.policy.may_fork(sequence, view))
-        except Exception as error:  # of a policy of the user's own: anything
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything
             if not self._replace("may_fork", error, view):
                 raise
         return False  # it waits like any other, and is announced so
@@ -83,7 +83,7 @@ class PolicyWithFallback:
             if all(isinstance(other, Sequence) for other in others):
                 return others
             raise TypeError(f"ahead_of gives {others!r:.80}")
-        except Exception as error:  # of a policy of the user's own: anything
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything
             if not self._replace("ahead_of", error, view):
                 raise
         return list(self.policy.ahead_of(sequence, view))
@@ -109,7 +109,7 @@ class PolicyWithFallback:
     def _tell(self, event: str, view: View, *arguments: Any) -> None:
         try:
             getattr(self.policy, event)(*arguments)
-        except Exception as error:  # of a policy of the user's own: anything
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything
             if not self._replace(event, error, view):
                 raise
 
@@ -118,7 +118,7 @@ class PolicyWithFallback:
         before = getattr(self.policy, "give_up", None)
         return (before is not None and before(error, view)) or self._replace("plan", error, view)
 
-    def _replace(self, what: str, error: Exception, view: View) -> bool:
+    def _replace(self, what: str, error: BaseException, view: View) -> bool:
         """Whether the policy was replaced; an error of the replacement is a defect of ours."""
         if self.failure is not None:
             return False

@@ -10,6 +10,7 @@ import logging
 
 import numpy as np
 
+from actorllm.errors import is_failure
 from actorllm.messages import I32, StepPlan
 from actorllm.model.inputs import Drafts
 from actorllm.model.speculation.histories import Histories
@@ -81,7 +82,9 @@ class Speculator:
         tokens.flags.writeable = False
         try:
             drafted = [int(token) for token, _ in zip(self._drafter.draft(tokens, wanted), range(wanted), strict=False)]
-        except Exception as error:  # of a drafter of the application: a guess that is not made costs nothing
+        except BaseException as error:  # of a drafter of the application: a guess that is not made costs nothing
+            if not is_failure(error):
+                raise
             self.num_failures += 1
             if self.num_failures == 1:
                 logger.exception("the drafter failed; its rows are computed without drafts", exc_info=error)

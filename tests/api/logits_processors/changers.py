@@ -15,6 +15,9 @@ from actorllm.types.logits_processors import (
     process_dict_updates,
 )
 
+LEAVES = -4
+"""A target whose processor raises SystemExit."""
+
 
 class NoRepeats(LogitsProcessor):
     """Of a batch: takes out what the output has already, for requests with `no_repeats`."""
@@ -60,7 +63,7 @@ class Target(AdapterLogitsProcessor):
         def force(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
             assert prompt
             if len(output) == 4 and target < 0:
-                raise RuntimeError(f"no token {target}")
+                raise SystemExit(3) if target == LEAVES else RuntimeError(f"no token {target}")
             if len(output) % 3 != 2:
                 return logits
             forced = torch.full_like(logits, -torch.inf)

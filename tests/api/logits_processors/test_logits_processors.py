@@ -18,7 +18,7 @@ from actorllm.errors import ConfigError, EngineStartError, InvalidParameterError
 from actorllm.messages import Submit
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.types.logits_processors.paths import load
-from tests.api.logits_processors.changers import NoRepeats, Sharpened, Target
+from tests.api.logits_processors.changers import LEAVES, NoRepeats, Sharpened, Target
 
 PATH = "tests.api.logits_processors.changers"
 ARGUMENTS: dict[str, Any] = {"max_model_len": 128, "num_threads": 1, "dtype": "float32"}
@@ -95,6 +95,11 @@ def test_one_that_raises_ends_its_own_request_only(llm: LLM) -> None:
         for output in engine.step():
             found[output.request_id] = output
     assert [list(found[str(i)].outputs[0].token_ids) for i in (0, 1, 2, 4, 5, 6)] == expected
+
+
+def test_one_that_raises_system_exit_ends_its_request_and_no_loop(llm: LLM) -> None:
+    with pytest.raises(RequestFailedError, match="SystemExit"):
+        llm.generate([PROMPT], params({"target": LEAVES}), use_tqdm=False)
 
 
 def test_an_error_that_came_with_the_last_tokens_ends_its_request(llm: LLM) -> None:

@@ -19,6 +19,11 @@ class Broken(Drafter):
         raise RuntimeError("planted")
 
 
+class Leaving(Drafter):
+    def draft(self, tokens: Any, most: int) -> Sequence[int]:
+        raise SystemExit(3)
+
+
 class Careless(Drafter):
     """Drafts more than is wanted, and ids that are none."""
 
@@ -71,8 +76,9 @@ def test_a_freed_slot_is_forgotten() -> None:
     assert len(made.histories) == 0
 
 
-def test_a_drafter_that_raises_costs_its_drafts_only(caplog: pytest.LogCaptureFixture) -> None:
-    made = speculator("tests.model.speculation.test_speculator:Broken")
+@pytest.mark.parametrize("name", ["Broken", "Leaving"])
+def test_a_drafter_that_raises_costs_its_drafts_only(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = speculator(f"tests.model.speculation.test_speculator:{name}")
     assert drafted(made) == drafted(made) == [[], []]
     assert made.num_failures == 4
     assert len([record for record in caplog.records if "the drafter failed" in record.message]) == 1
