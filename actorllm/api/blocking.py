@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
+from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.engine_metrics import Metric
 from actorllm.types.lora_request import LoRARequest
+from actorllm.types.weight_version import RunningRequests
 
 
 class BlockingDoor(ABC):
@@ -93,6 +97,70 @@ class BlockingDoor(ABC):
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
+
+    def update_weights_from_disk(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with the weights of a folder, as `AsyncLLM.update_weights_from_disk`. Returns the version.
+
+        Arguments:
+            folder: of safetensors files of the same model; it must not change before the next update.
+            version: a name for it; None (default): the number of the update.
+            running: what becomes of requests that have started: "recompute" (default), "keep" or "abort".
+
+        Raises:
+            InvalidParameterError: there is no such folder, or an argument has no such value.
+            CorruptModelError: a tensor is missing or not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            llm.update_weights_from_disk("checkpoints/step-40", version="step-40")
+        """
+        return self._update_weights(lambda: NewWeights.of_folder(folder), version, running)
+
+    def update_weights_from_tensors(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        transport: str = "shm",
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with these tensors, as `AsyncLLM.update_weights_from_tensors`. Returns the version.
+
+        Arguments:
+            tensors: torch tensors by their names in the checkpoint, of any shape that they have there; they are copied. What is
+                not given stays as it is.
+            transport: "shm" (default).
+            version: a name for it; None (default): the number of the update.
+            running: what becomes of requests that have started: "recompute" (default), "keep" or "abort".
+
+        Raises:
+            InvalidParameterError: an argument, or a tensor, is not what it must be.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            llm.update_weights_from_tensors(policy.state_dict(), version="step-40")
+        """
+        check_transport(transport)
+        return self._update_weights(lambda: NewWeights.of_tensors(tensors), version, running)
+
+    def _update_weights(self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests) -> str:
+        self._engine.start()
+        new = self._engine.read_weights(read, version, running).result()
+        return self._engine.update_weights(new, version, running).result()
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that new tokens are of; "0": those that the engine was built with."""
+        return self._engine.weight_version
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.
