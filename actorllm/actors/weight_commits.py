@@ -23,7 +23,7 @@ from actorllm.errors import EngineError, PeerLostError
 from actorllm.messages import WeightsChanged
 from actorllm.scheduling.events import End
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.types.weight_version import RunningRequests, WeightSource
+from actorllm.types.weight_version import FIRST_WEIGHTS, RunningRequests, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +80,16 @@ class WeightCommits(LoopPart):
 
     async def commit(self, source: WeightSource, running: RunningRequests) -> bool:
         """Let the next step be computed with this version. Asked again, it does nothing."""
-        if source.identity == self.current.identity:
+        if source == self.current:
             return True
-        host = self._host
+        host, is_new = self._host, source.identity != self.current.identity
         async with self._gate.closed():
             host.take_inbox()
             counts = host.scheduler.num_outputs()
             self.current = source
             self._num_commits += 1
-            host.send_ends(host.scheduler.change_weights(source.identity, running, now()))
+            if is_new:  # else they have another name
+                host.send_ends(host.scheduler.change_weights(source.identity, running, now()))
             for number, outlet in list(self._outlets.items()):
                 known = np.array([(key[1], count) for key, count in counts if key[0] == number], np.int32).reshape(
                     -1, 2
@@ -96,7 +97,9 @@ class WeightCommits(LoopPart):
                 host.send_to(
                     outlet, self._message(np.ascontiguousarray(known[:, 0]), np.ascontiguousarray(known[:, 1]))
                 )
-            if self._link is not None and host.has_workers:  # others that come are brought there by `on_workers`
+            if (
+                is_new and self._link is not None and host.has_workers
+            ):  # others that come are brought there by `on_workers`
                 await self._bring(self._link)
         return True
 
@@ -133,7 +136,7 @@ class WeightCommits(LoopPart):
 
     def on_frontend(self, outlet: Outlet) -> None:
         """A frontend is linked, and may know of another version."""
-        if not self.current.is_first:
+        if self.current != FIRST_WEIGHTS:
             self._host.send_to(outlet, self._message())
 
     def _message(self, *columns: Any) -> WeightsChanged:

@@ -782,6 +782,74 @@ class AsyncLLM:
         """The name of the weights that new tokens are of; "0": those that the engine was built with."""
         return self._engine.weight_version
 
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Get ready for updates in parts; there is nothing to be set up.
+
+        Arguments:
+            request: {"init_info": {"backend": "shm"}}, or {"init_info": {}}.
+
+        Raises:
+            InvalidParameterError: another backend is asked for.
+        """
+        self._engine.weight_transfer.init(request)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Forget an update that was started and not finished. Does nothing otherwise."""
+        self._engine.weight_transfer.close()
+
+    async def start_weight_update(self) -> None:
+        """Begin an update in parts; one that was not finished is forgotten."""
+        self._engine.weight_transfer.start()
+
+    async def update_weights(self, request: Any) -> None:
+        """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
+
+        Arguments:
+            request: {"update_info": {"tensors": {name: tensor}}}.
+
+        Raises:
+            InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
+            EngineError: there is no memory for the part.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        transfer = self._engine.weight_transfer
+        await self.start()
+        reading = self._engine.read_weights(lambda: transfer.read(request), None, "recompute")
+        part = await HostLoop.current().result_of(reading)
+        transfer.add(part)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).
+
+        Arguments:
+            weight_version: a name for the version; None (default): the number of the update.
+
+        Raises:
+            InvalidParameterError: no update was started, no part has come, or there is no such name.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self._update_weights(self._engine.weight_transfer.finish, weight_version, "recompute")
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Call the weights that count otherwise, for tokens from now on.
+
+        Arguments:
+            new_version: the name.
+
+        Raises:
+            InvalidParameterError: there is no such name.
+            EngineError: an update is under way.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.name_weights(new_version))
+
+    async def get_weight_version(self) -> str:
+        """As `weight_version`."""
+        return self.weight_version
+
     def health(self) -> EngineHealth:
         """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
         return self._engine.health()

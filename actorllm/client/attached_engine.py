@@ -53,6 +53,11 @@ class AttachedEngine(Engine):
         self._check()
         raise EngineError("this engine belongs to another process, which alone can update its weights")
 
+    def name_weights(self, version: str) -> Future[str]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can name its weights")
+
     def unload(self, timeout: float = 5.0) -> None:
         """Raises EngineError: it is not ours."""
         self._check()

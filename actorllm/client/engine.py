@@ -38,6 +38,7 @@ from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
+from actorllm.client.weight_transfer import WeightTransfer
 from actorllm.client.weight_updates import NewWeights, WeightUpdates, check_update
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -79,7 +80,7 @@ from actorllm.types.params import (
     check_timeout,
     is_text,
 )
-from actorllm.types.weight_version import RunningRequests
+from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
 if TYPE_CHECKING:
     from actorllm.attach.client import AttachClient
@@ -150,6 +151,7 @@ class Engine:
         self.prompts = PromptReader(self.config.model)
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
+        self.weight_transfer = WeightTransfer()
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -367,6 +369,7 @@ class Engine:
         thread.stop(timeout)
         meeting_place.close()
         self._weight_updates.close()
+        self.weight_transfer.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._lanes is not None:
@@ -842,6 +845,12 @@ class Engine:
             partial(_pass_on, outcome)
         )
         return outcome
+
+    def name_weights(self, version: str) -> Future[str]:
+        """Call the version that counts otherwise from now on. Raises InvalidParameterError."""
+        self._check()
+        check_update(version, RUNNING_REQUESTS[0])
+        return self._thread.call(self._weight_updates.name, version)
 
     @property
     def weight_version(self) -> str:

@@ -158,19 +158,34 @@ class WeightUpdates:
             with contextlib.suppress(ActorLLMError):  # the caller is told of the first error
                 await self._engine.ask_all_schedulers("discard_weights", timeout=LONGEST_S)
             raise
+        self._tensor_files = list(layers)
+        self._num_updates += 1
+        await self._commit(source, running)
+        for file in dropped:  # every worker has the new ones
+            file.close()
+        return source.version
+
+    async def name(self, version: str) -> str:
+        """Call the version that counts otherwise, for tokens from now on. Raises EngineError while an update is under way."""
+        if self._is_under_way:
+            raise EngineError("an update of the weights is under way; name the next version with it")
+        self._is_under_way = True
+        try:
+            await self._commit(replace(self.current, version=version), "keep")
+        finally:
+            self._is_under_way = False
+        return version
+
+    async def _commit(self, source: WeightSource, running: RunningRequests) -> None:
         # From here on the version counts: a process that is started, for whatever reason, begins with it.
         self._engine.change_config(lambda config: replace(config, model=replace(config.model, weights=source)))
-        self.current, self._tensor_files = source, list(layers)
-        self._num_updates += 1
+        self.current = source
         is_settled = False
         while not is_settled:  # a replica that was starting may have begun with the version before
             await self._engine.ask_all_schedulers(
                 "commit_weights", timeout=LONGEST_S, source=source.to_tree(), running=running
             )
             is_settled = not await self._engine.settle()
-        for file in dropped:  # every worker has the new ones
-            file.close()
-        return source.version
 
     def close(self) -> None:
         """The engine has ended. Idempotent."""

@@ -143,6 +143,45 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
     assert tell(llm).outputs[0].token_ids == expected[0]
 
 
+def test_parts_count_together_by_the_verbs_of_vllm(llm: LLM, expected: list[list[int]]) -> None:
+    tensors = list(changed(1).items())
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"tensors": {tensors[0][0]: torch.ones(3)}}})
+    llm.start_weight_update()  # the part that does not fit is forgotten
+    for i in range(0, len(tensors), 5):
+        llm.update_weights({"update_info": {"tensors": dict(tensors[i : i + 5])}})
+        assert tell(llm).outputs[0].token_ids == expected[0], "nothing changes before all is there"
+    llm.finish_weight_update("step-1")
+    output = tell(llm)
+    assert (llm.get_weight_version(), output.outputs[0].token_ids) == ("step-1", expected[1])
+    llm.update_weight_version("other")
+    assert tell(llm).outputs[0].weight_versions == [WeightVersionSpan(0, 24, "other")]
+    assert tell(llm).num_cached_tokens > 0, "the same weights by another name"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda llm: llm.update_weights({"update_info": {"tensors": {}}}), "call start_weight_update first"),
+        (lambda llm: llm.finish_weight_update(), "call start_weight_update first"),
+        (lambda llm: (llm.start_weight_update(), llm.finish_weight_update()), "call update_weights before"),
+        (
+            lambda llm: (llm.start_weight_update(), llm.update_weights({"update_info": {"names": []}})),
+            "update_info has names",
+        ),
+        (lambda llm: (llm.start_weight_update(), llm.update_weights(3)), "must be a mapping"),
+        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "'nccl' needs"),
+        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"master_port": 1}}), "master_port"),
+        (lambda llm: llm.update_weight_version(""), "version=''"),
+    ],
+)
+def test_verbs_out_of_order_and_other_backends_are_refused(llm: LLM, call: Any, said: str) -> None:
+    llm.shutdown_weight_transfer_engine()
+    with pytest.raises(InvalidParameterError, match=said):
+        call(llm)
+
+
 def test_several_sequences_tell_their_versions(llm: LLM, folders: list[Path]) -> None:
     llm.update_weights_from_disk(folders[1], version="one")
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=7, ignore_eos=True)
