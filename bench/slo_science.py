@@ -101,7 +101,7 @@ def sweep(name: str, trace: str, labels: list[str], arguments: argparse.Namespac
     return Sweep(scenario, variants, seeds=range(arguments.seeds)).run(
         targets=TARGETS.get(name, (0.99, 0.9)),
         readings=("deadline",),
-        who=("worst",),
+        aggregates=("worst",),
         ladder=Ladder(STARTS.get(name, 1.0), step=0.04),
         brackets_bands=True,
         store=arguments.store and f"{arguments.store}.{name}",

@@ -220,7 +220,7 @@ def sweep(
             scales=[1.0, *(scales or ())],
             scale_rates=[middle],
             targets=wanted,
-            who=("worst",),
+            aggregates=("worst",),
             store=results,
             num_processes=num_processes,
             on_progress=tell,

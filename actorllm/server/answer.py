@@ -53,17 +53,17 @@ class Answer(Response, ABC):
     def __init__(
         self,
         state: ServerState,
-        shape: Shape,
+        name: str,
         streams: Sequence[RequestStream],
         fields: Container[str],
         prompt_field: str,
         headers: Mapping[str, str],
     ) -> None:
-        """fields, prompt_field: of the body, for errors to name. headers: of the response."""
+        """name: what the client calls the request. fields, prompt_field: of its body. headers: of the response."""
         self.background = None
         self.status_code = 200
         self._state = state
-        self._shape = shape
+        self._name = name
         self._streams = streams
         self._fields = fields
         self._prompt_field = prompt_field
@@ -86,10 +86,10 @@ class Answer(Response, ABC):
             stream.abort()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = request_id.set(self._shape.id)
+        token = request_id.set(self._name)
         began = time.time()
         try:
-            with self._state.under_way(self._shape.id, self._streams):
+            with self._state.under_way(self._name, self._streams):
                 self._path = route_path(scope)
                 self._send_middle, self._writer = scope.get(SEND, send), scope.get(WRITER)
                 async with anyio.create_task_group() as group:
@@ -107,7 +107,7 @@ class Answer(Response, ABC):
             log_request(scope["path"], time.time() - began, outputs, error)
         if state.tracing is not None:
             headers, model = scope["headers"], state.model_names[0]
-            state.tracing.record(headers, self._shape.id, model, self.params, began, time.time(), outputs, error)
+            state.tracing.record(headers, self._name, model, self.params, began, time.time(), outputs, error)
 
     async def _respond_or_tell(self, send: Send, scope: anyio.CancelScope) -> None:
         try:
@@ -127,6 +127,10 @@ class Answer(Response, ABC):
     @abstractmethod
     async def _respond(self, send: Send) -> None: ...
 
+    def _last_event(self, body: bytes) -> bytes:
+        """The end of a response that has begun, and fails. body: the error as JSON."""
+        return body
+
     async def _start(
         self, send: Send, status: int, content_type: bytes, more: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
@@ -137,13 +141,13 @@ class Answer(Response, ABC):
     async def _tell(self, error: Exception, send: Send) -> None:
         """An error, as the response or as the last event of one that has begun."""
         if not isinstance(error, ApiError | ActorLLMError):
-            logger.error("request %s failed", self._shape.id, exc_info=error)
+            logger.error("request %s failed", self._name, exc_info=error)
         elif not isinstance(error, RequestError):
-            logger.warning("request %s failed: %s", self._shape.id, error)
+            logger.warning("request %s failed: %s", self._name, error)
         told = error_of(error, self._fields, self._prompt_field, self.renamed)
         body = told.body(self._path)
         if self._has_started:
-            body = self._shape.failure(body)
+            body = self._last_event(body)
         else:
             more = [(name.encode(), value.encode()) for name, value in told.headers().items()]
             await self._start(send, told.status, JSON, [*more, (b"content-length", b"%d" % len(body))])
@@ -160,7 +164,27 @@ async def _outputs_of(stream: RequestStream) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-class WholeAnswer(Answer):
+class TextAnswer(Answer):
+    """Of generated text, as its shape writes it."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        shape: Shape,
+        streams: Sequence[RequestStream],
+        fields: Container[str],
+        prompt_field: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        """As those of Answer."""
+        super().__init__(state, shape.id, streams, fields, prompt_field, headers)
+        self._shape = shape
+
+    def _last_event(self, body: bytes) -> bytes:
+        return self._shape.failure(body)
+
+
+class WholeAnswer(TextAnswer):
     """Everything at once. The streams are FINAL_ONLY."""
 
     async def _respond(self, send: Send) -> None:
@@ -171,7 +195,7 @@ class WholeAnswer(Answer):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-class StreamedAnswer(Answer):
+class StreamedAnswer(TextAnswer):
     """Event by event."""
 
     async def _respond(self, send: Send) -> None:

@@ -139,7 +139,24 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Generation(Body):
+class EngineRequest(Body):
+    """What requests for text and for vectors share: how the engine reads and schedules them."""
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    slo: Objective = None
+    is_latency_sensitive: bool | None = None
+    type_info: str | None = None
+    tenant: str | None = None
+    return_metrics: bool | None = None
+    """Say how long this request waited and took, in `metrics` of the answer or of its last event."""
+
+
+class Generation(EngineRequest):
     """What all requests for text share."""
 
     TOKEN_FIELDS: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
@@ -171,9 +188,6 @@ class Generation(Body):
     logprob_token_ids: Many[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
     thinking_token_budget: int | None = None
     vllm_xargs: Annotated[dict[str, Any], Few] | None = None
@@ -182,15 +196,6 @@ class Generation(Body):
     echo: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    slo: Objective = None
-    is_latency_sensitive: bool | None = None
-    type_info: str | None = None
-    tenant: str | None = None
-    return_metrics: bool | None = None
-    """Say how long this request waited and took, in `metrics` of the answer or of its last event."""
 
 
 class CompletionRequest(Generation):

@@ -96,7 +96,7 @@ class Shape(ABC):
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         """As `events`, of what is new of the sequences of a prompt; each of them has begun, and none ends."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is not plain")
 
     @abstractmethod
     def close(self) -> bytes:

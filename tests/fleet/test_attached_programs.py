@@ -18,8 +18,19 @@ from actorllm import AsyncLLM
 from actorllm.attach.rendezvous import running_engines
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, ReplicaLostError
 from actorllm.supervision.restart import RestartLimits
-from tests import conftest
-from tests.fleet.streams import PROMPTS, REQUESTS, Told, all_run, assert_same, kill, moved, params, run_all, until
+from tests.fleet.streams import (
+    PROMPTS,
+    REQUESTS,
+    Told,
+    all_run,
+    assert_same,
+    kill,
+    moved,
+    no_leak,
+    params,
+    run_all,
+    until,
+)
 
 GUEST = Path(__file__).parents[1] / "attach" / "guest.py"
 
@@ -36,11 +47,8 @@ def nothing_leaks() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    children = conftest._children()
-    yield
-    conftest._wait_until(lambda: conftest._children() <= children)
-    assert conftest._children() <= children, "left a child process"
-    assert not {name for name in conftest._shared_memory_names() if "actorllm" in name}
+    with no_leak():
+        yield
 
 
 def new_owner(name: str) -> AsyncLLM:

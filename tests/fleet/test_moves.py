@@ -14,8 +14,19 @@ import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, LoRARequest, RequestOutput
 from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError, ReplicaLostError
 from actorllm.supervision.restart import RestartLimits
-from tests import conftest
-from tests.fleet.streams import PROMPTS, REQUESTS, Told, all_run, assert_same, kill, moved, params, run_all, until
+from tests.fleet.streams import (
+    PROMPTS,
+    REQUESTS,
+    Told,
+    all_run,
+    assert_same,
+    kill,
+    moved,
+    no_leak,
+    params,
+    run_all,
+    until,
+)
 from tests.model.adapters.lora_folders import write_adapter
 
 
@@ -31,11 +42,8 @@ def nothing_leaks() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    children = conftest._children()
-    yield
-    conftest._wait_until(lambda: conftest._children() <= children)
-    assert conftest._children() <= children, "left a child process"
-    assert not {name for name in conftest._shared_memory_names() if "actorllm" in name}
+    with no_leak():
+        yield
 
 
 @pytest.fixture(scope="module")

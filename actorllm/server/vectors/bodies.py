@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorllm.server.protocol import Body, Many, Messages, Objective, Prompts
+from actorllm.server.protocol import EngineRequest, Many, Messages, Prompts
 
 IDLE: dict[str, tuple[Any, ...]] = {
     "embed_dtype": (None, "float32"),
@@ -20,24 +20,13 @@ OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_tem
 """Fields that say how `messages` become a prompt."""
 
 
-class Pooled(Body):
+class Pooled(EngineRequest):
     """What all requests for vectors share."""
 
     model: str | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
     pooling_type: str | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    slo: Objective = None
-    is_latency_sensitive: bool | None = None
-    type_info: str | None = None
-    tenant: str | None = None
-    return_metrics: bool | None = None
     embed_dtype: str | None = None
     endianness: str | None = None
     padding: str | None = None

@@ -94,14 +94,14 @@ class PooledAnswer(Answer):
         prompt_field: str,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(state, shape, [stream.request_stream for stream in streams], fields, prompt_field, headers)
-        self._pooled_shape = shape
+        super().__init__(state, shape.id, [stream.request_stream for stream in streams], fields, prompt_field, headers)
+        self._shape = shape
         self._pooled_streams = streams
 
     async def _respond(self, send: Send) -> None:
         outputs = await collected(anext(stream) for stream in self._pooled_streams)
         self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
         num_vectors = sum(len(output.outputs.array) if output.outputs.array.ndim > 1 else 1 for output in outputs)
-        body = await written(self._pooled_shape.body_of, outputs, num_vectors)
+        body = await written(self._shape.body_of, outputs, num_vectors)
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ import orjson
 
 from actorllm.client.scoring import TextScoring
 from actorllm.server.envelope import ApiError
-from actorllm.server.shape import PromptState, Shape, metrics_of
+from actorllm.server.shape import PromptState, metrics_of
 from actorllm.server.vectors.bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -22,14 +22,11 @@ from actorllm.server.vectors.bodies import (
     RerankRequest,
 )
 from actorllm.types.objective import SLO
-from actorllm.types.outputs import RequestOutput
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
-class PooledShape(Shape):
-    """model, slo: set before the answer begins."""
-
-    CONTENT_TYPE = b"application/json"
+class PooledShape(ABC):
+    """One request for vectors, whose answer is one JSON object. model, slo: set before the answer begins."""
 
     model = ""
     slo: SLO | None = None
@@ -60,18 +57,6 @@ class PooledShape(Shape):
     def _head(self, usage: dict[str, Any]) -> dict[str, Any]:
         usage = {**usage, "completion_tokens": 0, "prompt_tokens_details": None}
         return {"id": self.id, "object": "list", "created": self._created, "model": self.model, "usage": usage}
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        raise NotImplementedError("vectors are no text")
-
-    def events(self, number: int, output: RequestOutput) -> bytes:
-        raise NotImplementedError("vectors are not streamed")
-
-    def close(self) -> bytes:
-        raise NotImplementedError("vectors are not streamed")
-
-    def failure(self, body: bytes) -> bytes:
-        raise NotImplementedError("vectors are not streamed")
 
 
 class EmbeddingShape(PooledShape):

@@ -4,7 +4,7 @@
 This is the one part of the laboratory that starts processes and writes files.
 """
 
-from actorllm.slo.experiments.bands import Band, Who
+from actorllm.slo.experiments.bands import Aggregate, Band
 from actorllm.slo.experiments.comparison import Standing, Sustained, standing, sustained
 from actorllm.slo.experiments.point import Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError
@@ -13,6 +13,7 @@ from actorllm.slo.experiments.store import read_results
 from actorllm.slo.experiments.sweep import MaxRate, Sweep, SweepResults, ratio_band
 
 __all__ = (
+    "Aggregate",
     "Band",
     "Ladder",
     "MaxRate",
@@ -24,7 +25,6 @@ __all__ = (
     "Sweep",
     "SweepResults",
     "Variant",
-    "Who",
     "ratio_band",
     "read_results",
     "standing",

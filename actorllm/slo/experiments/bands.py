@@ -27,8 +27,8 @@ from actorllm.messages import F64
 from actorllm.slo.workload import seed_stream
 from actorllm.types.objective import Reading
 
-Who = Literal["worst", "overall"]
-WHO: tuple[Who, ...] = ("worst", "overall")
+Aggregate = Literal["worst", "overall"]
+AGGREGATES: tuple[Aggregate, ...] = ("worst", "overall")
 NUM_DRAWS = 1000
 CONFIDENCE = 0.95
 
@@ -56,10 +56,10 @@ class Band:
         )
 
 
-def attainment_of(num: F64, good: F64, who: Who) -> F64:
+def attainment_of(num: F64, good: F64, aggregate: Aggregate) -> F64:
     """[..., num_classes] counts to shares: of all requests, or of the class that is worst off."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        if who == "overall":
+        if aggregate == "overall":
             found: F64 = good.sum(axis=-1) / num.sum(axis=-1)
         else:
             found = np.where(num > 0, good / num, np.inf).min(axis=-1)
@@ -71,13 +71,13 @@ def _counts(points: Sequence[Blocks], reading: Reading) -> tuple[F64, F64]:
     return np.array([p["n"] for p in points], float), np.array([p[reading] for p in points], float)
 
 
-def drawn(points: Sequence[Blocks], reading: Reading, who: Who, num_draws: int = NUM_DRAWS) -> F64:
+def drawn(points: Sequence[Blocks], reading: Reading, aggregate: Aggregate, num_draws: int = NUM_DRAWS) -> F64:
     """[num_draws] attainments of as many seeds and blocks, drawn with replacement. points: one for each seed."""
     num, good = _counts(points, reading)
     num_seeds, num_blocks, _ = num.shape
     seeds, blocks = _draws(num_seeds, num_blocks, num_draws)
     return attainment_of(
-        num[seeds[:, :, None], blocks].sum(axis=(1, 2)), good[seeds[:, :, None], blocks].sum(axis=(1, 2)), who
+        num[seeds[:, :, None], blocks].sum(axis=(1, 2)), good[seeds[:, :, None], blocks].sum(axis=(1, 2)), aggregate
     )
 
 
@@ -90,13 +90,17 @@ def _draws(num_seeds: int, num_blocks: int, num_draws: int) -> tuple[NDArray[np.
 
 
 def attainment_band(
-    points: Sequence[Blocks], reading: Reading, who: Who, confidence: float = CONFIDENCE, distinct: float = 1.0
+    points: Sequence[Blocks],
+    reading: Reading,
+    aggregate: Aggregate,
+    confidence: float = CONFIDENCE,
+    distinct: float = 1.0,
 ) -> Band:
     """points: one for each seed, of one variant at one rate. distinct: share of their requests that are no copies of others."""
     num, good = (counts.sum(axis=(0, 1)) for counts in _counts(points, reading))
-    value = float(attainment_of(num, good, who))
-    low, high = np.quantile(drawn(points, reading, who), ((1 - confidence) / 2, (1 + confidence) / 2)).tolist()
-    if who == "overall":
+    value = float(attainment_of(num, good, aggregate))
+    low, high = np.quantile(drawn(points, reading, aggregate), ((1 - confidence) / 2, (1 + confidence) / 2)).tolist()
+    if aggregate == "overall":
         size = float(num.sum())
     else:
         shares = np.where(num > 0, good / np.maximum(num, 1), np.inf)

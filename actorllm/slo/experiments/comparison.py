@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actorllm.messages import F64
-from actorllm.slo.experiments.bands import CONFIDENCE, Band, Who, band_of, crossing_bounds
+from actorllm.slo.experiments.bands import CONFIDENCE, Aggregate, Band, band_of, crossing_bounds
 from actorllm.slo.experiments.sweep import SweepResults
 from actorllm.types.objective import Reading
 
@@ -61,14 +61,14 @@ class Standing:
 
 
 def sustained(
-    results: SweepResults, label: str, target: float, reading: Reading, who: Who = "worst"
+    results: SweepResults, label: str, target: float, reading: Reading, aggregate: Aggregate = "worst"
 ) -> Sustained | None:
     """None: nothing was simulated of this variant."""
     rates = results.rates(label)
     if not rates:
         return None
-    value = results.attained(label, reading, who)
-    draws = results.attainment_draws(label, reading, who)
+    value = results.attained(label, reading, aggregate)
+    draws = results.attainment_draws(label, reading, aggregate)
     num_reached = int((np.minimum.accumulate(value) >= target).sum())
     # The highest rates that attain the target do not count while their backlogs grow.
     num_sustained = num_reached
@@ -98,10 +98,10 @@ def is_better(one: Sustained, other: Sustained) -> bool:
 
 
 def standing(
-    results: SweepResults, labels: Sequence[str], target: float, reading: Reading, who: Who = "worst"
+    results: SweepResults, labels: Sequence[str], target: float, reading: Reading, aggregate: Aggregate = "worst"
 ) -> Standing | None:
     """None: no variant attains the target at a rate that was tried and at which its backlog does not grow."""
-    found = [one for label in labels if (one := sustained(results, label, target, reading, who)) is not None]
+    found = [one for label in labels if (one := sustained(results, label, target, reading, aggregate)) is not None]
     if not any(one.is_known for one in found):
         return None
     best = max(found, key=lambda one: one.least)
@@ -111,11 +111,11 @@ def standing(
 
 
 def attainment_difference(
-    results: SweepResults, label: str, other: str, rate: float, reading: Reading, who: Who = "worst"
+    results: SweepResults, label: str, other: str, rate: float, reading: Reading, aggregate: Aggregate = "worst"
 ) -> Band:
     """By how much the attainment of `label` at a rate is above that of `other`, on the same requests."""
-    values = [results.band(name, rate, reading, who).value for name in (label, other)]
-    mine, theirs = (results.draws_at(name, rate, reading, who) for name in (label, other))
+    values = [results.band(name, rate, reading, aggregate).value for name in (label, other)]
+    mine, theirs = (results.draws_at(name, rate, reading, aggregate) for name in (label, other))
     low, high = np.quantile(mine - theirs, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
     value = values[0] - values[1]
     return Band(value, min(low, value), max(high, value))

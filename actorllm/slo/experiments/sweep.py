@@ -23,9 +23,9 @@ import numpy as np
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
 from actorllm.slo.experiments.bands import (
-    WHO,
+    AGGREGATES,
+    Aggregate,
     Band,
-    Who,
     attainment_band,
     attainment_of,
     band_of,
@@ -150,13 +150,15 @@ class SweepResults:
     def scales(self, label: str, rate: float) -> list[float]:
         return sorted(scale for x, r, scale in self._index if x == label and r == rate)
 
-    def band(self, label: str, rate: float, reading: Reading, who: Who = "worst", scale: float = 1.0) -> Band:
+    def band(
+        self, label: str, rate: float, reading: Reading, aggregate: Aggregate = "worst", scale: float = 1.0
+    ) -> Band:
         """Attainment with its band. Raises ConfigError when nothing was simulated there."""
         points = self.points(label, rate, scale)
         if not points:
             raise ConfigError(f"{label!r} was not simulated at {rate:g} requests/s with objectives x {scale:g}")
         distinct, num = self._num_distinct(points)
-        return attainment_band([r["blocks"] for r in points], reading, who, distinct=distinct / num)
+        return attainment_band([r["blocks"] for r in points], reading, aggregate, distinct=distinct / num)
 
     def _num_distinct(self, points: Sequence[Record]) -> tuple[int, int]:
         """How many different requests these points have, and how many: traces are repeated, and parts of them overlap."""
@@ -180,16 +182,16 @@ class SweepResults:
         worst = min(found, key=lambda s: order.index(s["verdict"]))
         return worst["verdict"], worst["message"]
 
-    def max_rate(self, label: str, target: float, reading: Reading, who: Who = "worst") -> MaxRate | None:
+    def max_rate(self, label: str, target: float, reading: Reading, aggregate: Aggregate = "worst") -> MaxRate | None:
         """From every rate that was simulated; None: not even the lowest attains the target."""
         rates = self.rates(label)
         if not rates:
             return None
-        value = self.attained(label, reading, who)
+        value = self.attained(label, reading, aggregate)
         found = float(crossing(np.array(rates), value, target))
         if not found:
             return None
-        band = band_of(found, *self.max_rate_draws(label, target, reading, who))
+        band = band_of(found, *self.max_rate_draws(label, target, reading, aggregate))
         num_reached = int((np.minimum.accumulate(value) >= target).sum())
         verdict, _ = self.verdict(label, rates[num_reached - 1])
         return MaxRate(band, num_reached < len(rates), verdict)
@@ -226,31 +228,31 @@ class SweepResults:
                 )
         return found
 
-    def attained(self, label: str, reading: Reading, who: Who) -> F64:
+    def attained(self, label: str, reading: Reading, aggregate: Aggregate) -> F64:
         """[num_rates] of all seeds together, at each of `rates`."""
         points = (self.points(label, rate) for rate in self.rates(label))
-        return np.array([_pooled([record["blocks"] for record in there], reading, who) for there in points])
+        return np.array([_pooled([record["blocks"] for record in there], reading, aggregate) for there in points])
 
-    def max_rate_draws(self, label: str, target: float, reading: Reading, who: Who) -> tuple[F64, F64]:
+    def max_rate_draws(self, label: str, target: float, reading: Reading, aggregate: Aggregate) -> tuple[F64, F64]:
         """[num_draws] twice: what the maximum rate is at least and at most, for each drawing of seeds and blocks."""
-        return crossing_bounds(np.array(self.rates(label)), self.attainment_draws(label, reading, who), target)
+        return crossing_bounds(np.array(self.rates(label)), self.attainment_draws(label, reading, aggregate), target)
 
-    def attainment_draws(self, label: str, reading: Reading, who: Who) -> F64:
+    def attainment_draws(self, label: str, reading: Reading, aggregate: Aggregate) -> F64:
         """[num_draws, num_rates] attainments of drawn seeds and blocks, at each of `rates`; the same ones for all variants."""
-        return np.stack([self.draws_at(label, rate, reading, who) for rate in self.rates(label)], axis=-1)
+        return np.stack([self.draws_at(label, rate, reading, aggregate) for rate in self.rates(label)], axis=-1)
 
-    def draws_at(self, label: str, rate: float, reading: Reading, who: Who) -> F64:
+    def draws_at(self, label: str, rate: float, reading: Reading, aggregate: Aggregate) -> F64:
         """[num_draws] of one rate."""
-        key = (label, rate, reading, who)
+        key = (label, rate, reading, aggregate)
         if key not in self._drawn:
-            self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, who)
+            self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, aggregate)
         return self._drawn[key]
 
 
-def _pooled(blocks: Sequence[Record], reading: Reading, who: Who) -> float:
+def _pooled(blocks: Sequence[Record], reading: Reading, aggregate: Aggregate) -> float:
     num = np.array([b["n"] for b in blocks], float).sum(axis=(0, 1))
     good = np.array([b[reading] for b in blocks], float).sum(axis=(0, 1))
-    return float(attainment_of(num, good, who))
+    return float(attainment_of(num, good, aggregate))
 
 
 Batch = Generator[list[Point], list[Record], None]
@@ -289,14 +291,14 @@ class Sweep:
         scale_rates: Sequence[float] | None = None,
         targets: Sequence[float] = (),
         readings: Sequence[Reading] = READINGS,
-        who: Sequence[Who] = WHO,
+        aggregates: Sequence[Aggregate] = AGGREGATES,
         ladder: Ladder | None = None,
         brackets_bands: bool = False,
         store: str | Path | None = None,
         num_processes: int | None = None,
         on_progress: Progress | None = None,
     ) -> SweepResults:
-        """The grid rates x scales, and searches for the highest rate at every target, reading and `who`.
+        """The grid rates x scales, and searches for the highest rate at every target, reading and aggregate.
 
         scales other than 1 are simulated at scale_rates (None: at all rates). ladder: where searches begin and how fine
         they are; None: at the middle one of the rates. brackets_bands: searches go on, further down and up, until the bands of
@@ -313,7 +315,7 @@ class Sweep:
             if not rates:
                 raise ConfigError("a search needs a ladder, or rates to begin from")
             ladder = Ladder(sorted(rates)[len(rates) // 2])
-        wanted = [(target, r, w) for target in sorted(targets) for r in readings for w in who]
+        wanted = [(target, r, w) for target in sorted(targets) for r in readings for w in aggregates]
         jobs: list[tuple[Variant, Batch]] = []
         for variant in self.variants:
             grid = self._grid(variant, rates, scales, scale_rates)
@@ -352,7 +354,7 @@ class Sweep:
         return [self._point(variant, rate, seed, scale) for rate, scale in pairs for seed in self.seeds]
 
     def _searches(
-        self, variant: Variant, ladder: Ladder, wanted: Sequence[tuple[float, Reading, Who]], num_widenings: int
+        self, variant: Variant, ladder: Ladder, wanted: Sequence[tuple[float, Reading, Aggregate]], num_widenings: int
     ) -> Batch:
         """One after the other, each with what the ones before it have found."""
         blocks: dict[int, list[Any]] = {}
@@ -362,33 +364,35 @@ class Sweep:
                 points = [self._point(variant, ladder.rate(rung), seed) for seed in self.seeds]
                 blocks[rung] = [record["blocks"] for record in (yield points)]
 
-        for target, reading, who in wanted:
-            known = {rung: _pooled(found, reading, who) for rung, found in blocks.items()}
+        for target, reading, aggregate in wanted:
+            known = {rung: _pooled(found, reading, aggregate) for rung, found in blocks.items()}
             steps = search(ladder, target, known)
             try:
                 rung = next(steps)
                 while True:
                     yield from simulated(rung)
-                    known[rung] = _pooled(blocks[rung], reading, who)
+                    known[rung] = _pooled(blocks[rung], reading, aggregate)
                     rung = steps.send(known[rung])
             except StopIteration:
                 pass
             for _ in range(num_widenings):
-                further = _beyond(ladder, blocks, target, reading, who)
+                further = _beyond(ladder, blocks, target, reading, aggregate)
                 for rung in further:
                     yield from simulated(rung)
                 if not further:
                     break
 
 
-def _beyond(ladder: Ladder, blocks: Mapping[int, list[Any]], target: float, reading: Reading, who: Who) -> list[int]:
+def _beyond(
+    ladder: Ladder, blocks: Mapping[int, list[Any]], target: float, reading: Reading, aggregate: Aggregate
+) -> list[int]:
     """The rungs next below and above those simulated at which the band of the highest rate may end; none: it is bracketed."""
     rungs = sorted(blocks)
     rates = np.array([ladder.rate(rung) for rung in rungs])
-    value = float(crossing(rates, np.array([_pooled(blocks[rung], reading, who) for rung in rungs]), target))
+    value = float(crossing(rates, np.array([_pooled(blocks[rung], reading, aggregate) for rung in rungs]), target))
     if not value:
         return []  # no rate is high enough to have a band
-    draws = np.stack([drawn(blocks[rung], reading, who) for rung in rungs], axis=-1)
+    draws = np.stack([drawn(blocks[rung], reading, aggregate) for rung in rungs], axis=-1)
     band = band_of(value, *crossing_bounds(rates, draws, target))
     found = [max(rungs[0] - FIRST_STRIDE, -ladder.last)] if band.low_is_open else []
     found += [min(rungs[-1] + FIRST_STRIDE, ladder.last)] if band.high_is_open else []
@@ -479,13 +483,13 @@ def _labelled(record: Record, point: Point) -> Record:
 
 
 def ratio_band(
-    one: SweepResults, label: str, other: str, target: float, reading: Reading, who: Who = "worst"
+    one: SweepResults, label: str, other: str, target: float, reading: Reading, aggregate: Aggregate = "worst"
 ) -> Band | None:
     """How many times the maximum rate of `other` that of `label` is, with the draws of the one paired with the other's."""
-    mine, theirs = (one.max_rate(name, target, reading, who) for name in (label, other))
+    mine, theirs = (one.max_rate(name, target, reading, aggregate) for name in (label, other))
     if mine is None or theirs is None:
         return None
-    least, most = one.max_rate_draws(label, target, reading, who)
-    other_least, other_most = one.max_rate_draws(other, target, reading, who)
+    least, most = one.max_rate_draws(label, target, reading, aggregate)
+    other_least, other_most = one.max_rate_draws(other, target, reading, aggregate)
     with np.errstate(divide="ignore"):
         return band_of(mine.rate / theirs.rate, least / other_most, most / other_least)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import load_model
-from actorllm.slo.experiments.bands import WHO, Band, Who
+from actorllm.slo.experiments.bands import AGGREGATES, Aggregate, Band
 from actorllm.slo.experiments.comparison import standing, sustained
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults, ratio_band
@@ -137,7 +137,7 @@ def _sustained(results: SweepResults) -> Section:
         f"not kept at the lowest rate that was tried. Bold: not shown to be worse than another one by the paired bands, with "
         f"the rates left out at which the backlog grew.</p>"
     )
-    more = _rate_table(results, targets, WHO)
+    more = _rate_table(results, targets, AGGREGATES)
     section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
     return section
 
@@ -155,8 +155,8 @@ def _small(band: Band) -> str:
     return f"<small>{escape('–'.join(band.ends()))}</small>"
 
 
-def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[Who]) -> str:
-    columns = [(t, r, w) for w in who for r in READINGS for t in targets]
+def _rate_table(results: SweepResults, targets: Sequence[float], aggregates: Sequence[Aggregate]) -> str:
+    columns = [(t, r, w) for w in aggregates for r in READINGS for t in targets]
     found = {(x, c): results.max_rate(x, c[0], c[1], c[2]) for x in results.labels() for c in columns}
     best = {c: _best(results, *c) for c in columns}
     other = _baseline(results)
@@ -177,14 +177,14 @@ def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[W
         ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
         cells.append("" if ratio is None else f"{ratio.value:.2f}<br>{_small(ratio)}")
         rows.append(cells)
-    names = [f"{'' if len(who) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
+    names = [f"{'' if len(aggregates) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
     head = ["requests/s", *names, f"times {other}"]
     return table(head, rows)
 
 
-def _best(results: SweepResults, target: float, reading: Reading, who: Who) -> set[str]:
+def _best(results: SweepResults, target: float, reading: Reading, aggregate: Aggregate) -> set[str]:
     """The labels that no other one is shown to surpass; none, if that is all of them."""
-    found = standing(results, results.labels(), target, reading, who)
+    found = standing(results, results.labels(), target, reading, aggregate)
     return set() if found is None or not found.worse else {found.best.label, *(one.label for one in found.equal)}
 
 
@@ -247,9 +247,9 @@ def _by_rate(results: SweepResults) -> Section:
     return section
 
 
-def _attainment(results: SweepResults, label: str, reading: Reading, who: Who, colour: int) -> Series:
+def _attainment(results: SweepResults, label: str, reading: Reading, aggregate: Aggregate, colour: int) -> Series:
     rates = results.rates(label)
-    bands = [results.band(label, rate, reading, who) for rate in rates]
+    bands = [results.band(label, rate, reading, aggregate) for rate in rates]
     verdicts = [results.verdict(label, rate)[0] for rate in rates]
     notes = [
         f"{label} at {number(rate)} requests/s: {percent(band.value)} [{percent(band.low)}, {percent(band.high)}], {verdict}"

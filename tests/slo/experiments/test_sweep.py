@@ -49,13 +49,13 @@ class Patient(KeyPolicy):
 @pytest.fixture(scope="module")
 def results() -> SweepResults:
     return Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
-        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=0
+        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), aggregates=("worst",), num_processes=0
     )
 
 
 def test_processes_change_nothing(results: SweepResults) -> None:
     other = Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
-        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=2
+        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), aggregates=("worst",), num_processes=2
     )
     assert json.dumps(results.records) == json.dumps(other.records)
 
@@ -390,7 +390,7 @@ def test_a_policy_that_was_edited_is_not_mixed_with_what_it_was(
 def test_a_policy_that_raises_ends_its_own_points_only(num_processes: int) -> None:
     bad = Variant(policy=f"{__name__}:Raises", label="bad")
     found = Sweep(SCENARIO, [bad, FCFS], (0, 1)).run(
-        rates=(2.0,), targets=(0.5,), who=("worst",), readings=("tpot",), num_processes=num_processes
+        rates=(2.0,), targets=(0.5,), aggregates=("worst",), readings=("tpot",), num_processes=num_processes
     )
     assert found.labels() == ["bad", "fcfs@512"]
     assert found.rates("bad") == []

@@ -77,7 +77,12 @@ def results() -> SweepResults:
     scenario = Scenario(workload="synthetic", num_requests=60, tenants=(1.0, 3.0))
     variants = [Variant.parse("fcfs@512"), Variant.parse("edf@512", "edf <& friends>")]
     return Sweep(scenario, variants, (0, 1)).run(
-        rates=(3.0, 5.0), scales=(1.0, 0.5, 2.0), scale_rates=(5.0,), targets=(0.9,), who=("worst",), num_processes=0
+        rates=(3.0, 5.0),
+        scales=(1.0, 0.5, 2.0),
+        scale_rates=(5.0,),
+        targets=(0.9,),
+        aggregates=("worst",),
+        num_processes=0,
     )
 
 
