@@ -351,12 +351,12 @@ def test_updates_leak_nothing(llm: LLM) -> None:
     check_no_leak(llm, 50)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a thousand updates; the quick test has fifty")
 def test_a_thousand_updates_leak_nothing(llm: LLM) -> None:
     check_no_leak(llm, 1000)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="ten thousand requests and two hundred updates")
 def test_no_stale_prefix_over_random_requests_with_updates_between(folders: list[Path]) -> None:
     """Every stream is that of an engine which has these weights and no prefix cache."""
     rng = random.Random(3)

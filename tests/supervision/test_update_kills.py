@@ -77,7 +77,7 @@ class Killer:
         return outcome[0]
 
     async def ask(self, verb: str, **arguments: Any) -> Any:
-        if self._point == f"during {verb}":
+        if self._point == f"during {verb}" and not self.has_killed:
             return await self._ask_and_kill(verb, **arguments)
         if self._point == f"before {verb}":
             self.kill()
@@ -99,7 +99,7 @@ POINTS = [f"{when} {verb}" for verb in ("stage_weights", "commit_weights") for w
 
 @pytest.mark.parametrize("victims", [("worker0",), ("scheduler",), ("scheduler", "worker0")])
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.slow
+@pytest.mark.slow(reason="eighteen engines and three kills of each; the quick test has one")
 async def test_an_update_has_changed_everything_or_nothing(
     point: str, victims: tuple[str, ...], folder: Path, expected: dict[str, list[int]]
 ) -> None:
@@ -141,7 +141,7 @@ async def check(point: str, victims: tuple[str, ...], folder: Path, expected: di
         assert (found.token_ids, found.weight_versions[-1].version) == (expected["0"], "back")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two replicas, and a start of a worker")
 async def test_all_ranks_and_all_replicas_change_or_none(folder: Path, expected: dict[str, list[int]]) -> None:
     """Two replicas; a tensor that does not fit changes neither."""
     async with AsyncLLM("storyteller", data_parallel_size=2, **ENGINE) as llm:
@@ -157,7 +157,7 @@ async def test_all_ranks_and_all_replicas_change_or_none(folder: Path, expected:
         assert (await tell(llm, data_parallel_rank=1)).token_ids == expected["one"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="three replicas")
 async def test_a_replica_that_is_added_later_has_the_version(folder: Path, expected: dict[str, list[int]]) -> None:
     async with AsyncLLM("storyteller", data_parallel_size=2, **ENGINE) as llm:
         await llm.update_weights_from_tensors(changed(1), version="one")
@@ -166,7 +166,7 @@ async def test_a_replica_that_is_added_later_has_the_version(folder: Path, expec
         assert (found.token_ids, found.weight_versions[-1].version) == (expected["one"], "one")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two engines of two ranks, and a restart")
 async def test_ranks_take_their_parts(folder: Path) -> None:
     """Sharded over two ranks, which are started again together."""
     prompts = {"tensor_parallel_size": 2}
@@ -180,7 +180,7 @@ async def test_ranks_take_their_parts(folder: Path) -> None:
         assert (await tell(llm)).token_ids == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="workers start again until the engine gives up")
 async def test_a_folder_that_was_written_to_since_is_not_taken_for_its_version(folder: Path, tmp_path: Path) -> None:
     """A worker that is started again must not compute with other weights than the version says."""
     own = write(tmp_path / "own", changed(2))
