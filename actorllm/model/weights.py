@@ -15,6 +15,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,6 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
-from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError
 from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
@@ -38,6 +38,15 @@ PROGRESS_DELAY_S = 1.0
 
 
 ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file, as its header says."""
+
+    shape: tuple[int, ...]
+    kind: str
+    """Its type in the words of safetensors, such as "BF16"."""
 
 
 class Weights(ABC):
@@ -56,6 +65,10 @@ class Weights(ABC):
 
         dtype: what it becomes, if not the target type; a type of integers must be the one that it has.
         """
+
+    def stored(self, name: str) -> Stored | None:
+        """What the files say of the tensor `name`; None: they have no such tensor, or there are no files."""
+        return None
 
     @abstractmethod
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
@@ -113,15 +126,12 @@ class CheckpointWeights(Weights):
     def take(
         self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if name not in self._file_of and self._has_no_prefix:
-            name = name.removeprefix(PREFIX)
+        name = self._name(name)
         if name not in self._file_of:
             raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
         file = self._file_of[name]
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
-            view = self._open[file].get_slice(name)
+            view = self._opened(file).get_slice(name)
             if tuple(view.get_shape()) != shape:
                 raise CorruptModelError(
                     f"{self._place(file)}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
@@ -147,6 +157,26 @@ class CheckpointWeights(Weights):
     def _place(self, file: str) -> str:
         """Of a file, for messages."""
         return UPDATE if file in self._overlays else str(self.folder / file)
+
+    def stored(self, name: str) -> Stored | None:
+        name = self._name(name)
+        if name not in self._file_of:
+            return None
+        file = self._file_of[name]
+        try:
+            view = self._opened(file).get_slice(name)
+            return Stored(tuple(view.get_shape()), str(view.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
+
+    def _name(self, name: str) -> str:
+        """In the files."""
+        return name.removeprefix(PREFIX) if name not in self._file_of and self._has_no_prefix else name
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
+        return self._open[file]
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         unexpected = sorted(name for name in self._left if not is_ignorable(name))
@@ -202,30 +232,12 @@ class DummyWeights(Weights):
         return None
 
 
-def open_weights(
-    model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
-) -> Weights:
-    """Those that the configuration asks for."""
-    source = model.weights
-    if model.load_format == "dummy" and source.is_first:
-        return DummyWeights(model.seed, dtype, device)
-    is_complete = model.load_format == "dummy" and source.folder is None  # random ones are never mixed with others
-    return CheckpointWeights(
-        Path(source.folder or model.path),
-        dtype,
-        show_progress,
-        device,
-        overlays=source.overlays,
-        is_complete=is_complete,
-        is_update=not source.is_first,
-    )
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    total = tensor.sum(
-        dtype=torch.float32
-    )  # of all ways to look at every element the quickest; too large is not infinite
+    if tensor.dtype.itemsize == 1:  # of 8 bits: torch adds none of these
+        tensor = tensor.float()
+    # Of all ways to look at every element the quickest. A sum that is too large says nothing.
+    total = tensor.sum(dtype=torch.float32)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
