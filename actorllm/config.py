@@ -45,6 +45,7 @@ from actorllm.types.speculation import read_speculation
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
+from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class ModelConfig:
     """Options that hold for every structured output, those that are on (structured_outputs_config)."""
     quantization: str | None = None
     """How the weights of the linear layers are quantized (`actorllm.types.quantization`); None: not at all."""
+    weights: WeightSource = FIRST_WEIGHTS
+    """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -352,6 +355,7 @@ class EngineConfig:
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
         model["pooler"] = Pooler.from_tree(model["pooler"])
+        model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None

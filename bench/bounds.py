@@ -129,6 +129,7 @@ BOUNDS = (
             "actors.outlet: Outlet.failed",
             "client.stream: Mailbox.deltas",
             "client.stream: Mailbox.rids",
+            "client.stream: Mailbox.versions",
         ),
         "a program that reads nothing",
         ("max_num_seqs=256", "max_waiting_attached=4096"),
@@ -658,6 +659,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "types.outputs: RequestOutput.multi_modal_placeholders",
     ),
     "what the caller's own thread does with its own engine": (
+        "client.weight_updates: NewWeights.tensor_files",
+        "client.weight_updates: WeightUpdates._tensor_files",
         "scheduling.policy_check: Prober.hooks",
         "types.options: texts_below_fields",
         "intake.job_queue: JobQueue._barriers",

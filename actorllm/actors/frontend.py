@@ -25,6 +25,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     EngineDeadError,
@@ -50,6 +51,7 @@ from actorllm.messages import (
     PauseChanged,
     ProbeGroup,
     Submit,
+    WeightsChanged,
     sequences_of,
 )
 from actorllm.messages.logprobs import LogprobSpan, spans_of
@@ -57,6 +59,7 @@ from actorllm.supervision.blame.scheduler_deaths import DeathRecord, note_death
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 from actorllm.types.logprob import Logprob
 from actorllm.types.request_end import RequestEnd
+from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +123,9 @@ class Consumer(Protocol):
 
     def note_cached(self, num_tokens: int) -> None:
         """So much of the prompt was in the prefix cache; before the first push, and only if it is anything."""
+
+    def note_version(self, num_tokens: int, version: str) -> None:
+        """Its tokens behind the first so many are of this version of the weights. Told before any of them."""
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -204,6 +210,8 @@ class FrontendActor(Actor):
         self._num_adopted = 0
         self._num_late = 0
         self.max_recovery_s = 0.0
+        self.weights = WeightSource()
+        """The version that the scheduler's workers compute with, as far as this actor was told."""
 
     @property
     def num_open(self) -> int:
@@ -241,6 +249,7 @@ class FrontendActor(Actor):
         if submit is None:
             return
         self._journal[rid] = JournalEntry(submit, consumer, submit.output.tolist())
+        consumer.note_version(0, self.weights.version)
         on_rid(rid)
         self._post(submit)
 
@@ -258,6 +267,7 @@ class FrontendActor(Actor):
         record = DeathRecord()  # one for all of them
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
             self._journal[sequence.rid] = JournalEntry(sequence, consumer, record=record)
+            consumer.note_version(0, self.weights.version)
             on_rid(sequence.rid)
         self._post(submit)
 
@@ -371,6 +381,9 @@ class FrontendActor(Actor):
             await self.wait(now() + RETRY_S if self._unsent and self._scheduler is not None else None)
             self._flush()
 
+    def on_configure(self, config: EngineConfig) -> None:
+        self.weights = config.model.weights
+
     def on_link(self, link: Link) -> None:
         if self._lost_at and (self._pause_mode is not None or self._has_timeline):
             self.start_soon(self._restore, link, str(self._lost))
@@ -463,6 +476,7 @@ class FrontendActor(Actor):
             if entry.lost_at:
                 self._interrupted.add(rid)
             self._journal[rid] = entry
+            entry.consumer.note_version(len(entry.emitted), self.weights.version)
             if self._scheduler is not None:
                 self._unsent += self._as_sent(entry)
         self._num_adopted += len(entries)
@@ -526,6 +540,8 @@ class FrontendActor(Actor):
                 for rid in message.started.tolist():
                     if rid in self._journal:
                         self._journal[rid].had_slot = True
+            case WeightsChanged():
+                self._note_weights(message)
             case ProbeGroup():
                 self._probe = message
             case Begun():
@@ -534,6 +550,13 @@ class FrontendActor(Actor):
                         self._journal[rid].record.is_begun = True
             case _:
                 super().on_message(link, message)
+
+    def _note_weights(self, message: WeightsChanged) -> None:
+        """The scheduler had not heard of requests that are not listed: of those, what comes from now on is of this version."""
+        self.weights = WeightSource(message.version, message.identity)
+        known = dict(zip(message.rids.tolist(), message.num_tokens.tolist(), strict=True))
+        for rid, entry in self._journal.items():
+            entry.consumer.note_version(known.get(rid, len(entry.emitted)), message.version)
 
     def on_batch(self) -> None:
         if self._unsent:

@@ -236,6 +236,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         "pools_only": config.model.pooler is not None,
         "vector_size": 0 if config.model.pooler is None else config.model.pooler.vector_size,
+        "weights": config.model.weights.identity,
     }
 
 

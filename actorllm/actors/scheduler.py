@@ -32,8 +32,10 @@ from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
 from actorllm.actors.self_check import check_policy
+from actorllm.actors.step_gate import StepGate
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
+from actorllm.actors.weight_commits import WeightCommits
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
@@ -67,6 +69,7 @@ from actorllm.scheduling.telemetry.step_history import StepHistory
 from actorllm.supervision.blame.scheduler_probes import SchedulerProbes, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
+from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.actors.step_model_error import StepModelMonitor
@@ -113,6 +116,7 @@ class SchedulerActor(Actor):
         "pin_adapter",
         "list_adapters",
         "expect_suspects",
+        *("stage_weights", "discard_weights", "commit_weights"),
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -174,6 +178,8 @@ class SchedulerActor(Actor):
         self._constraints = Constraints(compiler, self.scheduler)
         self._is_configured = True
         self._adapters = AdapterLoading(self, config.lora, self._go_on)
+        self._gate = StepGate(self)
+        self._weights = WeightCommits(self, self._gate, self._outlets, config.model.weights)
         check = partial(check_policy, config)
         self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
@@ -183,6 +189,7 @@ class SchedulerActor(Actor):
             self._adapters,
             Grammars(self, self._constraints),
             self._pausing,
+            self._gate,
         )
         self._before_plan = hooks(parts, "before_plan")
         self._after_plan = hooks(parts, "after_plan")
@@ -282,13 +289,14 @@ class SchedulerActor(Actor):
             self._due = [self.scheduler.ledger.next_step] * self._num_workers
             if self._timeline is not None:
                 self._timeline.mark("workers linked", now(), generation=link.generation)
-            self._adapters.on_workers(link, self._begin_with_workers)
+            self._weights.on_workers(link, lambda: self._adapters.on_workers(link, self._begin_with_workers))
         else:
             number = self._num_frontends  # never used again: keys of requests are made of it
             self._num_frontends += 1
             self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
             self._pausing.on_frontend(self._outlets[number])
+            self._weights.on_frontend(self._outlets[number])
             self._probes.on_frontend(number, link.generation)
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
@@ -434,7 +442,7 @@ class SchedulerActor(Actor):
         """Up to `depth` steps are in flight."""
         scheduler = self.scheduler
         self._wake_at = math.inf  # with no room for a step there will be a result
-        while scheduler.has_room and self.has_workers:
+        while scheduler.has_room and self.has_workers and not self._gate.is_closed:
             plan = scheduler.schedule(now())
             if scheduler.has_rejected:
                 self.send_ends(scheduler.take_rejected())
@@ -705,6 +713,12 @@ class SchedulerActor(Actor):
                 return self._adapters.answer(verb, arguments["digest"], arguments["path"])
             case "list_adapters":
                 return self._adapters.digests()
+            case "stage_weights":
+                return self._weights.stage(WeightSource.from_tree(arguments["source"]))
+            case "discard_weights":
+                return self._weights.discard()
+            case "commit_weights":
+                return self._weights.commit(WeightSource.from_tree(arguments["source"]), arguments["running"])
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":
@@ -742,6 +756,7 @@ class SchedulerActor(Actor):
             "requests": self._counters.statistics(),
             "grammars": self._constraints.statistics(),
             "adapters": self._adapters.statistics(),
+            "weights": self._weights.statistics(),
             "steps": self._step_log.statistics(),
             "recording": None if self._record is None else self._record.statistics(),
             "timeline": None if self._timeline is None else self._timeline.statistics(),

@@ -21,7 +21,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 
@@ -35,12 +36,15 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
+from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.model.adapters.store import Adapters, Tensors
-    from actorllm.model.runner import ModelRunner
+    from actorllm.model.runner import ModelRunner, StagedWeights
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class WorkerActor(Actor):
@@ -50,6 +54,7 @@ class WorkerActor(Actor):
         *Actor.VERBS,
         *("start_profile", "stop_profile"),
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
+        *("stage_weights", "discard_weights", "commit_weights"),
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -71,10 +76,14 @@ class WorkerActor(Actor):
         self._busy_s = 0.0
         self._profile_prefix = ""
         self._pipeline: Pipeline | None = None
+        self._weights = WeightSource()
+        """The version that steps are computed with."""
+        self._staged: tuple[WeightSource, StagedWeights] | None = None
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
+        self._weights = config.model.weights
         self.is_alone = config.world_size == 1
         self._is_replacement = config.cache.num_blocks is not None
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
@@ -306,6 +315,13 @@ class WorkerActor(Actor):
                 return self._adapters.forget(arguments["digest"])
             case "list_adapters":
                 return self._adapters.digests
+            case "stage_weights":
+                return self._stage_weights(WeightSource.from_tree(arguments["source"]))
+            case "discard_weights":
+                self._staged = None
+                return True
+            case "commit_weights":
+                return self._commit_weights(WeightSource.from_tree(arguments["source"]))
         return super().answer(verb, arguments)
 
     @property
@@ -330,31 +346,52 @@ class WorkerActor(Actor):
     async def _tensors_of(self, adapter: Adapter) -> Tensors:
         """Kept from before, or read on a thread beside the steps."""
         adapters = self._adapters
-        kept = adapters.get(adapter.digest)
-        if kept is not None:
-            return kept
-        done = anyio.Event()
-        outcome: list[Tensors | Exception] = []
+        found = adapters.get(adapter.digest)
+        if found is None:
+            found = await self._read_aside(partial(adapters.read, adapter))
+            adapters.keep(adapter.digest, found)
+        return found
 
-        def read() -> Tensors | Exception:
+    async def _read_aside(self, read: Callable[[], T]) -> T:
+        """The result of a function on a thread beside the steps. Raises what it raises."""
+        done = anyio.Event()
+        outcome: list[tuple[T | None, Exception | None]] = []
+
+        def reading() -> tuple[T | None, Exception | None]:
             try:
-                return adapters.read(adapter)
+                return read(), None
             except Exception as error:  # it is the answer to the scheduler, and the worker goes on
                 error.__traceback__ = None
-                return error
+                return None, error
 
-        def take(found: Tensors | Exception) -> None:
+        def take(found: tuple[T | None, Exception | None]) -> None:
             outcome.append(found)
             done.set()
 
-        self.work_aside(read, take)
+        self.work_aside(reading, take)
         if not outcome:  # where there is no loop, it is there already
             await done.wait()
-        (found,) = outcome
-        if isinstance(found, Exception):
-            raise found
-        adapters.keep(adapter.digest, found)
-        return found
+        ((found, error),) = outcome
+        if error is not None:
+            raise error
+        return cast(T, found)
+
+    async def _stage_weights(self, source: WeightSource) -> bool:
+        """Read and check a version, and keep it beside the one that counts."""
+        self._staged = None  # of an update that was given up: one is kept at a time
+        self._staged = source, await self._read_aside(partial(self.runner.stage_weights, source))
+        return True
+
+    async def _commit_weights(self, source: WeightSource) -> bool:
+        """Compute every later step with this version. What is not staged here is read first: the scheduler waits for it."""
+        if source.identity != self._weights.identity:
+            if self._staged is None or self._staged[0].identity != source.identity:
+                await self._stage_weights(source)
+            assert self._staged is not None
+            self._take_time(self.runner.commit_weights, self._staged[1])
+            self._weights = source
+        self._staged = None
+        return True
 
     def _start_profile(self, prefix: str) -> bool:
         self.runner.start_profile()

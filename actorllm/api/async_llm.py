@@ -20,6 +20,7 @@ from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
+from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.fleet import attached
@@ -42,6 +43,7 @@ from actorllm.types.pooling_outputs import (
     ScoringRequestOutput,
 )
 from actorllm.types.quantization import GGUF
+from actorllm.types.weight_version import RunningRequests
 
 
 @with_options
@@ -714,6 +716,140 @@ class AsyncLLM:
         if self._engine.is_new:
             return False
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
+
+    async def update_weights_from_disk(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with the weights of a folder. Returns the name of the version.
+
+        All ranks of all replicas read and check the folder first; if one cannot use it, nothing changes anywhere. Then each replica
+        changes between two of its steps. A process that is started later begins with the new weights. No request finds KV of
+        another version in the prefix cache. Until it is committed, a version takes the memory of the weights once more.
+
+        Arguments:
+            folder: of safetensors files of the same model; it must not change before the next update.
+            version: a name for it, which outputs have (`CompletionOutput.weight_versions`); None (default): the number of the
+                update.
+            running: what becomes of requests that have started: "recompute" (default) computes their KV again with the new weights;
+                "keep" goes on with the KV that they have; "abort" ends them, each with a final output.
+
+        Raises:
+            InvalidParameterError: there is no such folder, or an argument has no such value.
+            CorruptModelError: a tensor is missing or not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        return await self._update_weights(lambda: NewWeights.of_folder(folder), version, running)
+
+    async def update_weights_from_tensors(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        transport: str = "shm",
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with these tensors; all else as `update_weights_from_disk`.
+
+        Arguments:
+            tensors: torch tensors by their names in the checkpoint, of any shape that they have there; they are copied. What is
+                not given stays as it is. They must not change before the call returns.
+            transport: "shm" (default): through shared memory.
+            version: as in `update_weights_from_disk`.
+            running: as in `update_weights_from_disk`.
+
+        Raises:
+            InvalidParameterError: an argument, or a tensor, is not what it must be.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        check_transport(transport)
+        return await self._update_weights(lambda: NewWeights.of_tensors(tensors), version, running)
+
+    async def _update_weights(
+        self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests
+    ) -> str:
+        await self.start()
+        new = await HostLoop.current().result_of(self._engine.read_weights(read, version, running))
+        return await HostLoop.current().result_of(self._engine.update_weights(new, version, running))
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that new tokens are of; "0": those that the engine was built with."""
+        return self._engine.weight_version
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Get ready for updates in parts; there is nothing to be set up.
+
+        Arguments:
+            request: {"init_info": {"backend": "shm"}}, or {"init_info": {}}.
+
+        Raises:
+            InvalidParameterError: another backend is asked for.
+        """
+        self._engine.weight_transfer.init(request)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Forget an update that was started and not finished. Does nothing otherwise."""
+        self._engine.weight_transfer.close()
+
+    async def start_weight_update(self) -> None:
+        """Begin an update in parts; one that was not finished is forgotten."""
+        self._engine.weight_transfer.start()
+
+    async def update_weights(self, request: Any) -> None:
+        """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
+
+        Arguments:
+            request: {"update_info": {"tensors": {name: tensor}}}.
+
+        Raises:
+            InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
+            EngineError: there is no memory for the part.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        transfer = self._engine.weight_transfer
+        await self.start()
+        reading = self._engine.read_weights(lambda: transfer.read(request), None, "recompute")
+        part = await HostLoop.current().result_of(reading)
+        transfer.add(part)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).
+
+        Arguments:
+            weight_version: a name for the version; None (default): the number of the update.
+
+        Raises:
+            InvalidParameterError: no update was started, no part has come, or there is no such name.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self._update_weights(self._engine.weight_transfer.finish, weight_version, "recompute")
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Call the weights that count otherwise, for tokens from now on.
+
+        Arguments:
+            new_version: the name.
+
+        Raises:
+            InvalidParameterError: there is no such name.
+            EngineError: an update is under way.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.name_weights(new_version))
+
+    async def get_weight_version(self) -> str:
+        """As `weight_version`."""
+        return self.weight_version
 
     def health(self) -> EngineHealth:
         """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
+from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.engine_metrics import Metric
 from actorllm.types.lora_request import LoRARequest
+from actorllm.types.weight_version import RunningRequests
 
 
 class BlockingDoor(ABC):
@@ -93,6 +97,137 @@ class BlockingDoor(ABC):
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
+
+    def update_weights_from_disk(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with the weights of a folder, as `AsyncLLM.update_weights_from_disk`. Returns the version.
+
+        Arguments:
+            folder: of safetensors files of the same model; it must not change before the next update.
+            version: a name for it; None (default): the number of the update.
+            running: what becomes of requests that have started: "recompute" (default), "keep" or "abort".
+
+        Raises:
+            InvalidParameterError: there is no such folder, or an argument has no such value.
+            CorruptModelError: a tensor is missing or not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            llm.update_weights_from_disk("checkpoints/step-40", version="step-40")
+        """
+        return self._update_weights(lambda: NewWeights.of_folder(folder), version, running)
+
+    def update_weights_from_tensors(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        transport: str = "shm",
+        version: str | None = None,
+        running: RunningRequests = "recompute",
+    ) -> str:
+        """Compute every later token with these tensors, as `AsyncLLM.update_weights_from_tensors`. Returns the version.
+
+        Arguments:
+            tensors: torch tensors by their names in the checkpoint, of any shape that they have there; they are copied. What is
+                not given stays as it is.
+            transport: "shm" (default).
+            version: a name for it; None (default): the number of the update.
+            running: what becomes of requests that have started: "recompute" (default), "keep" or "abort".
+
+        Raises:
+            InvalidParameterError: an argument, or a tensor, is not what it must be.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            llm.update_weights_from_tensors(policy.state_dict(), version="step-40")
+        """
+        check_transport(transport)
+        return self._update_weights(lambda: NewWeights.of_tensors(tensors), version, running)
+
+    def _update_weights(self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests) -> str:
+        self._engine.start()
+        new = self._engine.read_weights(read, version, running).result()
+        return self._engine.update_weights(new, version, running).result()
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that new tokens are of; "0": those that the engine was built with."""
+        return self._engine.weight_version
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Get ready for updates in parts; there is nothing to be set up.
+
+        Arguments:
+            request: {"init_info": {"backend": "shm"}}, or {"init_info": {}}.
+
+        Raises:
+            InvalidParameterError: another backend is asked for.
+        """
+        self._engine.weight_transfer.init(request)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Forget an update that was started and not finished. Does nothing otherwise."""
+        self._engine.weight_transfer.close()
+
+    def start_weight_update(self) -> None:
+        """Begin an update in parts; one that was not finished is forgotten."""
+        self._engine.weight_transfer.start()
+
+    def update_weights(self, request: Any) -> None:
+        """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
+
+        Arguments:
+            request: {"update_info": {"tensors": {name: tensor}}}.
+
+        Raises:
+            InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
+            EngineError: there is no memory for the part.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        transfer = self._engine.weight_transfer
+        self._engine.start()
+        part = self._engine.read_weights(lambda: transfer.read(request), None, "recompute").result()
+        transfer.add(part)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).
+
+        Arguments:
+            weight_version: a name for the version; None (default): the number of the update.
+
+        Raises:
+            InvalidParameterError: no update was started, no part has come, or there is no such name.
+            CorruptModelError: a tensor is not as the model needs it; nothing has changed.
+            EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._update_weights(self._engine.weight_transfer.finish, weight_version, "recompute")
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Call the weights that count otherwise, for tokens from now on.
+
+        Arguments:
+            new_version: the name.
+
+        Raises:
+            InvalidParameterError: there is no such name.
+            EngineError: an update is under way.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        self._engine.name_weights(new_version).result()
+
+    def get_weight_version(self) -> str:
+        """As `weight_version`."""
+        return self.weight_version
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 
 from actorllm.actors.engine_thread import Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.client import AttachClient
 from actorllm.client.engine import Engine
+from actorllm.client.weight_updates import NewWeights
 from actorllm.errors import EngineError
+from actorllm.types.weight_version import RunningRequests
 
 
 class AttachedEngine(Engine):
@@ -43,6 +46,17 @@ class AttachedEngine(Engine):
 
     async def _abort_all(self) -> None:
         self._frontend.abort_all()
+
+    def update_weights(self, new: NewWeights, version: str | None, running: RunningRequests) -> Future[str]:
+        """Raises EngineError: it is not ours."""
+        new.close()
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can update its weights")
+
+    def name_weights(self, version: str) -> Future[str]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can name its weights")
 
     def unload(self, timeout: float = 5.0) -> None:
         """Raises EngineError: it is not ours."""

@@ -18,6 +18,7 @@ from actorllm.client.stepper import Stepper
 from actorllm.clock import now
 from actorllm.errors import EngineError, EngineShutdownError
 from actorllm.messages import Submit
+from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class EngineFrontend(Protocol):
     def num_open(self) -> int: ...
     @property
     def is_paused(self) -> bool: ...
+    @property
+    def weights(self) -> WeightSource: ...
     def submit(
         self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]
     ) -> None: ...

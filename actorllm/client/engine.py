@@ -38,6 +38,8 @@ from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
+from actorllm.client.weight_transfer import WeightTransfer
+from actorllm.client.weight_updates import NewWeights, WeightUpdates, check_update
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import (
@@ -78,6 +80,7 @@ from actorllm.types.params import (
     check_timeout,
     is_text,
 )
+from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
 if TYPE_CHECKING:
     from actorllm.attach.client import AttachClient
@@ -146,7 +149,9 @@ class Engine:
         self._request_numbers = itertools.count(1)
         self._lanes = self._new_lanes()
         self.prompts = PromptReader(self.config.model)
-        self._submits = SubmitMaker(self.config, self.prompts)
+        self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
+        self._weight_updates = WeightUpdates(self)
+        self.weight_transfer = WeightTransfer()
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -363,6 +368,8 @@ class Engine:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
         meeting_place.close()
+        self._weight_updates.close()
+        self.weight_transfer.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._lanes is not None:
@@ -815,6 +822,55 @@ class Engine:
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
 
+    # Weights
+
+    def read_weights(self, read: Callable[[], NewWeights], version: object, running: object) -> Future[NewWeights]:
+        """What a caller has brought, looked at on a lane. Raises InvalidParameterError, at once or in the future."""
+        self._check()
+        check_update(version, running)
+        if self.config.model.module is not None:
+            raise InvalidParameterError(
+                "the weights of module= are the application's own, and this engine computes with them; change them in place"
+            )
+        reading = Reading(lambda lane: read(), is_heavy=True)
+        self._enqueue(reading)
+        return reading.future
+
+    def update_weights(self, new: NewWeights, version: str | None, running: RunningRequests) -> Future[str]:
+        """Let all replicas compute with them; see `WeightUpdates.update`. A caller that waits no more ends no update."""
+        self._check()
+        outcome: Future[str] = Future()
+        outcome.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._thread.call(self._weight_updates.update, new, version, running).add_done_callback(
+            partial(_pass_on, outcome)
+        )
+        return outcome
+
+    def name_weights(self, version: str) -> Future[str]:
+        """Call the version that counts otherwise from now on. Raises InvalidParameterError."""
+        self._check()
+        check_update(version, RUNNING_REQUESTS[0])
+        return self._thread.call(self._weight_updates.name, version)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the version that new tokens are of, as far as this program knows."""
+        return self._frontend.weights.version
+
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
+        """Of the engine, and of every process that is started from now on. On the engine's thread."""
+        assert isinstance(self._supervisor, Supervisor | Stepper)
+        self._supervisor.change_config(change)
+        self.config, self._given = change(self.config), change(self._given)
+
+    async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any:
+        """As `ask_scheduler`, on the engine's thread."""
+        return await self._frontend.ask_scheduler(verb, **arguments)
+
+    async def settle(self) -> bool:
+        """Wait for replicas that start; whether there were any."""
+        return False
+
     # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
 
     def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
@@ -899,6 +955,16 @@ class Engine:
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
         }
+
+
+def _pass_on(outcome: Future[Any], done: Future[Any]) -> None:
+    """Resolve a future as another one was."""
+    if done.cancelled():
+        outcome.set_exception(EngineShutdownError("the engine was shut down"))
+    elif (error := done.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(done.result())
 
 
 def _drop(engine: Engine) -> None:

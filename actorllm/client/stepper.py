@@ -141,6 +141,9 @@ class Stepper:
     def pids(self) -> dict[str, int]:
         return {}
 
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
+        self.config = change(self.config)
+
     def health(self) -> EngineHealth:
         state: EngineState = "running" if self.is_alive else "stopped" if self._is_over else "new"
         if self.failure is not None:

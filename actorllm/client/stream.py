@@ -26,6 +26,7 @@ from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
+from actorllm.types.weight_version import spans_until
 
 MAX_SEPARATE = 16
 """So many deltas per sequence wait as they came; more are joined."""
@@ -56,6 +57,7 @@ class Mailbox:
         "rids",
         "sent",
         "stream",
+        "versions",
         "waiter",
         "wakes_at_end",
     )
@@ -84,6 +86,8 @@ class Mailbox:
         self.sent: float | None = None
         """When the frontend submitted it, in monotonic seconds: what came before is the intake's time."""
         self.is_aborted = False
+        self.versions: dict[int, tuple[tuple[int, str], ...]] = {}
+        """By sequence: the index of the first token of each version of the weights. Values are replaced, never changed."""
         self.replica: int | None = None
         """The replica that it is pinned to; None: any."""
 
@@ -91,6 +95,12 @@ class Mailbox:
 
     def note_cached(self, num_tokens: int) -> None:
         self.num_cached = num_tokens
+
+    def note_version(self, num_tokens: int, version: str, index: int = 0) -> None:
+        starts = tuple(start for start in self.versions.get(index, ()) if start[0] < num_tokens)
+        if not starts or starts[-1][1] != version:
+            starts += ((num_tokens, version),)
+        self.versions[index] = starts
 
     def push(self, delta: Delta, index: int = 0) -> None:
         self.deltas.append((index, delta))
@@ -179,6 +189,9 @@ class Sibling:
         if not self._index:
             self._mailbox.num_cached = num_tokens
 
+    def note_version(self, num_tokens: int, version: str) -> None:
+        self._mailbox.note_version(num_tokens, version, self._index)
+
     @property
     def is_aborted(self) -> bool:
         return self._mailbox.is_aborted
@@ -242,8 +255,11 @@ class Completion:
         if delta.end is not None:
             self.end = delta.end
 
-    def output(self) -> CompletionOutput:
-        """What was added since the last output, or everything, as the kind of the request says."""
+    def output(self, versions: tuple[tuple[int, str], ...] = ()) -> CompletionOutput:
+        """What was added since the last output, or everything, as the kind of the request says.
+
+        versions: the index of the first token of each version of the weights.
+        """
         token_ids, text, end = self._new_token_ids, "".join(self._new_text), self.end
         self._new_token_ids, self._new_text = [], []
         if not self._is_delta:
@@ -251,6 +267,7 @@ class Completion:
             self._text += text
             token_ids, text = self._token_ids.copy(), self._text
         output = CompletionOutput(self.index, text, token_ids)
+        output.weight_versions = spans_until(versions, self.num_tokens)
         if self._new_logprobs is not None:
             output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
             if not self._is_delta:
@@ -471,11 +488,13 @@ class RequestStream:
             self._prompt_logprobs = type(prompt_logprobs)()  # flat ones stay flat
         if is_finished:
             self._end_here()
+        versions = self._mailbox.versions
+        indexes = sorted(changed) if len(changed) > 1 else changed
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[changed[index].output() for index in (sorted(changed) if len(changed) > 1 else changed)],
+            outputs=[changed[index].output(versions.get(index, ())) for index in indexes],
             finished=is_finished,
             metrics=self._metrics(is_finished),
             num_cached_tokens=self._mailbox.num_cached,

@@ -44,8 +44,10 @@ scheduler dies."""
 class SubmitMaker:
     """Makes the messages of one engine's requests."""
 
-    def __init__(self, config: EngineConfig, prompts: PromptReader) -> None:
+    def __init__(self, config: EngineConfig, prompts: PromptReader, weights: Callable[[], str] = str) -> None:
+        """weights: the identity of those that are computed with now; the default: of those of the start."""
         self._config = config
+        self._weights = weights
         self._prompts = prompts
         self._objectives: set[SLO] = set()  # that were looked at
         paths = config.model.logits_processors
@@ -155,10 +157,10 @@ class SubmitMaker:
             structured = with_engine_options(structured, model.structured_outputs)
         grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
         seed = params.seed if params.seed is not None else self._new_seed(number)
-        hashes, salt = NO_U8, self._salt_of(prompt)
+        hashes, salt, weights = NO_U8, self._salt_of(prompt), self._weights()
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt, digest))
+            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt, digest, weights))
         interval = max(params.stream_interval or 1, self._config.stream_interval)
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
@@ -187,6 +189,7 @@ class SubmitMaker:
                 grammar=grammar,
                 processor_params=processor_params,
                 block_hashes=hashes,
+                weights=weights,
                 cache_salt=salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 adapter=digest,
@@ -207,12 +210,13 @@ class SubmitMaker:
         lora_request: LoRARequest | None = None,
     ) -> Callable[[int], Submit]:
         """For a request for a vector."""
-        hashes, salt, pooler = NO_U8, self._salt_of(prompt), self._config.model.pooler
+        hashes, salt, weights = NO_U8, self._salt_of(prompt), self._weights()
+        pooler = self._config.model.pooler
         adapter = self.adapter_of(lora_request)
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         assert pooler is not None
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(salt, digest))
+            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(salt, digest, weights))
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -226,6 +230,7 @@ class SubmitMaker:
                 is_chunkable=not (pooler.is_encoder or pooling.is_of_tokens),
                 detokenize=False,
                 block_hashes=hashes,
+                weights=weights,
                 cache_salt=salt,
                 skip_reading_prefix_cache=skips_cache,
                 adapter=digest,

@@ -31,6 +31,7 @@ from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import add_journal, journal_of, routable_of, views_of
 from actorllm.messages import Submit
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
+from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,12 @@ class Dispatcher:
         while busy := next((r for r in self._replicas.values() if r.frontend.num_open), None):
             await busy.frontend.wait_until_idle()
         return self._error is None
+
+    @property
+    def weights(self) -> WeightSource:
+        """The version that the first replica computes with which is there; another one may be on its way to it."""
+        known = [one for one in self._replicas.values() if not one.is_lost] or list(self._replicas.values())
+        return known[0].frontend.weights
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
         """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""

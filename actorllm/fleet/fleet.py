@@ -337,6 +337,22 @@ class Fleet:
         if is_draining:
             self.dispatcher.move(replica, lost_at=None)
 
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
+        """As `Supervisor.change_config`, for every replica that there is or will be."""
+        self.config, self._given = change(self.config), change(self._given)
+        for replica in self._replicas.values():
+            replica.change_config(change)
+
+    async def settle(self) -> bool:
+        """Wait for the replicas that start now; whether there were any. They may have begun before a change."""
+        starting = [
+            one for one in self._replicas.values() if one.state in ("new", "starting") and one.events is not None
+        ]
+        for replica in starting:
+            assert replica.events is not None
+            await replica.events.is_settled.wait()
+        return bool(starting)
+
     # What is known of them
 
     @property

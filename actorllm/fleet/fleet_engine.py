@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from actorllm.actors.engine_thread import EngineThread, Service
@@ -53,6 +54,13 @@ class FleetEngine(Engine):
     def scale(self, num_replicas: int) -> Future[None]:
         self._check()
         return self._thread.call(self._fleet.scale, num_replicas)
+
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
+        self._fleet.change_config(change)
+        self.config, self._given = change(self.config), change(self._given)
+
+    async def settle(self) -> bool:
+        return await self._fleet.settle()
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         self._check()

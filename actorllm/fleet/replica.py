@@ -221,6 +221,11 @@ class Replica:
             on_fall=lambda group: self._on_fall(self, group),
         )
 
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
+        """As `Supervisor.change_config`, and for its next lives."""
+        self._given = change(self._given)
+        self.supervisor.change_config(change)
+
     def load(self) -> tuple[int, LinearSteps] | None:
         """As `load_of`."""
         return load_of(self._board, self.number)

@@ -37,11 +37,16 @@ MAX_TAILS = 32
 """Most tails of one run that a single look-up computes the hashes of, the latest first: it bounds what a look-up takes."""
 
 
-def extra_key(cache_salt: str | None = None, adapter: str | None = None) -> bytes:
-    """What must be equal for two requests to share KV, beside the tokens. adapter: the digest of its content."""
+def extra_key(cache_salt: str | None = None, adapter: str | None = None, weights: str = "") -> bytes:
+    """What must be equal for two requests to share KV, beside the tokens.
+
+    adapter: the digest of its content. weights: the identity of the version that computes it (`WeightSource.identity`).
+    """
+    of_weights = b"weights\0" + weights.encode() + b"\0" if weights else b""
     if cache_salt is None and adapter is None:
-        return b""
-    return (adapter or "0").encode() + b"\0" + (b"" if cache_salt is None else b"salt\0" + cache_salt.encode())
+        return of_weights
+    salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()
+    return of_weights + (adapter or "0").encode() + b"\0" + salt
 
 
 def first_digest(key: bytes) -> bytes:

@@ -142,6 +142,8 @@ class Submit:
     """What the engine's logits processors are told of it (`actorllm.types.logits_processors.travel`); empty: nothing."""
     pair_start: int = 0
     """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
+    weights: str = ""
+    """The identity of the weights that `block_hashes` are of (`WeightSource.identity`), as far as its frontend knew."""
 
     @property
     def has_started(self) -> bool:
@@ -461,6 +463,20 @@ class PauseChanged:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WeightsChanged:
+    """Every later token is of these weights: the version that the caller named, and its identity (`WeightSource`).
+
+    rids and num_tokens: the requests of this frontend, and how many tokens of each were sampled before. A request that is not
+    listed was not known yet.
+    """
+
+    version: str
+    identity: str
+    rids: I32 = field(default_factory=no_i32)
+    num_tokens: I32 = field(default_factory=no_i32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProbeGroup:
     """Of what this frontend has submitted again, the scheduler is about to take these on, and nothing else for now.
 
@@ -503,7 +519,7 @@ class Reply:
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
-ToFrontend: TypeAlias = Outputs | PauseChanged | ProbeGroup | Begun | Ask | Reply
+ToFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
 
 KINDS: dict[int, type[Any]] = {
@@ -520,6 +536,7 @@ KINDS: dict[int, type[Any]] = {
     11: PauseChanged,
     12: ProbeGroup,
     13: Begun,
+    14: WeightsChanged,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorllm.messages import U8, Message, Submit
+from actorllm.messages import U8, Ask, Message, Submit
 from actorllm.messages.schema import FRONTEND, shown, violation
 from actorllm.types.adapter_folder import is_digest
 from actorllm.types.logits_processors.travel import decode_params
@@ -21,12 +21,18 @@ from actorllm.types.params import MAX_N
 
 HASH_BYTES = 32
 
+OWNER_VERBS = frozenset(("stage_weights", "discard_weights", "commit_weights"))
+"""What only the program that owns an engine asks of its scheduler: it alone can tell all replicas and every later process."""
+
 
 def check_foreign(message: Message, vocab_size: int) -> None:
     """ValueError when no frontend of this version would have sent this."""
     wrong = violation(message, FRONTEND)
     if wrong is not None:
         raise ValueError(wrong)
+    if isinstance(message, Ask) and message.verb in OWNER_VERBS:
+        raise ValueError(f"the question {message.verb!r}, which only the owner of the engine asks")
+    # What the table cannot say of a request: values of several fields, and what a field holds in a format of its own.
     if isinstance(message, Submit):
         if message.slo is not None and not _is_objective(message.slo):
             raise ValueError(f"Submit.slo={shown(message.slo)}")

@@ -11,12 +11,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from actorllm.config import ModelConfig
-from actorllm.errors import UnsupportedModelError
+from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
+from actorllm.types.model_files import overridden, read_object
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
@@ -134,6 +136,22 @@ def check_plan(plan: Plan, architecture: str, backend: Backend) -> None:
         check_switches(plan, architecture, backend)
     else:
         check_modules(architecture, backend)
+
+
+def check_same_model(model: ModelConfig, plan: Plan, backend: Backend) -> None:
+    """CorruptModelError: the folder of its version of the weights describes another model than the one that runs.
+
+    A folder without config.json describes none.
+    """
+    folder = model.weights.folder
+    if folder is None or not (Path(folder) / "config.json").is_file():
+        return
+    hf = overridden(read_object(Path(folder) / "config.json"), model.overrides)
+    named = hf.get("architectures") or [model.architecture]
+    if named[0] != model.architecture or model_plan(model, hf, backend) != plan:
+        raise CorruptModelError(
+            f"{folder}/config.json describes another model than {model.name!r}, which runs; update it with weights of that model"
+        )
 
 
 def way_of(plan: Plan, model: ModelConfig, hf: dict[str, Any], backend: Backend) -> str:

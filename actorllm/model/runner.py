@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
-from actorllm.errors import EngineError
+from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
@@ -40,8 +40,12 @@ from actorllm.model.processors import Processors
 from actorllm.model.registry import Plan, check_plan, model_plan
 from actorllm.types.logits_processors.travel import encode_errors
 from actorllm.types.model_files import overridden
+from actorllm.types.weight_version import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+StagedWeights: TypeAlias = Any
+"""What a backend makes of another version of the weights, until it is committed or dropped."""
 
 How = TypeVar("How")
 Handle = TypeVar("Handle")
@@ -194,6 +198,23 @@ class ModelRunner(ABC, Generic[Handle, How]):
     @abstractmethod
     def load(self) -> None:
         """Read the weights, or draw them. Raises ModelError."""
+
+    def stage_weights(self, source: WeightSource) -> StagedWeights:
+        """Read and check another version of the weights; nothing changes. Called on a thread beside the steps.
+
+        Raises CorruptModelError, naming the tensor; UnsupportedModelError: this model's weights cannot change.
+        """
+        raise self._without_updates()
+
+    def commit_weights(self, staged: StagedWeights) -> None:
+        """Compute every later step with what `stage_weights` returned; no step may be under way."""
+        raise self._without_updates()
+
+    def _without_updates(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"the weights of {self.config.model.architecture} on device={self.name!r} cannot be updated; those of fused "
+            f"decoders on the CPU can (device='cpu', model_impl='vllm')"
+        )
 
     @property
     @abstractmethod

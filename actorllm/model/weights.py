@@ -14,7 +14,7 @@ import contextlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,8 @@ from actorllm.types.progress_bar import ProgressBar
 
 PREFIX = "model."
 """What the names of all tensors begin with but those of the head."""
+
+UPDATE = "the tensors of the update"
 
 PROGRESS_DELAY_S = 1.0
 """The progress bar appears when loading takes longer than this."""
@@ -90,11 +92,24 @@ class CheckpointWeights(Weights):
         dtype: torch.dtype,
         show_progress: bool | None = None,
         device: torch.device | None = None,
+        *,
+        overlays: Sequence[str] = (),
+        is_complete: bool = False,
+        is_update: bool = False,
     ) -> None:
-        """show_progress None: only where standard error is a terminal, and only once loading has become noticeable."""
+        """show_progress None: only where standard error is a terminal, and only once loading has become noticeable.
+
+        overlays: safetensors files whose tensors count in place of those of the folder, the last first. is_complete: they alone
+        count. is_update: of a model that runs: a tensor with NaN or infinity is refused, and none is a view of a file of the
+        folder, which may be written to.
+        """
         super().__init__(dtype, device)
         self.folder = folder
-        self._file_of = tensor_files(folder)
+        self._is_update = is_update
+        self._file_of = {} if is_complete else tensor_files(folder)
+        for overlay in overlays:  # an absolute path stays one behind the folder's
+            self._file_of |= dict.fromkeys(_tensor_names(Path(overlay)), overlay)
+        self._overlays = frozenset(overlays)
         self._left = set(self._file_of)
         self._has_no_prefix = not any(name.startswith(PREFIX) for name in self._file_of)
         """It was saved without a head, and so without the name of what a head is put on."""
@@ -119,7 +134,7 @@ class CheckpointWeights(Weights):
             view = self._opened(file).get_slice(name)
             if tuple(view.get_shape()) != shape:
                 raise CorruptModelError(
-                    f"{self.folder / file}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
+                    f"{self._place(file)}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
                     f"{shape}"
                 )
             is_whole = rows == ALL and columns == ALL
@@ -127,15 +142,21 @@ class CheckpointWeights(Weights):
                 self._open[file].get_tensor(name) if is_whole else view[rows, columns] if len(shape) > 1 else view[rows]
             )
         except (SafetensorError, OSError) as error:
-            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
+            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} cannot be read: {error}") from error
         wanted = dtype or self.dtype
         if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
             needed = "floats are" if wanted.is_floating_point else f"{wanted} is"
-            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, {needed} needed")
+            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} is {tensor.dtype}, {needed} needed")
+        if self._is_update and tensor.is_floating_point() and not is_finite(tensor):
+            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} holds NaN or infinity")
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        return tensor.to(wanted)
+        return tensor.to(wanted, copy=self._is_update and file not in self._overlays)
+
+    def _place(self, file: str) -> str:
+        """Of a file, for messages."""
+        return UPDATE if file in self._overlays else str(self.folder / file)
 
     def stored(self, name: str) -> Stored | None:
         name = self._name(name)
@@ -161,6 +182,11 @@ class CheckpointWeights(Weights):
         unexpected = sorted(name for name in self._left if not is_ignorable(name))
         if unexpected:
             more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+            if self._file_of[unexpected[0]] in self._overlays:
+                raise CorruptModelError(
+                    f"{UPDATE} have one {unexpected[0]!r}{more} that this architecture does not know; give them the names "
+                    f"that the checkpoint has"
+                )
             raise CorruptModelError(
                 f"{self.folder} has a tensor {unexpected[0]!r}{more} that this architecture does not know: "
                 f"config.json describes another model"
@@ -204,6 +230,15 @@ class DummyWeights(Weights):
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    if tensor.dtype.itemsize == 1:  # of 8 bits: torch adds none of these
+        tensor = tensor.float()
+    # Of all ways to look at every element the quickest. A sum that is too large says nothing.
+    total = tensor.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

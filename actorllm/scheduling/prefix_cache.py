@@ -31,7 +31,9 @@ from actorllm.scheduling.telemetry.statistics import PrefixCacheStatistics
 class PrefixCache:
     """spare: tokens that a row needs room for beyond the one that a step samples."""
 
-    def __init__(self, kv: KVCacheManager, batch: Batch, ledger: Ledger, spare: int) -> None:
+    def __init__(self, kv: KVCacheManager, batch: Batch, ledger: Ledger, spare: int, weights: str = "") -> None:
+        """weights: the identity of those that the workers compute with."""
+        self._weights = weights
         self._kv = kv
         self._batch = batch
         self._ledger = ledger
@@ -49,10 +51,11 @@ class PrefixCache:
         if self._kv.index is None or (not submit.block_hashes.size and submit.prompt.size >= size):
             return
         sequence.can_publish = True
-        hashes = sequence.hashes or submit.block_hashes.tobytes()
+        is_current = submit.weights == self._weights  # else its frontend did not know of the weights of now
+        hashes = sequence.hashes or (submit.block_hashes.tobytes() if is_current else b"")
         done = len(hashes) // HASH_BYTES * size
         if sequence.known.size - done >= size:
-            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter))
+            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter, self._weights))
             hashes += continue_hashes(digest, sequence.known[done:], size)
         sequence.hashes, sequence.first_hash = hashes, hashes[:HASH_BYTES]
 
@@ -229,6 +232,25 @@ class PrefixCache:
         self._fresh.clear()
         for sequence in running:
             sequence.can_publish = False
+
+    def change_weights(self, weights: str, alive: Iterable[Sequence]) -> None:
+        """From now on the workers compute with others: what was found before is found by no request any more.
+
+        Requests that run keep their blocks and leave nothing behind, as after a reset: what they hold is of both. Those that
+        wait are hashed and looked up anew. weights: the identity of the new ones.
+        """
+        self._weights = weights
+        if self._kv.index is None:
+            return
+        for sequence in alive:
+            if sequence.slot >= 0:
+                self.settle(sequence)
+            sequence.hashes = sequence.first_hash = b""
+            if sequence.slot >= 0:
+                sequence.can_publish = False
+            else:
+                sequence.hits, sequence.looked_up = NO_I32, -1
+                self.hash_known(sequence)
 
     def statistics(self) -> PrefixCacheStatistics | None:
         """None: there is no prefix cache."""

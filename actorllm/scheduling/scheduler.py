@@ -7,6 +7,7 @@
     fail(failure, now)         a step raised: it and the later ones in flight are void
     finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
     reset_prefix_cache(now)    nothing that was computed until now is found by later requests
+    change_weights(weights, running, now)  the next step is computed with others
     pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
     lose_workers(error, now)   the workers died, others will come: every request goes on from its known tokens
     give_up_policy(reason, now)  it stalls, and is replaced
@@ -64,6 +65,7 @@ from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
 from actorllm.types.outputs import FinishReason
+from actorllm.types.weight_version import RunningRequests
 
 
 class Scheduler:
@@ -93,12 +95,14 @@ class Scheduler:
         max_waiting_tokens: int | None = None,
         pools_only: bool = False,
         vector_size: int = 0,
+        weights: str = "",
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
-        samples. vector_size: numbers of the vectors that prompts become; 0: none does. is_simulated: the contents of
+        samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
+        the workers compute with (`WeightSource.identity`). is_simulated: the contents of
         plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -133,7 +137,7 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
-        self._cache = PrefixCache(kv, batch, self.ledger, spare)
+        self._cache = PrefixCache(kv, batch, self.ledger, spare, weights)
         self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
@@ -307,6 +311,28 @@ class Scheduler:
         self._cache.reset(self.running())
         if reset_running_requests:
             self._table.preempt_all()
+
+    def change_weights(self, weights: str, running: RunningRequests, now: float) -> list[End]:
+        """The next step is computed with other weights; no step may be in flight. Returns the requests that end here.
+
+        weights: their identity. running: what becomes of requests that have started (`RUNNING_REQUESTS`).
+        """
+        if len(self.ledger):
+            raise ValueError(f"weights cannot change while {len(self.ledger)} steps are in flight")
+        self.now = now
+        ends = self.abort(self.started, now) if running == "abort" else []
+        if running == "recompute":
+            self._table.preempt_all()
+        self._cache.change_weights(weights, self._table.alive.values())
+        return ends
+
+    def num_outputs(self) -> list[tuple[Key, int]]:
+        """Of every request, how many tokens it has put out."""
+        known = self.batch.num_known
+        return [
+            (s.key, (int(known[s.slot]) if s.slot >= 0 else s.known.size) - s.num_prompt)
+            for s in self._table.alive.values()
+        ]
 
     @property
     def is_idle(self) -> bool:

@@ -201,6 +201,10 @@ class Supervisor:
         if self._over is not None:
             self._over.set()
 
+    def change_config(self, change: Callable[[Any], Any]) -> None:
+        """What is started from now on has the changed configuration; what runs has heard of the change otherwise."""
+        self.config = change(self.config)
+
     def kill(self) -> None:
         for child in (*list(self._children.values()), *self._all_parked()):
             child.kill()

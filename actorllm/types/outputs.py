@@ -10,6 +10,7 @@ from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.request_metrics import RequestMetrics
+from actorllm.types.weight_version import WeightVersionSpan
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -33,7 +34,8 @@ class CompletionOutput:
     lora_request: LoRARequest | None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
-    weight_versions: None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+    """Which version of the weights sampled which of its tokens so far; in a DELTA, too, those from the first token on."""
     kv_transfer_params: None = None
 
     def finished(self) -> bool:
@@ -137,5 +139,6 @@ def _append(completion: CompletionOutput, new: CompletionOutput) -> None:
         merged.extend(new.logprobs)
         completion.logprobs = merged
     completion.cumulative_logprob = new.cumulative_logprob
+    completion.weight_versions = new.weight_versions
     completion.finish_reason = new.finish_reason
     completion.stop_reason = new.stop_reason

@@ -33,13 +33,27 @@ from actorllm.messages import (
     StepResult,
     Submit,
     Unblock,
+    WeightsChanged,
 )
 from actorllm.messages.embeds import EMBEDDED
 from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, through_the_wire
 from tests.scheduling.chained_tokens import ScriptedWorker, reference_stream
 
 VOCAB = 4096
-MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged, ProbeGroup, Begun)
+MESSAGE_TYPES = (
+    Submit,
+    Abort,
+    Unblock,
+    Ask,
+    Reply,
+    StepResult,
+    StepFailed,
+    Outputs,
+    PauseChanged,
+    WeightsChanged,
+    ProbeGroup,
+    Begun,
+)
 
 
 class Anything:

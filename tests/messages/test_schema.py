@@ -246,7 +246,7 @@ def test_the_bytes_of_known_messages() -> None:
         [1 << 15 | 1 << 18, 1 << 14, 4, 0],
     )
     kind, scalars, _ = pack(Submit(rid=1, arrival=0.5, prompt=i4, max_tokens=8))
-    assert (kind, scalars[:5], len(scalars)) == (1, [1, 0, 1, 0.5, 8], 2 + 44)
+    assert (kind, scalars[:5], len(scalars)) == (1, [1, 0, 1, 0.5, 8], 2 + 45)
 
 
 @pytest.mark.parametrize("masks", [(-1, 0), (0, -1), (1 << 13, 0), (0, 1 << 13), (1, 1)])

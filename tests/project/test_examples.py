@@ -97,6 +97,23 @@ def test_survive_a_crash() -> None:
     assert sum(line.startswith("[killed ") for line in lines) == 3
 
 
+@pytest.mark.slow(reason="twelve steps of training")
+@pytest.mark.timeout(600)
+def test_grpo() -> None:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "grpo.py")],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    rewards = [float(found) for found in re.findall(r"^weights \d+: ([\d.]+) times", result.stdout, re.MULTILINE)]
+    assert len(rewards) == 12
+    assert max(rewards[-3:]) > 0.2 > max(rewards[:3])
+
+
 def test_chat() -> None:
     output = output_of("chat.py", "Once upon a time", "And then?")
     assert output.startswith("user: Once upon a time\nassistant: ")

@@ -43,6 +43,7 @@ from actorllm.messages import (
     StepResult,
     Submit,
     Unblock,
+    WeightsChanged,
     pack,
     unpack,
 )
@@ -144,6 +145,7 @@ MESSAGES: tuple[Message, ...] = (
     Abort(rids=np.arange(5, dtype=np.int32)),
     Unblock(rid=3, error="no"),
     PauseChanged(mode="keep"),
+    WeightsChanged(version="1", identity="ab", rids=ONE, num_tokens=ONE),
     ProbeGroup(rids=ONE, size=3, is_alone=False),
     Begun(rids=ONE),
     StepPlan(step=9, freed=ONE, new_tokens=np.arange(33, dtype=np.int32), decode_slots=None),

@@ -99,6 +99,14 @@ class AdaptedLinear(Linear):
                     target.add_(torch.mm(part, up))
 
 
+def rebased(adapted: Linear, base: Linear) -> Linear:
+    """What adapters do to another base of the same sizes; where there are none, that base."""
+    if not isinstance(adapted, AdaptedLinear):
+        return base
+    adapted.base, adapted.num_bytes = base, base.num_bytes
+    return adapted
+
+
 class AdapterSlots:
     """The slots of one rank, in every adapted product of its model."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from actorllm.model.adapters.slots import rebased
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
@@ -228,6 +229,16 @@ class Decoder:
         if config.has_head:
             self.lm_head = linear(tensors.head() or form.head_of(self.embedding))
         tensors.close()
+
+    def take_adapters(self, other: Decoder) -> None:
+        """Let the adapters of another decoder of the same model be added to the products of this one, which has none."""
+        if other._adapters is None:
+            return
+        self._adapters = other._adapters
+        for layer, old in zip(self.layers, other.layers, strict=True):
+            layer.qkv, layer.output = rebased(old.qkv, layer.qkv), rebased(old.output, layer.output)
+            if layer.experts is None:
+                layer.gate_up, layer.down = rebased(old.gate_up, layer.gate_up), rebased(old.down, layer.down)
 
     @property
     def num_kv_heads(self) -> int:

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -33,13 +33,17 @@ from actorllm.model.processors import processors_of
 from actorllm.model.quantization import form_of, open_weights, rounding_of
 from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.speed import measured
-from actorllm.model.registry import Plan, check_shares
-from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
+from actorllm.model.registry import Plan, check_same_model, check_shares
+from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
+from actorllm.model.weights import Weights
+from actorllm.types.quantization import GGUF
+from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
+    from actorllm.model.adapters.slots import AdapterSlots
     from actorllm.model.cpu.model import CausalLM
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
@@ -164,6 +168,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _load(self) -> CausalLM:
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
         plan, model = self.model_config, self.config.model
+        model.weights.check_unchanged()
         check_shares(plan, model, self.ranks.size)
         if widens(self.dtype) and not self.rank:
             logger.warning(
@@ -171,17 +176,15 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
             )
         if isinstance(plan, DecoderConfig):
-            form = form_of(model)
+            if self.config.lora is not None:
+                # One slot is too small for the cost of a bfloat16 product; several are slower in float32 (bench/lora.py).
+                is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
+                dtype = torch.float32 if is_widened else self.dtype
+                self.adapters = Adapters(self.config.lora, dtype)
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                if model.pooler is not None and model.pooler.head is not None:
-                    self._head = read_linear(model.pooler.head, plan, model, weights)
-                if self.config.lora is not None:
-                    # One slot is too small for the cost of a bfloat16 product; several are slower in float32 (bench/lora.py).
-                    is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
-                    dtype = torch.float32 if is_widened else self.dtype
-                    self.adapters = Adapters(self.config.lora, dtype)
                 slots = None if self.adapters is None else self.adapters.slots
-                return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots)
+                decoder, self._head = self._read_decoder(plan, weights, slots)
+                return decoder
         if self.config.lora is not None:
             raise UnsupportedModelError(
                 f"enable_lora=True: architecture {model.architecture!r} has no fused forward here, and other models are not "
@@ -196,6 +199,38 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         from actorllm.model.hf import transformers_backend
 
         return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress)
+
+    def _read_decoder(
+        self, plan: DecoderConfig, weights: Weights, slots: AdapterSlots | None
+    ) -> tuple[Decoder, Callable[[torch.Tensor], torch.Tensor] | None]:
+        """With the head for what is pooled, if the model has one."""
+        model, head = self.config.model, None
+        if model.pooler is not None and model.pooler.head is not None:
+            head = read_linear(model.pooler.head, plan, model, weights)
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots), head
+
+    @torch.inference_mode()
+    def stage_weights(self, source: WeightSource) -> StagedWeights:
+        """A second decoder, made as the first one was: fused, sharded and quantized alike. Its adapters are added later."""
+        plan = self.model_config
+        if not isinstance(plan, DecoderConfig):
+            return super().stage_weights(source)
+        if self.config.model.quantization == GGUF:
+            raise UnsupportedModelError(
+                f"the weights of {self.config.model.name}, a GGUF file, cannot be updated; those of safetensors files can"
+            )
+        model = replace(self.config.model, weights=source)
+        source.check_unchanged()
+        check_same_model(model, plan, type(self))
+        with open_weights(model, self.dtype, False) as weights:
+            staged = self._read_decoder(plan, weights, None)
+        source.check_unchanged()  # else it was written while it was read
+        return staged
+
+    def commit_weights(self, staged: StagedWeights) -> None:
+        decoder, head = staged
+        decoder.take_adapters(cast("Decoder", self.decoder))
+        self.decoder, self._head = decoder, head
 
     @property
     def num_kv_heads(self) -> int:

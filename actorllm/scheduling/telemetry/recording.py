@@ -17,6 +17,7 @@ from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.types.outputs import FinishReason
+from actorllm.types.weight_version import RunningRequests
 
 Entry: TypeAlias = tuple[str, float, Any]
 """(call, now, argument): the argument is a message or a list of plain values."""
@@ -65,6 +66,10 @@ class RecordedScheduler(Scheduler):
     def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
         self._sink(("reset_prefix_cache", now, reset_running_requests))
         super().reset_prefix_cache(now, reset_running_requests)
+
+    def change_weights(self, weights: str, running: RunningRequests, now: float) -> list[End]:
+        self._sink(("change_weights", now, [weights, running]))
+        return super().change_weights(weights, running, now)
 
     def pause(self, mode: str, now: float) -> list[End]:
         self._sink(("pause", now, mode))
@@ -120,6 +125,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                     scheduler.fail(argument, now)
             case "reset_prefix_cache":
                 scheduler.reset_prefix_cache(now, argument)
+            case "change_weights":
+                scheduler.change_weights(argument[0], argument[1], now)
             case "pause":
                 scheduler.pause(argument, now)
             case "resume":

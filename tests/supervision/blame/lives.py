@@ -70,6 +70,9 @@ class Caller:
     def note_cached(self, num_tokens: int) -> None:
         pass
 
+    def note_version(self, num_tokens: int, version: str) -> None:
+        pass
+
     def fail(self, error: BaseException) -> None:
         self.error = error
 

@@ -1,0 +1,46 @@
+"""`StepGate`: what happens between two steps, with none in flight and none planned meanwhile.
+
+A part of the scheduler actor's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from actorllm.actors.loop_parts import LoopHost, LoopPart
+
+
+class StepGate(LoopPart):
+    """See the module docstring. Several may hold it closed at once."""
+
+    def __init__(self, host: LoopHost) -> None:
+        self._host = host
+        self._num_holders = 0
+        self._drained: anyio.Event | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """No step may be planned."""
+        return self._num_holders > 0
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Entered once no step is in flight. Where there is no loop there is none, and nothing is waited for."""
+        self._num_holders += 1
+        try:
+            while self._host.scheduler.num_in_flight:
+                if self._drained is None:
+                    self._drained = anyio.Event()
+                await self._drained.wait()
+            yield
+        finally:
+            self._num_holders -= 1
+            self._host.wake()
+
+    def after_plan(self) -> None:
+        if self._drained is not None and not self._host.scheduler.num_in_flight:
+            self._drained.set()
+            self._drained = None

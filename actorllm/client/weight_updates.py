@@ -1,0 +1,194 @@
+"""`WeightUpdates`: from new weights of a caller to a version that all replicas compute with. A part of `Engine`.
+
+An update has two phases. First every rank of every replica stages the version: it reads it and checks it, beside the steps. If one
+of them cannot, nothing changes anywhere. Then the version is decided on: from here on every process that is started, and every
+scheduler, begins with it. At last every scheduler commits it between two steps.
+
+Runs on the engine's thread. One update at a time; another one is refused meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actorllm.actors.memory_file import MemoryFile
+from actorllm.config import EngineConfig
+from actorllm.errors import ActorLLMError, EngineError, InvalidParameterError, nearest_name, shown
+from actorllm.types.params import is_text
+from actorllm.types.weight_version import (
+    MAX_VERSION,
+    RUNNING_REQUESTS,
+    RunningRequests,
+    WeightSource,
+    files_of,
+)
+
+if TYPE_CHECKING:
+    from actorllm.model.updates.tensor_files import TensorFile
+
+LONGEST_S = float("inf")
+"""Reading weights takes as long as it takes."""
+
+
+class UpdatedEngine(Protocol):
+    """What an update asks of its engine."""
+
+    def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None: ...
+    async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
+    async def settle(self) -> bool:
+        """Wait for replicas that start; whether there were any."""
+
+
+@dataclass(slots=True)
+class NewWeights:
+    """What a caller has brought, and what was looked at of it: a folder, or tensors in memory."""
+
+    folder: str | None = None
+    files: tuple[tuple[str, int, int], ...] = ()
+    tensor_files: Sequence[TensorFile] = field(default_factory=list)
+
+    @classmethod
+    def of_folder(cls, folder: object) -> NewWeights:
+        """Raises InvalidParameterError: it is none; CorruptModelError: it cannot be read."""
+        if not isinstance(folder, str | os.PathLike) or not str(folder):
+            raise InvalidParameterError(f"folder={shown(folder)} must be the path of a folder with safetensors files")
+        path = Path(os.fspath(folder)).absolute()  # workers may have another working folder
+        if not path.is_dir():
+            raise InvalidParameterError(f"folder={str(folder)!r:.300} is no folder; give one with safetensors files")
+        files = files_of(path)
+        if not files:
+            raise InvalidParameterError(
+                f"folder={str(folder)!r:.300} has no safetensors files; save the model there (save_pretrained) first"
+            )
+        return cls(str(path), files)
+
+    @classmethod
+    def of_tensors(cls, tensors: object) -> NewWeights:
+        """Raises InvalidParameterError, naming the tensor; EngineError for want of memory. Copies them."""
+        from actorllm.model.updates.tensor_files import file_of_tensors
+
+        try:
+            return cls(tensor_files=[file_of_tensors(tensors, partial(MemoryFile, "weights"))])
+        except OSError as error:
+            raise EngineError(f"there is no memory for the new weights, and nothing was changed: {error}") from error
+
+    def close(self) -> None:
+        for file in self.tensor_files:
+            file.close()
+
+
+def check_update(version: object, running: object) -> None:
+    """Raises InvalidParameterError for arguments that no update has."""
+    if version is not None and (not is_text(version) or not 0 < len(str(version)) <= MAX_VERSION):
+        raise InvalidParameterError(
+            f"version={shown(version)} must be a string of valid Unicode with 1 to {MAX_VERSION} characters, or None"
+        )
+    if running not in RUNNING_REQUESTS:
+        raise InvalidParameterError(
+            f"running={shown(running)} must be one of {', '.join(map(repr, RUNNING_REQUESTS))}"
+            f"{nearest_name(str(running), RUNNING_REQUESTS)}"
+        )
+
+
+def check_transport(transport: object) -> None:
+    """Raises InvalidParameterError for a way that tensors do not travel."""
+    if transport in ("cuda_ipc", "ipc", "nccl"):
+        raise InvalidParameterError(
+            f"transport={transport!r} needs the model on a GPU, where weights cannot be updated; use transport='shm'"
+        )
+    if transport != "shm":
+        raise InvalidParameterError(f"transport={shown(transport)} must be 'shm'")
+
+
+class WeightUpdates:
+    """See the module docstring."""
+
+    def __init__(self, engine: UpdatedEngine) -> None:
+        self._engine = engine
+        self.current = WeightSource()
+        """The version that was decided on."""
+        self._tensor_files: list[TensorFile] = []
+        """Those that `current` lays over its folder; every process may open them as long as it counts."""
+        self._num_updates = 0
+        self._is_under_way = False
+
+    async def update(self, new: NewWeights, version: str | None, running: RunningRequests) -> str:
+        """Let all replicas compute with new weights; returns the name of the version. The files of `new` are taken over.
+
+        Raises what is wrong with the weights, or EngineError; then nothing has changed.
+        """
+        if self._is_under_way:
+            new.close()
+            raise EngineError("an update of the weights is under way; wait for it before the next one")
+        self._is_under_way = True
+        try:
+            return await self._update(new, version, running)
+        finally:
+            self._is_under_way = False
+
+    async def _update(self, new: NewWeights, version: str | None, running: RunningRequests) -> str:
+        layers: Sequence[TensorFile] = ()
+        dropped: Sequence[TensorFile] = self._tensor_files
+        folder, files = new.folder, new.files
+        if folder is None:
+            from actorllm.model.updates.tensor_files import layered
+
+            folder, files = self.current.folder, self.current.files
+            layers, dropped = layered(self._tensor_files, new.tensor_files)
+        source = WeightSource(
+            version=str(self._num_updates + 1) if version is None else version,
+            identity=secrets.token_hex(16),  # never a caller's name: two updates of one name are two
+            folder=folder,
+            overlays=tuple(file.path for file in layers),
+            files=files,
+        )
+        try:
+            await self._engine.ask_all_schedulers("stage_weights", timeout=LONGEST_S, source=source.to_tree())
+        except BaseException:
+            for file in (*layers, *new.tensor_files):
+                if file not in self._tensor_files:
+                    file.close()
+            with contextlib.suppress(ActorLLMError):  # the caller is told of the first error
+                await self._engine.ask_all_schedulers("discard_weights", timeout=LONGEST_S)
+            raise
+        self._tensor_files = list(layers)
+        self._num_updates += 1
+        await self._commit(source, running)
+        for file in dropped:  # every worker has the new ones
+            file.close()
+        return source.version
+
+    async def name(self, version: str) -> str:
+        """Call the version that counts otherwise, for tokens from now on. Raises EngineError while an update is under way."""
+        if self._is_under_way:
+            raise EngineError("an update of the weights is under way; name the next version with it")
+        self._is_under_way = True
+        try:
+            await self._commit(replace(self.current, version=version), "keep")
+        finally:
+            self._is_under_way = False
+        return version
+
+    async def _commit(self, source: WeightSource, running: RunningRequests) -> None:
+        # From here on the version counts: a process that is started, for whatever reason, begins with it.
+        self._engine.change_config(lambda config: replace(config, model=replace(config.model, weights=source)))
+        self.current = source
+        is_settled = False
+        while not is_settled:  # a replica that was starting may have begun with the version before
+            await self._engine.ask_all_schedulers(
+                "commit_weights", timeout=LONGEST_S, source=source.to_tree(), running=running
+            )
+            is_settled = not await self._engine.settle()
+
+    def close(self) -> None:
+        """The engine has ended. Idempotent."""
+        for file in self._tensor_files:
+            file.close()
+        self._tensor_files = []

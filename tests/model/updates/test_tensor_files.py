@@ -1,0 +1,83 @@
+"""Tensors in memory files: what workers read is what was given, and each tensor is kept once."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actorllm.actors.memory_file import MemoryFile
+from actorllm.errors import InvalidParameterError
+from actorllm.model.updates.tensor_files import DTYPES, file_of_tensors, layered
+
+MEMORY = partial(MemoryFile, "weights")
+
+
+def read(path: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(path))
+
+
+def test_what_is_read_is_what_was_given_whatever_its_type_and_layout() -> None:
+    given: dict[str, Any] = {
+        f"of {name}": torch.arange(12, dtype=torch.float32).view(3, 4).to(dtype) for dtype, name in DTYPES.items()
+    }
+    given["of a column"] = torch.arange(12.0).view(3, 4).T[1]
+    given["scalar"] = torch.tensor(3.0)
+    given["empty"] = torch.zeros(0, 4)
+    given["of a parameter"] = torch.nn.Parameter(torch.ones(2))
+    given["of numpy"] = np.arange(3, dtype=np.int64)
+    file = file_of_tensors(given, MEMORY)
+    found = read(file.path)
+    assert found.keys() == given.keys()
+    for name, value in given.items():
+        wanted = torch.as_tensor(value).detach()
+        assert found[name].dtype == wanted.dtype, name
+        assert torch.equal(found[name], wanted), name
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1], "must be a mapping"),
+        ({}, "is empty"),
+        ({"a": 3}, "tensor 'a' is int"),
+        ({3: torch.ones(1)}, "tensor name 3"),
+        ({"x" * 5000: torch.ones(1)}, "1 to 1000 characters"),
+        ({"__metadata__": torch.ones(1)}, "__metadata__"),
+        ({"a": torch.ones(1, dtype=torch.complex64)}, "torch.complex64"),
+        ({"a": torch.eye(2).to_sparse()}, "sparse"),
+        ({"a": np.array(["x"])}, "tensor 'a'"),
+    ],
+)
+def test_what_is_no_tensor_is_named(given: Any, said: str) -> None:
+    with pytest.raises(InvalidParameterError, match=said.replace("(", r"\(")):
+        file_of_tensors(given, MEMORY)
+
+
+def test_each_tensor_is_kept_once_over_many_files() -> None:
+    """Whole updates, disjoint ones, and ones that overlap in part."""
+
+    def of(*names: str, value: float) -> Any:
+        return file_of_tensors({name: torch.full((1000,), value) for name in names}, MEMORY)
+
+    files: list[Any] = []
+    expected: dict[str, float] = {}
+    before = len(os.listdir("/proc/self/fd"))
+    for turn, names in enumerate(["abc", "abc", "a", "bc", "cd", "d", "ae", "abcde"] * 5):
+        files, dropped = layered(files, [of(*names, value=float(turn))])
+        for file in dropped:
+            file.close()
+        expected |= dict.fromkeys(names, float(turn))
+        found = [(name, float(value[-1])) for file in files for name, value in read(file.path).items()]
+        assert sorted(found) == sorted(expected.items())
+    assert len(os.listdir("/proc/self/fd")) <= before + len(expected)
+    for file in files:
+        file.close()
+    assert len(os.listdir("/proc/self/fd")) == before
