@@ -47,15 +47,23 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     c, names = plan, plan.names
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layers: list[tuple[str, int, int]] = []
+    wide: list[tuple[tuple[str, ...], tuple[int, ...]]]
     for index in range(c.num_layers):
         prefix = f"model.layers.{index}."
-        for found, sizes in ((names.qkv, (q_size, kv_size, kv_size)), (names.gate_up, (c.intermediate_size,) * 2)):
+        wide = [(names.qkv, (q_size, kv_size, kv_size))]
+        narrow = [(names.output, q_size)]
+        if c.experts is not None and c.experts.layers[index]:
+            for number in range(c.experts.num_experts):
+                base, size = f"{c.experts.experts}.{number}.", c.experts.intermediate_size
+                wide.append((tuple(base + name for name in c.experts.gate_up), (size, size)))
+                narrow.append((base + c.experts.down, size))
+        else:
+            wide.append((names.gate_up, (c.intermediate_size,) * 2))
+            narrow.append((names.down, c.intermediate_size))
+        for found, sizes in wide:
             parts = zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))]
             layers += [(prefix + name, size, c.hidden_size) for name, size in parts]
-        layers += [
-            (prefix + names.output, c.hidden_size, q_size),
-            (prefix + names.down, c.hidden_size, c.intermediate_size),
-        ]
+        layers += [(prefix + name, c.hidden_size, size) for name, size in narrow]
     rows = {"linear layers": told(layers)}
     if c.has_head:
         is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
