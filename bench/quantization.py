@@ -1,6 +1,6 @@
-"""How much faster is a model with int8 weights than the same in bfloat16?
+"""How much faster is a model with int8 or int4 weights than the same in bfloat16?
 
-Both run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights.
+All run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights.
 Times are medians; of one thread its processor time, which a busy machine changes less.
 Run: python bench/quantization.py [--json FILE] [--threads 2] [--models 135M,0.6B]
 """
@@ -23,9 +23,9 @@ from report import command, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SIDES = {"bfloat16": None, "int8": "int8"}
+SIDES = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 TARGETS = {"decode 1": 1.5, "decode 16": 2.0, "prefill 512": 2.5}
-"""Times as fast as bfloat16."""
+"""Times as fast as bfloat16, of int8."""
 
 CONTEXT, STEPS, PREFILL, PREFILLS = 128, 40, 512, 5
 
@@ -140,11 +140,12 @@ def main() -> None:
         for figure, values in json.loads(child.stdout).items():
             row: dict[str, Any] = {"figure": f"{model}, {figure}", **values}
             row["times"] = values["bfloat16"] / values["int8"]
+            row["times_int4"] = values["bfloat16"] / values["int4"]
             row["target"] = TARGETS.get(figure.removesuffix(" ms"))
             rows.append(row)
             goal = "" if row["target"] is None else f"   target {row['target']:g}"
             sides = "".join(f"{values[side]:12.2f}" for side in SIDES)
-            print(f"{row['figure']:28}{sides}   {row['times']:.2f} times{goal}", flush=True)
+            print(f"{row['figure']:28}{sides}   {row['times']:.2f} and {row['times_int4']:.2f} times{goal}", flush=True)
     if arguments.json is not None:
         data = {
             "command": command(),

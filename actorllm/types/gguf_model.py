@@ -1,7 +1,7 @@
 """A GGUF file as a model: a folder with the config.json and the tokenizer that its fields describe.
 
-The folder is made once for each file, in the cache folder of the user (`XDG_CACHE_HOME`), and is known by the file's path, size
-and time. The weights stay in the file: `quantization_config.file` of that config.json names it.
+The folder is made once for each file, in the cache folder of the user (`XDG_CACHE_HOME`). The file's path, size and time are its
+name. The weights stay in the file: `quantization_config.file` of that config.json names it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,8 +128,6 @@ def config_of(header: GgufHeader, file: Path) -> dict[str, Any]:
 
 def _llama3(header: GgufHeader, file: Path, head_dim: int, theta: float) -> dict[str, Any]:
     """What the factors of the file are made by. Raises UnsupportedModelError for others than those of Llama 3."""
-    import struct
-
     tensor = header.tensors["rope_freqs.weight"]
     if tensor.shape != (head_dim // 2,) or tensor.name_of_kind != "F32":
         raise CorruptModelError(

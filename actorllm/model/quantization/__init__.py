@@ -1,8 +1,8 @@
 """Quantized weights: which form the linear layers of a model have (`model.linear`).
 
 `int8` and `int4` are the arithmetic, in plain torch; `onednn` and `int4pack` compute the same on a CPU. `checkpoint` reads
-checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `fp8`), and `gguf` reads files of
-that kind. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
+checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `fp8`), and `gguf` files of that
+kind. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
 """
 
 from __future__ import annotations
@@ -38,22 +38,13 @@ def open_weights(
     model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
 ) -> Weights:
     """Those that the configuration asks for. device: where they are wanted; None: on the CPU."""
-    source = model.weights
-    if model.load_format == "dummy" and source.is_first:
+    if model.load_format == "dummy":
         return DummyWeights(model.seed, dtype, device)
     if model.quantization == GGUF:
         checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
         assert checkpoint is not None
         return GgufWeights(Path(checkpoint.file), dtype)
-    return CheckpointWeights(
-        Path(source.folder or model.path),
-        dtype,
-        show_progress,
-        device,
-        overlays=source.overlays,
-        is_complete=model.load_format == "dummy" and source.folder is None,  # random ones are never mixed with others
-        is_update=not source.is_first,
-    )
+    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
 
 
 def rounding_of(model: ModelConfig) -> Form:

@@ -23,7 +23,7 @@ from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.types.gguf_file import MAX_ITEMS, GgufHeader, GgufTensor, read_header
 from actorllm.types.gguf_model import LLAMA3, config_of
 from tests.model.quantization.gguf_files import blocks, save_gguf
-from tests.model.quantization.test_layouts import logits
+from tests.model.quantization.probing import error, logits
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +58,12 @@ def test_a_file_computes_what_its_dequantized_weights_do(
         assert isinstance(layer.output, Int4Linear)
         assert isinstance(layer.qkv, SideBySideLinear), "values have 6 bits"
     found = logits(runner)
-    distance = float(((found - expected).square().mean(1).sqrt() / expected.std(1)).mean())
+    distance = error(found, expected)
     assert distance < 0.06
     # Queries in another order are far off: the measure sees it.
     layer.qkv = _shifted(layer.qkv)
     changed = logits(runner)
-    assert float(((changed - expected).square().mean(1).sqrt() / expected.std(1)).mean()) > 2 * distance
+    assert error(changed, expected) > 2 * distance
 
 
 def _shifted(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:

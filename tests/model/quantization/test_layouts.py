@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +24,7 @@ from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights
 from actorllm.types.quantization import read_checkpoint
 from tests.model.quantization.layouts import AWQ, FP8, GPTQ, WRITERS, compressed, save_both
+from tests.model.quantization.probing import error, logits
 
 
 def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32, **part: Any) -> tuple[Any, Any]:
@@ -97,21 +97,6 @@ def test_what_rounding_would_change_too_much_stays_as_it_is() -> None:
     assert torch.equal(kept.weight, weight.bfloat16())
 
 
-def logits(runner: Any) -> torch.Tensor:
-    from types import SimpleNamespace
-
-    from actorllm.model.hf import probe
-
-    blocks: Any = SimpleNamespace(probed_block_size=runner.config.cache.block_size)
-    ids = np.random.default_rng(0).integers(0, 97, 40)
-    with torch.inference_mode():
-        hidden = runner.decoder.forward(
-            probe._inputs(blocks, None, [(ids, 0, np.arange(16, dtype=np.int32))]), runner.cache
-        )
-        made: torch.Tensor = runner.decoder.logits(runner.decoder.select(hidden, np.arange(40))).clone()
-    return made
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_model_computes_what_its_dequantized_weights_do(
     name: str, tmp_path: Path, make_runner: Callable[..., Any]
@@ -122,7 +107,7 @@ def test_a_model_computes_what_its_dequantized_weights_do(
     assert runner.config.model.quantization == WRITERS[name][0]["quant_method"]
     found = logits(runner)
     limit = 0.08 if "8" in name else 0.03  # activations of 8 bits
-    assert float(((found - expected).square().mean(1).sqrt() / expected.std(1)).mean()) < limit
+    assert error(found, expected) < limit
     # Another layer in its place is far off: the measure sees it.
     tensors = load_file(quantized / "model.safetensors")
     layers = [f"model.layers.{i}.mlp.down_proj." for i in (0, 1)]
@@ -130,7 +115,7 @@ def test_a_model_computes_what_its_dequantized_weights_do(
         tensors[layers[0] + key], tensors[layers[1] + key] = tensors[layers[1] + key], tensors[layers[0] + key]
     save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, quantized / "model.safetensors")
     swapped = logits(make_runner(quantized, dtype="float32"))
-    assert float(((swapped - expected).square().mean(1).sqrt() / expected.std(1)).mean()) > 0.2
+    assert error(swapped, expected) > 0.2
 
 
 def test_streams_are_equal_in_every_batch_and_with_a_prefix_hit(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from actorllm import LLM, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.layers import PackedLinear
-from actorllm.model.hf import probe
 from actorllm.model.hf.packing import PackedModule
 from actorllm.model.quantization import int4, int8
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.onednn import Int8Linear
 from tests.model.hf.decoders import save
+from tests.model.quantization.probing import error, logits
 from tests.model.ranks import model_folder, streams
 
 TEXT = (
@@ -42,16 +41,7 @@ def logits_of(make_driver: Callable[..., Any], **arguments: Any) -> torch.Tensor
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(driver.runner.config.model.path)(TEXT).input_ids
-    runner = driver.runner
-    blocks: Any = SimpleNamespace(probed_block_size=runner.config.cache.block_size)
-    with torch.inference_mode():
-        chunk = probe._inputs(blocks, None, [(torch.tensor(ids).numpy(), 0, torch.arange(40).int().numpy())])
-        hidden = runner.decoder.forward(chunk, runner.cache)
-        return runner.decoder.logits(runner.decoder.select(hidden, torch.arange(len(ids)).numpy())).clone()
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((found - expected).square().mean(1).sqrt() / expected.std(1)).mean())
+    return logits(driver.runner, ids)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -181,7 +171,7 @@ def test_routers_stay_dense() -> None:
     [
         (
             {"quantization": "int3"},
-            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'fp8', or leave",
+            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'gguf', or leave",
         ),
         ({"quantization": 8}, r"quantization=8 is not supported"),
         ({"quantization": "compressed-tensors"}, "config.json has no quantization_config"),
