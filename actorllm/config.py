@@ -34,6 +34,7 @@ from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.model_files import overridden, read_object, read_overrides
@@ -372,7 +373,7 @@ class EngineConfig:
         """From the keyword arguments of `AsyncLLM` and `LLM`.
 
         Arguments:
-            model: a bundled model, a folder, or a Hugging Face id; None with `module`.
+            model: a bundled model, a folder, a GGUF file, or a Hugging Face id; None with `module`.
             options: as in `actorllm.types.options.EngineOptions`.
 
         Raises:
@@ -741,6 +742,8 @@ def _local_folder(name: str, **how: Any) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -26,10 +26,10 @@ from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PADDING, PersistentBatch, StepInputs, padded
+from actorllm.model.quantization import open_weights
 from actorllm.model.registry import decoder_config
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.histories import Histories
-from actorllm.model.weights import open_weights
 from actorllm.types.model_files import read_object
 
 logger = logging.getLogger(__name__)
