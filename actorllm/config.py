@@ -31,6 +31,7 @@ from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
+from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
@@ -49,7 +50,9 @@ from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
+BUNDLED_MODELS = {
+    "storyteller": Path(__file__).parent / "storyteller",
+}
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
@@ -416,7 +419,7 @@ class EngineConfig:
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = _generation(path, given["generation_config"], module)
-        speculation = _speculation(given, pooler, block_size)
+        speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         # All else is independent, and each value is checked where it is read.
         return cls(
@@ -553,6 +556,18 @@ def _speculation(given: dict[str, Any], pooler: Pooler | None, block_size: int) 
             f"be less than block_size={block_size}; {fix}"
         )
     return speculation
+
+
+def _with_draft_folder(
+    speculation: Speculation | None, target: Path, target_tree: dict[str, Any], load_format: str
+) -> Speculation | None:
+    """The same with the folder of the draft model in place of its name. Raises ModelError, ConfigError."""
+    if speculation is None or speculation.model is None:
+        return speculation
+    folder, tree = read_model_folder(speculation.model, load_format)
+    text = tree.get("text_config")
+    check_same_tokenizer(target, target_tree, folder, text if isinstance(text, dict) else tree)
+    return replace(speculation, model=str(folder))
 
 
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:

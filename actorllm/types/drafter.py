@@ -41,6 +41,10 @@ class Speculation:
     """Drafts for each token of the suffix."""
     suffix_decoding_min_token_prob: float = 0.1
     """Least share of the places of the suffix that go on with the drafts."""
+    model: str | None = None
+    """The folder of the draft model (method 'draft_model')."""
+    draft_sample_method: str = "probabilistic"
+    """'probabilistic': the draft model draws with the target's noise; 'greedy': it takes its most likely token."""
     num_speculative_tokens_per_batch_size: Ranges = ()
     """How many drafts a row may have in a step with so many decode rows; a number of rows that is in no range has none."""
 

@@ -15,7 +15,7 @@ from actorllm.errors import ConfigError, nearest_name
 from actorllm.types.drafter import DEFAULT_LOOKUP, Drafter, Ranges, Speculation
 from actorllm.types.named_class import named_class
 
-NGRAM, SUFFIX = "ngram", "suffix"
+NGRAM, SUFFIX, DRAFT_MODEL = "ngram", "suffix", "draft_model"
 
 DRAFTERS = {
     NGRAM: "actorllm.model.speculation.ngram:NgramDrafter",
@@ -24,7 +24,7 @@ DRAFTERS = {
 """Where the built-in drafters are, by method."""
 
 NOT_THERE = (
-    *("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
+    *("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
     "extract_hidden_states",
 )
 """Methods of vLLM that are refused by name."""
@@ -40,19 +40,25 @@ MAX_ENTRIES = 64
 
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "rejection_sample_method": (None, "standard", "strict"),
-    "draft_sample_method": (None, "greedy", "probabilistic"),
     "disable_padded_drafter_batch": (None, False, True),
     "disable_log_stats": (None, False, True),
     "enforce_eager": (None, False, True),
     "draft_tensor_parallel_size": (None, 1),
     "disable_by_batch_size": (None,),
-    "model": (None, "ngram", "[ngram]"),
 }
 """Options of vLLM with the values that change nothing here; other values are refused."""
 
+NO_MODEL = (None, "ngram", "[ngram]")
+"""What `model` may be with every other method than 'draft_model'; the names are vLLM's older way to say 'ngram'."""
+
 KNOWN = (
-    *("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
-    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("method", "model", "draft_sample_method", "num_speculative_tokens", "prompt_lookup_min"),
+    *(
+        "prompt_lookup_max",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
     *("suffix_decoding_max_cached_requests", "num_speculative_tokens_per_batch_size"),
 )
 
@@ -105,18 +111,11 @@ def read_speculation(given: Any) -> Speculation | None:
             raise ConfigError(f"speculative_config: there is no {name!r:.80}{nearest_name(str(name), known)}")
     for name, values in HARMLESS_VALUES.items():
         if tree.get(name) not in values:
-            fix = (
-                "; leave it out"
-                if name != "model"
-                else f"; leave it out, and name a method: {NGRAM!r} or 'module:Class'"
-            )
-            raise ConfigError(f"speculative_config: {name}={tree[name]!r:.80} is not supported{fix}")
-    method = tree.get("method")
-    if method is None and tree.get("model") is not None:
-        method = NGRAM  # an older way to say it in vLLM
-    if not isinstance(method, str) or not method:
-        raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
-    drafter_class(method)
+            raise ConfigError(f"speculative_config: {name}={tree[name]!r:.80} is not supported; leave it out")
+    method, model = _method(tree)
+    drawn = tree.get("draft_sample_method") or "probabilistic"
+    if drawn not in ("greedy", "probabilistic"):
+        raise ConfigError(f"speculative_config: draft_sample_method={drawn!r:.80} must be 'probabilistic' or 'greedy'")
     most = tree.get("num_speculative_tokens")
     if most is None and method == SUFFIX:
         most = SUFFIX_DRAFTS
@@ -141,6 +140,8 @@ def read_speculation(given: Any) -> Speculation | None:
         _count("suffix_decoding_max_tree_depth", tree.get("suffix_decoding_max_tree_depth", 24), MAX_LOOKUP),
         _share("suffix_decoding_max_spec_factor", tree.get("suffix_decoding_max_spec_factor", 1.0), 100),
         _share("suffix_decoding_min_token_prob", tree.get("suffix_decoding_min_token_prob", 0.1), 1),
+        model,
+        drawn,
         _ranges(tree, most),
     )
 
@@ -154,6 +155,28 @@ def _tree(given: Any) -> Mapping[Any, Any] | None:
     if given is None or isinstance(given, Mapping):
         return given
     raise ConfigError(f"speculative_config={given!r:.80} must be a mapping, the same as JSON, or None")
+
+
+def _method(tree: Mapping[Any, Any]) -> tuple[str, str | None]:
+    """The method, and the draft model where it needs one."""
+    method, model = tree.get("method"), tree.get("model")
+    if method is None and model is not None:  # as in vLLM
+        method = NGRAM if model in NO_MODEL else DRAFT_MODEL
+    if not isinstance(method, str) or not method:
+        raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
+    if method == DRAFT_MODEL:
+        if not isinstance(model, str) or not model:
+            raise ConfigError(
+                f"speculative_config: model={model!r:.80} must be the name or the folder of the draft model (method={method!r})"
+            )
+        return method, model
+    if model not in NO_MODEL:
+        raise ConfigError(
+            f"speculative_config: model={model!r:.80} is not supported with method={method!r:.80}; leave it out, or use "
+            f"{DRAFT_MODEL!r}"
+        )
+    drafter_class(method)
+    return method, None
 
 
 def _count(name: str, value: Any, most: int, least: int = 1) -> int:

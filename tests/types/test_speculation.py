@@ -44,6 +44,13 @@ def test_options_of_vllm_that_change_nothing_are_taken() -> None:
     assert read.method == "ngram"
 
 
+def test_a_model_without_a_method_is_a_draft_model() -> None:
+    read = read_speculation({"model": "some/folder", "num_speculative_tokens": 2, "draft_sample_method": "greedy"})
+    assert read is not None
+    assert (read.method, read.model, read.draft_sample_method) == ("draft_model", "some/folder", "greedy")
+    assert Speculation.from_tree(json.loads(json.dumps(asdict(read)))) == read
+
+
 def test_ranges_say_how_many_drafts_a_batch_has() -> None:
     ranges = [[1, 4, 3], [5, 9, 0]]
     given = {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": ranges}
@@ -72,7 +79,13 @@ def test_ranges_say_how_many_drafts_a_batch_has() -> None:
             {"rejection_sample_method": "synthetic"},
             "rejection_sample_method='synthetic' is not supported; leave it out",
         ),
-        ({"model": "some/model"}, "model='some/model' is not supported; leave it out, and name a method"),
+        (
+            {"model": "some/model"},
+            "model='some/model' is not supported with method='ngram'; leave it out, or use 'draft",
+        ),
+        ({"method": "draft_model"}, r"model=None must be the name or the folder of the draft model"),
+        ({"method": "draft_model", "model": 3, "num_speculative_tokens": 2}, "model=3 must be the name or the folder"),
+        ({"draft_sample_method": "gumbel"}, "draft_sample_method='gumbel' must be 'probabilistic' or 'greedy'"),
         ({"num_speculative_tokens_per_batch_size": 3}, "must be a list of"),
         ({"num_speculative_tokens_per_batch_size": [[1, 2]]}, r"\[1, 2\] must be \[fewest rows"),
         ({"num_speculative_tokens_per_batch_size": [[1, 2, 9]]}, "=9 must be an integer from 0 to 4"),

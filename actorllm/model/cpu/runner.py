@@ -22,6 +22,7 @@ from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
+from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.layers import linear, widens
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
@@ -105,7 +106,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    _owned = ("decoder", "cache", "batch", "adapters")
+    _owned = ("decoder", "cache", "batch", "adapters", "_draft_model", "_speculator")
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
@@ -122,13 +123,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._speculator: Speculator | None = None
+        self._draft_model: DraftModel | None = None
         if config.speculation is not None:
             if not isinstance(self.model_config, DecoderConfig):
                 raise UnsupportedModelError(
                     f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
                     f"transformers; leave it out"
                 )
-            self._speculator = Speculator(config.speculation, self.model_config.vocab_size)
+            if config.speculation.model is not None:
+                self._draft_model = DraftModel(config, self.dtype)
+            self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
@@ -139,6 +143,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def load(self) -> None:
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
+        if self._draft_model is not None:
+            self._draft_model.load(self._show_progress)
         if self.config.model.quantization is not None and not self.rank:
             self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
@@ -240,6 +246,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def weight_bytes(self) -> int:
         return self.decoder.num_bytes
 
+    @property
+    def block_bytes(self) -> int:
+        return super().block_bytes + (0 if self._draft_model is None else self._draft_model.block_bytes)
+
     @with_own_threads
     def profile_num_blocks(self) -> int:
         if self._is_encoder:  # its blocks are counted, and hold nothing
@@ -283,6 +293,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._pooled.clear()
         if self._speculator is not None:
             self._speculator.clear()
+        if self._draft_model is not None:
+            self._draft_model.allocate(num_blocks)
         self._is_half_done = False
 
     def _empty_batch(self) -> PersistentBatch:
@@ -311,6 +323,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
         del self.cache
+        if self._draft_model is not None:
+            del self._draft_model.cache
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
         return peak + 3 * logits + context + adapters
 
@@ -318,23 +332,28 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _zero(self, block_ids: I32) -> None:
         self.cache.zero(block_ids)
+        if self._draft_model is not None:
+            self._draft_model.cache.zero(block_ids)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
+        if self._draft_model is not None:
+            self._draft_model.cache.copy(sources, targets)
 
     @with_own_threads
     def check_itself(self) -> None:
         """A prefill and a decode step, in a batch and a cache of their own."""
         kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors
         self._pooled, self.processors = PooledStates(), None
-        speculator, self._speculator = self._speculator, None
+        drafting = self._speculator, self._draft_model
+        self._speculator = self._draft_model = None
         try:
             for result in map(self.step, self._check_plans()):
                 if result.came_to_nothing:
                     raise EngineError("the model's logits are not finite, whatever the tokens")
         finally:
             self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors = kept
-            self._speculator = speculator
+            self._speculator, self._draft_model = drafting
 
     def _check_plans(self) -> Iterator[StepPlan]:
         """The two steps, for the batch and the cache that are made here. Models that make vectors have only the first."""
@@ -397,6 +416,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
+        if self._draft_model is not None and inputs.prefill_slots:
+            self._draft_model.prefill(inputs)
         self.batch.advance(inputs)
         return CpuStep(
             plan.step,
@@ -416,6 +437,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._speculator is None:
             return None
         self._speculator.apply(plan, self.batch.known_tokens)
+        if self._draft_model is not None:
+            self._draft_model.apply(plan, self.batch.num_slots)
         slots = self.batch.decode_slots
         if not plan.max_drafts or not len(slots):
             return None
@@ -426,7 +449,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
-        return self._speculator.draft(slots, room, most)
+        return self._speculator.draft(self.batch, room, most)
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.

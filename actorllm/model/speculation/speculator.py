@@ -7,17 +7,28 @@ position of every draft and stops at the first difference. Drafts therefore chan
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 import numpy as np
 
 from actorllm.errors import is_failure
 from actorllm.messages import I32, StepPlan
-from actorllm.model.inputs import Drafts
+from actorllm.model.inputs import Drafts, PersistentBatch
 from actorllm.model.speculation.histories import Histories
 from actorllm.types.drafter import Speculation
 from actorllm.types.speculation import make_drafter
 
 logger = logging.getLogger(__name__)
+
+
+class BatchDrafter(Protocol):
+    """What drafts for all rows of a step at once, from the batch itself (`model.cpu.draft_model`)."""
+
+    def draft(self, batch: PersistentBatch, histories: Histories, slots: I32, wanted: I32) -> list[list[int]]:
+        """The drafts of each of these decode rows, at most `wanted` of each."""
+
+    def observe(self, slots: I32, num_drafted: I32, num_accepted: I32) -> None:
+        """What became of the drafts of a step, by row."""
 
 
 class Speculator:
@@ -26,14 +37,16 @@ class Speculator:
     Arguments:
         options: of the engine.
         vocab_size: of the model.
+        drafter: of whole batches; None: the one that the options name, which is asked row by row.
 
     Raises ConfigError for a drafter that cannot be built.
     """
 
-    def __init__(self, options: Speculation, vocab_size: int) -> None:
+    def __init__(self, options: Speculation, vocab_size: int, drafter: BatchDrafter | None = None) -> None:
         self._options = options
         self._vocab_size = vocab_size
-        self._drafter = make_drafter(options, vocab_size)
+        self._batch_drafter = drafter
+        self._drafter = make_drafter(options, vocab_size) if drafter is None else None
         self.histories = Histories(options.num_speculative_tokens)
         self.num_failures = 0
         """Calls of the drafter that raised."""
@@ -54,31 +67,40 @@ class Speculator:
         """What was sampled for these slots, one token each."""
         self.histories.store(slots, tokens)
 
-    def draft(self, slots: I32, room: I32, most: int) -> Drafts | None:
-        """Drafts for some of these decode rows; None: for none of them.
+    def draft(self, batch: PersistentBatch, room: I32, most: int) -> Drafts | None:
+        """Drafts for some of the decode rows of the batch; None: for none of them.
 
         Arguments:
-            slots: of the rows, [num_rows].
             room: how many drafts each row has room for, [num_rows]; 0 or less: none.
             most: how many any row may have.
         """
-        counts = np.zeros(len(slots), np.int32)
-        found: list[int] = []
+        slots = batch.decode_slots
+        wanted = np.zeros(len(slots), np.int32)
         for row, (slot, space) in enumerate(zip(slots.tolist(), room.tolist(), strict=True)):
             history = self.histories.of(slot)
-            if history is None or history.rest:
-                continue
-            wanted = min(most, space, history.length)
-            if wanted <= 0:
-                continue
-            drafted = self._ask(history.tokens, wanted)
-            counts[row] = len(drafted)
-            found += drafted
-        return Drafts(counts, np.array(found, np.int32)) if found else None
+            if history is not None and not history.rest:
+                wanted[row] = max(0, min(most, space, history.length))
+        rows = np.flatnonzero(wanted)
+        if not rows.size:
+            return None
+        if self._batch_drafter is not None:
+            found = self._batch_drafter.draft(batch, self.histories, slots[rows], wanted[rows])
+        else:
+            found = [
+                self._ask(slot, number)
+                for slot, number in zip(slots[rows].tolist(), wanted[rows].tolist(), strict=True)
+            ]
+        counts = np.zeros(len(slots), np.int32)
+        counts[rows] = [len(drafted) for drafted in found]
+        tokens = [token for drafted in found for token in drafted]
+        return Drafts(counts, np.array(tokens, np.int32)) if tokens else None
 
-    def _ask(self, tokens: I32, wanted: int) -> list[int]:
+    def _ask(self, slot: int, wanted: int) -> list[int]:
         """Usable drafts: at most `wanted`, all within the vocabulary."""
-        tokens = tokens.view()
+        history = self.histories.of(slot)
+        assert history is not None
+        assert self._drafter is not None
+        tokens = history.tokens.view()
         tokens.flags.writeable = False
         try:
             drafted = [int(token) for token, _ in zip(self._drafter.draft(tokens, wanted), range(wanted), strict=False)]
@@ -94,6 +116,8 @@ class Speculator:
 
     def observe(self, slots: I32, num_drafted: I32, num_accepted: I32) -> None:
         """What became of the drafts of a step, by row."""
+        if self._batch_drafter is not None:
+            self._batch_drafter.observe(slots, num_drafted, num_accepted)
         columns = zip(slots.tolist(), num_drafted.tolist(), num_accepted.tolist(), strict=True)
         for slot, drafted, accepted in columns:
             history = self.histories.of(slot)
