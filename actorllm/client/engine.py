@@ -55,6 +55,7 @@ from actorllm.errors import (
 from actorllm.intake.job import FunctionJob, Job, JobLane, Reading
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lanes import Lanes
+from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.messages import Submit
@@ -146,6 +147,7 @@ class Engine:
         self._request_numbers = itertools.count(1)
         self._lanes = self._new_lanes()
         self.prompts = PromptReader(self.config.model)
+        self.prompts.media = self._new_media()
         self._submits = SubmitMaker(self.config, self.prompts)
 
     # What it is made of; an AttachedEngine is made of something else
@@ -167,6 +169,11 @@ class Engine:
             return None
         max_characters = self.config.model.max_prompt_characters
         return Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+
+    def _new_media(self) -> MediaReader | None:
+        """What reads prompts with images; None: they are not taken."""
+        rules = self.config.model.media
+        return None if rules is None else MediaReader(self.config, rules)
 
     def _new_frontend(self) -> FrontendActor:
         return FrontendActor(last_rid=self._last_rid)
@@ -359,6 +366,7 @@ class Engine:
             self._is_shut_down = True
         if self._lanes is not None:
             self._lanes.close()
+        self.prompts.close()
         with self._giving_up:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
@@ -895,6 +903,7 @@ class Engine:
         """What this side knows without asking another process."""
         return {
             "num_requests": self._num_requests,
+            "encoder": {} if self.prompts.media is None else self.prompts.media.encoder.statistics(),
             "intake": {} if self._lanes is None else self._lanes.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
