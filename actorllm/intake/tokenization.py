@@ -237,8 +237,8 @@ class PromptReader:
         """A text, or a conversation, with a placeholder for each image."""
         if self.media is None:
             raise InvalidPromptError(
-                "images are not supported here: not by this model, or not in a program that joined an engine, nor with several "
-                "replicas; give text or token ids"
+                f"prompts with {MEDIA_KEY!r} are not supported by this model, nor with several replicas, nor in a program that "
+                f"joined an engine; give text or token ids"
             )
         salt: str | None = None
         if isinstance(prompt, Mapping):
