@@ -33,6 +33,7 @@ from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.drafter import Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules
@@ -375,7 +376,7 @@ class EngineConfig:
         """From the keyword arguments of `AsyncLLM` and `LLM`.
 
         Arguments:
-            model: a bundled model, a folder, or a Hugging Face id; None with `module`.
+            model: a bundled model, a folder, a GGUF file, or a Hugging Face id; None with `module`.
             options: as in `actorllm.types.options.EngineOptions`.
 
         Raises:
@@ -758,6 +759,8 @@ def _local_folder(name: str, **how: Any) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

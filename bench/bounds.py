@@ -537,6 +537,14 @@ BOUNDS = (
         "the request waits",
     ),
     Bound(
+        "names of adapters",
+        ("server.served_models: ServedModels.adapters",),
+        "each `/v1/load_lora_adapter`, where the operator allows it",
+        ("server.served_models:MAX_ADAPTERS=4096",),
+        "names and paths",
+        "400",
+    ),
+    Bound(
         "digests of adapters",
         ("types.adapter_folder: AdapterDigests._known", "types.adapter_folder: AdapterDigests._numbers"),
         "each request with an adapter of another folder, or another number",

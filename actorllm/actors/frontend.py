@@ -175,6 +175,9 @@ class _UnsentAsk:
 class FrontendActor(Actor):
     """Submits, aborts, and hands out outputs."""
 
+    PROBES_ALONE = False
+    """Whether requests that schedulers may have died of are probed one by one (`note_death`)."""
+
     def __init__(self, name: str = "frontend", rank: int = 0, last_rid: int = 0) -> None:
         """last_rid: of the frontend whose place it takes, so that what is late for that one meets no request of this one."""
         super().__init__(name, rank)
@@ -500,7 +503,7 @@ class FrontendActor(Actor):
     def _note_death(self, lost: BaseException) -> None:
         """Put the death on the record of the requests that it may be due to. The request that is to blame fails."""
         records = {rid: entry.record for rid, entry in self._journal.items()}
-        note_death(records, self._probe, is_second=self._num_losses > 0)
+        note_death(records, self._probe, is_second=self._num_losses > 0, probes_alone=self.PROBES_ALONE)
         self._probe = None
         self._num_losses += 1
         reason = f"the scheduler died {MAX_ALONE} times while it had this request alone; the last time {lost}"

@@ -41,6 +41,7 @@ from actorllm.types.pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from actorllm.types.quantization import GGUF
 
 
 @with_options
@@ -148,7 +149,7 @@ class AsyncLLM:
         if disable_log_stats is not None and vllm_config.log_statistics == disable_log_stats:
             vllm_config = replace(vllm_config, log_statistics=not disable_log_stats)
         model = vllm_config.model
-        if model.load_format != "dummy" and model.module is None:
+        if model.load_format != "dummy" and model.module is None and model.quantization != GGUF:
             check_weights_exist(Path(model.path))
         llm = cls.__new__(cls)
         llm._adopt(new_engine(vllm_config))

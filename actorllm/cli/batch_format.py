@@ -24,6 +24,7 @@ from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, checked
 from actorllm.server.sampling import Defaults
+from actorllm.server.served_models import ServedModels
 from actorllm.server.vectors.asking import PooledAsked, prompt_field
 from actorllm.server.vectors.asking import ask as ask_pooled
 from actorllm.server.vectors.bodies import (
@@ -72,11 +73,11 @@ class BatchReader:
     """Lines for one model."""
 
     def __init__(
-        self, model: ModelConfig, names: Sequence[str], defaults: Defaults, decode: Callable[[list[int]], str]
+        self, model: ModelConfig, names: ServedModels, defaults: Defaults, decode: Callable[[list[int]], str]
     ) -> None:
-        """names: what bodies may call the model; the first is in answers to those that call it nothing. decode: ids to text."""
+        """names: what bodies may call the model. decode: ids to text."""
         self._model = model
-        self._names = tuple(names)
+        self._names = names
         self._defaults = defaults
         self._decode = decode
 
@@ -88,19 +89,13 @@ class BatchReader:
         if refusal is not None:
             raise ApiError(400, *refusal)
         body = checked(kind, tree)
-        name = self._name(tree.get("model"))
+        name = self._names.check(tree.get("model"))
         try:
             asked = self._asked(body, name)
+            asked.extras.arguments |= self._names.arguments_of(name)
         except (RequestError, RecursionError) as error:
             raise refusal_of_error(error, body) from error
         return BatchRequest(custom_id, body, asked)
-
-    def _name(self, given: Any) -> str:
-        if given and given not in self._names:
-            there = " or ".join(map(repr, self._names))
-            told = f"model={given!r:.80}: this engine runs {there}; leave it out, or run with --served-model-name"
-            raise ApiError(404, told, "model")
-        return given or self._names[0]
 
     def _asked(self, body: Body, name: str) -> Asked | PooledAsked:
         if isinstance(body, Pooled):

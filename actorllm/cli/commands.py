@@ -104,7 +104,8 @@ def info(
     model: str = "storyteller",
     /,
     *,
-    quantization: Literal["int8", "compressed-tensors"] | None = None,
+    quantization: Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf"]
+    | None = None,
     device: bool = False,
 ) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.
@@ -118,7 +119,7 @@ def info(
     """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
-    from actorllm.model.quantization.description import described
+    from actorllm.model.quantization.description import described, weight_files
     from actorllm.model.registry import model_plan, way_of
 
     path, hf = read_model_folder(model)
@@ -130,7 +131,7 @@ def info(
         config = EngineConfig.from_arguments(model, quantization=quantization, max_model_len=1)
     backend = backends.load(config.device)
     plan = model_plan(config.model, hf, backend)  # raises what the worker would
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_files(path, hf))
     rows = {
         "model": config.model.name,
         "folder": path,

@@ -84,7 +84,7 @@ class EngineFlags:
     """Arguments of the engine, as in `AsyncLLM`; what is not given is left to its default, and it checks what is."""
 
     model: str = "storyteller"
-    """A bundled model, a folder, or a Hugging Face id."""
+    """A bundled model, a folder, a GGUF file, or a Hugging Face id."""
     tokenizer: str | None = None
     dtype: str = "auto"
     load_format: str | None = None

@@ -39,6 +39,7 @@ def run_batch(
     response_role: str = "assistant",
     tool_call_parser: str | None = None,
     enable_auto_tool_choice: bool | None = None,
+    lora_modules: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
 ) -> None:
     """Answer every line of INPUT-FILE, in the OpenAI batch format, with a line of OUTPUT-FILE (needs the extra actorllm[serve]).
 
@@ -57,7 +58,7 @@ def run_batch(
         What the bodies call the model; default: the name it is loaded by.
     max_concurrency
         Requests in flight at once. The engine makes the batches; this bounds memory.
-    chat_template, chat_template_content_format, response_role, tool_call_parser, enable_auto_tool_choice
+    chat_template, chat_template_content_format, response_role, tool_call_parser, enable_auto_tool_choice, lora_modules
         As for `actorllm serve`.
     """
     try:
@@ -65,6 +66,7 @@ def run_batch(
         from actorllm.cli.batch_run import BatchRun
         from actorllm.server.answer_options import AnswerOptions
         from actorllm.server.sampling import Defaults
+        from actorllm.server.served_models import ServedModels
     except ModuleNotFoundError as error:
         raise ConfigError(f"run-batch needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from tqdm import tqdm
@@ -91,7 +93,12 @@ def run_batch(
                 # The file is as trusted as the command line, so its templates are, too.
                 defaults = Defaults.of(model, answers, trusts_chat_templates=True)
                 defaults = defaults.with_templates(model.tokenizer, tool_call_parser)
-                reader = BatchReader(model, served_model_name or [engine_options.model], defaults, _decoder(engine))
+                names = ServedModels(
+                    served_model_name or [engine_options.model],
+                    lora_modules,
+                    adapts=engine.config.lora is not None,
+                )
+                reader = BatchReader(model, names, defaults, _decoder(engine))
                 with tqdm(total=total, desc="Requests", dynamic_ncols=True) as progress:
                     num_failed = BatchRun(engine, reader, sink, done, max_concurrency).run(source, progress)
             finally:

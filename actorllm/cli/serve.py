@@ -147,6 +147,7 @@ def serve(
     root_path: str | None = None,
     middleware: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     disable_fastapi_docs: bool = False,
+    lora_modules: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     config: str | None = None,
     their_options: TheirServeOptions = TheirServeOptions(),
 ) -> None:
@@ -223,12 +224,16 @@ def serve(
         A class of ASGI, or an asynchronous function of request and next, as 'module.name'; may be given several times.
     disable_fastapi_docs
         Without /docs and /openapi.json.
+    lora_modules
+        Adapters that requests may name as their model, each as name=path or as JSON with name, path and base_model_name;
+        needs --enable-lora.
     config
         A YAML file with options by name; those of the command line count first.
     """
     try:
         import anyio
 
+        from actorllm.server import adapter_routes
         from actorllm.server.answer_options import template_text
         from actorllm.server.app import create_app
         from actorllm.server.launcher import innermost
@@ -260,6 +265,7 @@ def serve(
         )
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
+    adapter_routes.check_processes(api_processes)
     if unix_socket_mode is not None and unix_socket is None:
         raise ConfigError(f"--unix-socket-mode {unix_socket_mode} is for --unix-socket PATH, which is missing")
     if api_processes > 1 and arguments.get("name") is None:
@@ -306,6 +312,7 @@ def serve(
         "root_path": root_path or "",
         "middleware": middleware or (),
         "disable_fastapi_docs": disable_fastapi_docs,
+        "lora_modules": lora_modules,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

@@ -212,7 +212,7 @@ class FleetAttachClient(AttachClient):
             case "fell":
                 self.dispatcher.forget(number)
                 self.dispatcher.set_trial(frame["trial"])
-                self.dispatcher.move_if_sooner(replica, frame["group"], now(), frame["restart_s"])
+                self.dispatcher.move_to_trial(replica, frame["group"], now())
             case "gone":
                 self.dispatcher.set_trial(frame["trial"])
                 self._lose(replica, error_of(frame))

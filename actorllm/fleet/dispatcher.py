@@ -6,7 +6,7 @@ comes of it from the first scheduler meets no entry there and is dropped.
 
 What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
 that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
-only when that is lost for good. So a request that kills schedulers costs the deaths of two replicas, however many there are.
+only when that is lost for good. So a poison request costs two deaths beyond the first one, both on one replica.
 
 Runs on the engine thread.
 """
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 VIEW_AGE_S = 0.005
 """How old views may be that routers are given."""
-TRIAL_S = 30.0
+TRIAL_S = 10.0
 """How long after a death the replica that took its suspects takes those of other deaths."""
 
 
@@ -342,8 +342,8 @@ class Dispatcher:
 
     def choose_trial(self, source: RoutedReplica) -> int | None:
         """The replica that takes the suspects of this one, from here on; None: there is no other one."""
-        candidates = self._candidates(source)
-        self.set_trial(self._trial_of(candidates).number if candidates else None)
+        trial = self._trial_of(source)
+        self.set_trial(None if trial is None else trial.number)
         return self._trial_replica
 
     def set_trial(self, number: int | None) -> None:
@@ -355,27 +355,39 @@ class Dispatcher:
         is_named = replica.number == self._trial_replica and now() < self._trial_until
         return is_named or replica.frontend.has_suspects
 
-    def _trial_of(self, candidates: Sequence[RoutedReplica]) -> RoutedReplica:
-        named = [one for one in candidates if one.number == self._trial_replica and now() < self._trial_until]
+    def _trial_of(self, source: RoutedReplica) -> RoutedReplica | None:
+        """The one whose trial goes on, though it recovers just now; else one that can begin."""
+        named = None if self._trial_replica is None else self._replicas.get(self._trial_replica)
+        if named is not None and named is not source and now() < self._trial_until and named.takes_requests:
+            return named
+        candidates = self._candidates(source)
         on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
-        return min(named or on_trial or candidates, key=lambda replica: replica.frontend.num_open)
+        return min(on_trial or candidates, key=lambda replica: replica.frontend.num_open, default=None)
 
-    def move_if_sooner(self, source: RoutedReplica, group: str, lost_at: float, restart_s: float) -> None:
-        """Its streams go on elsewhere, if computing them there is sooner than its restart, after which it would do the same.
+    def trial_after_fall(self, source: RoutedReplica, restart_s: float) -> int:
+        """Where requests are tried that a process of this replica may have died of: here, or where they move.
 
-        group: of its processes, that died at lost_at. restart_s: how long it may take until they run again.
+        A trial that goes on is the trial of all replicas. Else they stay if the restart is sooner than computing elsewhere.
+
+        restart_s: how long it may take until its processes run again.
         """
-        if source.is_lost or not source.frontend.num_open or not self.can_move(source):
-            return
-        elsewhere_s = self._expected_move_s(source)
-        if elsewhere_s >= restart_s:
+        trial = None if self.is_on_trial(source) else self._trial_of(source)
+        if trial is not None and not self.is_on_trial(trial):
+            is_sooner = self.can_move(source) and self._expected_move_s(source) < restart_s
+            trial = trial if is_sooner else None
+        trial = trial or source
+        self.set_trial(trial.number)
+        return trial.number
+
+    def move_to_trial(self, source: RoutedReplica, group: str, lost_at: float) -> None:
+        """The streams of a replica whose group of processes died at lost_at go on where its suspects are tried."""
+        if source.is_lost or self.is_on_trial(source) or not self.can_move(source):
             return
         num_moved = self.move(source, lost_at)
-        if not num_moved:  # what it has is pinned, or on trial there
-            return
-        fields = {"event": "move", "seconds": elsewhere_s}
-        told = "replica %d lost its %s: %d sequences moved (%.2f s elsewhere, %.2f s here)"
-        logger.warning(told, source.number, group, num_moved, elsewhere_s, restart_s, extra=fields)
+        if num_moved:  # else what it has is pinned
+            logger.warning(
+                "replica %d lost its %s: %d sequences moved", source.number, group, num_moved, extra={"event": "move"}
+            )
 
     def _expected_move_s(self, source: RoutedReplica) -> float:
         """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
@@ -393,9 +405,11 @@ class Dispatcher:
         candidates = self._candidates(source)
         by_target: dict[int, dict[int, JournalEntry]] = {}
         if is_trial:
-            by_target[self._trial_of(candidates).number] = entries
+            trial = self._trial_of(source)
+            assert trial is not None, "callers have asked for candidates"
+            by_target[trial.number] = entries
             for entry in entries.values():
-                entry.record.num_deaths = max(entry.record.num_deaths, 1)
+                entry.record.probe_alone()
         else:
             chosen: dict[int, int] = {}  # the sequences of a request share a record, and go together
             for rid, entry in entries.items():

@@ -267,11 +267,10 @@ class Fleet:
         await anyio.lowlevel.checkpoint()  # the supervisor tells of the death first
         if replica.is_lost or self._is_over:
             return
-        is_on_trial = self.dispatcher.is_on_trial(replica)
-        trial = replica.number if is_on_trial else self.dispatcher.choose_trial(replica)
         restart_s = replica.expected_restart_s(self._start_s.get(replica.number, 0.0))
-        self.dispatcher.move_if_sooner(replica, group, fell_at, restart_s)
-        await self._tell_attached(trial, "fell", replica=replica.number, group=group, restart_s=restart_s)
+        trial = self.dispatcher.trial_after_fall(replica, restart_s)
+        self.dispatcher.move_to_trial(replica, group, fell_at)
+        await self._tell_attached(trial, "fell", replica=replica.number, group=group)
 
     async def _tell_attached(self, trial: int | None, op: str, **fields: Any) -> None:
         """To programs that have joined, after the scheduler that is to take their suspects knows that these come."""

@@ -58,6 +58,8 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
 class ReplicaFrontend(FrontendActor):
     """The frontend of one replica: numbers of requests are the fleet's, and a lost replica's journal is moved, not failed."""
 
+    PROBES_ALONE = True
+
     def __init__(
         self,
         next_rid: Callable[[], int],

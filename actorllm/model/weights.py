@@ -15,6 +15,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,6 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
-from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError
 from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
@@ -36,6 +36,15 @@ PROGRESS_DELAY_S = 1.0
 
 
 ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file, as its header says."""
+
+    shape: tuple[int, ...]
+    kind: str
+    """Its type in the words of safetensors, such as "BF16"."""
 
 
 class Weights(ABC):
@@ -54,6 +63,10 @@ class Weights(ABC):
 
         dtype: what it becomes, if not the target type; a type of integers must be the one that it has.
         """
+
+    def stored(self, name: str) -> Stored | None:
+        """What the files say of the tensor `name`; None: they have no such tensor, or there are no files."""
+        return None
 
     @abstractmethod
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
@@ -98,15 +111,12 @@ class CheckpointWeights(Weights):
     def take(
         self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if name not in self._file_of and self._has_no_prefix:
-            name = name.removeprefix(PREFIX)
+        name = self._name(name)
         if name not in self._file_of:
             raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
         file = self._file_of[name]
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
-            view = self._open[file].get_slice(name)
+            view = self._opened(file).get_slice(name)
             if tuple(view.get_shape()) != shape:
                 raise CorruptModelError(
                     f"{self.folder / file}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
@@ -126,6 +136,26 @@ class CheckpointWeights(Weights):
             self._left.remove(name)
             self._progress.update()
         return tensor.to(wanted)
+
+    def stored(self, name: str) -> Stored | None:
+        name = self._name(name)
+        if name not in self._file_of:
+            return None
+        file = self._file_of[name]
+        try:
+            view = self._opened(file).get_slice(name)
+            return Stored(tuple(view.get_shape()), str(view.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
+
+    def _name(self, name: str) -> str:
+        """In the files."""
+        return name.removeprefix(PREFIX) if name not in self._file_of and self._has_no_prefix else name
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
+        return self._open[file]
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         unexpected = sorted(name for name in self._left if not is_ignorable(name))
@@ -174,15 +204,6 @@ class DummyWeights(Weights):
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None
-
-
-def open_weights(
-    model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
-) -> Weights:
-    """Those that the configuration asks for."""
-    if model.load_format == "dummy":
-        return DummyWeights(model.seed, dtype, device)
-    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

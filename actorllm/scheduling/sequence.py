@@ -180,6 +180,11 @@ class Sequence:
         return self.num_preemptions > 0 or self.submit.has_started or self.slot >= 0
 
     @property
+    def has_token_since_submitted(self) -> bool:
+        """Whether it had a token of this scheduler. Asked while it does not run."""
+        return self.known.size > self.submit.prompt.size + self.submit.output.size
+
+    @property
     def may_read_cache(self) -> bool:
         """Whether it may begin with what others have computed. Of cached tokens there are no logits."""
         submit = self.submit

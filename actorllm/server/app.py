@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live
+from actorllm.server import adapter_routes, chat, completions, demo, live
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
@@ -42,6 +42,7 @@ from actorllm.server.protocol import (
 from actorllm.server.responses.endpoints import router as responses_router
 from actorllm.server.responses.request import ResponsesRequest
 from actorllm.server.sampling import Defaults
+from actorllm.server.served_models import LoRAModule, ServedModels
 from actorllm.server.state import ServerState
 from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
@@ -57,6 +58,7 @@ BODIES: tuple[type[Body], ...] = (
     *POOLED_BODIES,
     *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
     *(inference.InferenceRequest, several.BatchChatRequest),
+    *(adapter_routes.LoadAdapterRequest, adapter_routes.UnloadAdapterRequest),
 )
 
 ROUTERS = (
@@ -85,6 +87,7 @@ def create_app(
     root_path: str = "",
     middleware: Sequence[str] = (),
     disable_fastapi_docs: bool = False,
+    lora_modules: Sequence[LoRAModule] | None = None,
     **answers: Any,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
@@ -99,7 +102,8 @@ def create_app(
     'module:Class'); None: as its chat template shows them. Its thoughts are read by the engine's `reasoning_parser`.
     vllm_metrics: /metrics also has what vLLM counts, under its names. root_path: under which a proxy serves all of this.
     middleware: classes of ASGI or asynchronous functions of request and next, as 'module.name'; the last one sees a request first.
-    disable_fastapi_docs: without /docs and /openapi.json. answers: the fields of `AnswerOptions`.
+    disable_fastapi_docs: without /docs and /openapi.json. lora_modules: adapters that requests may name, each as 'name=path' or an
+    object with name, path and base_model_name. answers: the fields of `AnswerOptions`.
     Raises ConfigError, and TypeError for an argument that does not exist.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
@@ -110,6 +114,7 @@ def create_app(
     if max_concurrent_requests is not None and max_concurrent_requests < 1:
         raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
     model = llm.config.model
+    models = ServedModels(names, lora_modules, adapts=llm.config.lora is not None)
     layers = [middleware_named(path) for path in middleware]
     parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
     defaults = Defaults.of(model, AnswerOptions.of(**answers), trusts_chat_templates=trust_request_chat_template)
@@ -123,7 +128,7 @@ def create_app(
     )
     app.root_path = root_path
     created = int(time.time())
-    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, created, tool_call_parser)
+    app.state.server = ServerState(llm, models, defaults, max_concurrent_requests, created, tool_call_parser)
     app.state.server.logs_requests = enable_log_requests
     app.state.server.has_vllm_metrics = vllm_metrics
     if tracer_provider is not None:
@@ -139,6 +144,8 @@ def create_app(
     app.include_router(router)
     app.include_router(live.router)
     app.include_router(vectors_router)
+    if adapter_routes.is_allowed():
+        app.include_router(adapter_routes.router)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

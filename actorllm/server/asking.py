@@ -48,6 +48,7 @@ async def answer_of(
     fields = model.model_fields
     try:
         asked = ask(body, headers, state.defaults, name, state.decode)
+        asked.extras.arguments |= state.models.arguments_of(name, tag)
         streams = await submitted(
             asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
         )

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from actorllm.actors.actor import own_class
 from actorllm.actors.child import receive_frame, send_frame
-from actorllm.errors import ActorLLMError, PeerLostError
+from actorllm.errors import ActorLLMError, EngineError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ class ControlLine:
             send_frame(self._control, op, fds, **fields)
         except OSError as error:
             raise PeerLostError(f"the other process does not listen: {os.strerror(error.errno or 0)}") from error
+        except ValueError as error:  # too long for a frame
+            raise EngineError(str(error)) from error
 
 
 class _Question:

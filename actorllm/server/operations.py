@@ -57,23 +57,24 @@ def takes(model: type[Body]) -> dict[str, Any]:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    model = state.engine.config.model
+    model, adapter = state.engine.config.model, state.models.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "actorllm",
-        "root": model.name,
-        "parent": None,
+        "root": model.name if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else adapter.base_model_name or state.model_names[0],
         "max_model_len": model.max_model_len,
     }
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model, by every name it is served under."""
+    """The model, by every name it is served under, and its adapters."""
     state = state_of(request)
-    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+    names = [*state.models.names, *state.models.adapters]
+    return JSONResponse({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")

@@ -17,12 +17,13 @@ from actorllm.api.async_llm import AsyncLLM
 from actorllm.client.engine import Engine
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
-from actorllm.errors import EngineDrainingError
+from actorllm.errors import ConfigError, EngineDrainingError, InvalidParameterError
 from actorllm.server.board import Board
 from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
 from actorllm.server.responses.kept import KeptResponses
 from actorllm.server.sampling import Defaults
+from actorllm.server.served_models import ServedModels
 
 if TYPE_CHECKING:
     from actorllm.server.tracing import Tracing
@@ -47,7 +48,7 @@ class ServerState:
     def __init__(
         self,
         llm: AsyncLLM,
-        model_names: Sequence[str],
+        models: ServedModels,
         defaults: Defaults,
         max_concurrent_requests: int | None,
         created: int,
@@ -55,7 +56,8 @@ class ServerState:
     ) -> None:
         """created: when, in epoch seconds, which is what clients are told of the model. tool_call_parser: as in `create_app`."""
         self.llm = llm
-        self.model_names = tuple(model_names)
+        self.models = models
+        self.loading_adapter = anyio.Lock()
         self.defaults = defaults
         self.created = created
         self.is_draining = False
@@ -108,17 +110,22 @@ class ServerState:
         engine = self.engine
         return engine.prompts.tokenizer.decode(ids) if engine.config.model.tokenizer is not None else ""
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Of the engine's model, without its adapters."""
+        return self.models.names
+
     def check_model(self, name: str | None, tag: str = "") -> str:
-        """What answers call the model: as the request did. tag: what may stand behind its name. Raises ApiError for another one."""
-        if not name:
-            return self.model_names[0]
-        if name not in self.model_names and not (tag and name.removesuffix(tag) in self.model_names):
-            raise ApiError(
-                404,
-                f"model={name!r:.120} does not exist; this server has {', '.join(map(repr, self.model_names))}",
-                "model",
-            )
-        return name
+        """As `ServedModels.check`."""
+        return self.models.check(name, tag)
+
+    async def load_adapters(self) -> None:
+        """Have the workers read the adapters that the server begins with. Raises ConfigError for one that does not fit."""
+        for adapter in list(self.models.adapters.values()):
+            try:
+                await self.llm.add_lora(adapter)
+            except InvalidParameterError as error:
+                raise ConfigError(f"lora_modules: {adapter.lora_name!r}: {error}") from error
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:

@@ -32,11 +32,12 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 async def warm_up(app: FastAPI) -> None:
     """Start the engine of an application of `create_app`, and make its first request as quick as the next ones.
 
-    Raises what keeps the engine from starting. What takes longer than `intake_timeout_s` is left to the requests, which
-    that limit ends as well.
+    Raises what keeps the engine from starting, and ConfigError for an adapter that does not fit the model. What takes longer
+    than `intake_timeout_s` is left to the requests, which that limit ends as well.
     """
     state: ServerState = app.state.server
     await state.llm.start()
+    await state.load_adapters()
     model = state.engine.config.model
     if model.tokenizer is None:
         return

@@ -58,9 +58,12 @@ class EngineOptions(VLLMOptions, total=False):
     """On CUDA: record no graphs. The CPU has none."""
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
     """'dummy': random weights, made from seed."""
-    quantization: Annotated[Literal["int8", "compressed-tensors"] | None, None]
-    """'int8': round the weights to 8 bits while they are read, on a CPU; 'compressed-tensors': they are in the files; None: as
-    config.json says."""
+    quantization: Annotated[
+        Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf"] | None,
+        None,
+    ]
+    """'int8', 'int4': round the weights to so many bits while they are read, on a CPU; 'int4-g64', 'int4-g128': in larger groups;
+    'compressed-tensors', 'gptq', 'awq', 'fp8', 'gguf': the files are quantized; None: as config.json says."""
     model_impl: Annotated[Literal["auto", "vllm", "transformers"], "auto"]
     """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
     runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]

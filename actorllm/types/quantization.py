@@ -10,40 +10,86 @@ from typing import Any
 from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelError
 
 INT8 = "int8"
-COMPRESSED_TENSORS = "compressed-tensors"
-METHODS = (INT8, COMPRESSED_TENSORS)
+COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
+INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
+"""Inputs that share a scale, by the methods that round to 4 bits."""
+ROUNDING = (INT8, *INT4_GROUPS)
+"""Methods that round the weights of a plain model while it is loaded."""
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF)
 
-FIELDS: dict[str, Any] = {
-    "format": "int-quantized",
-    "weights.num_bits": 8,
-    "weights.type": "int",
-    "weights.symmetric": True,
-    "weights.strategy": "channel",
-    "weights.dynamic": False,
-    "input_activations.num_bits": 8,
-    "input_activations.type": "int",
-    "input_activations.symmetric": True,
-    "input_activations.strategy": "token",
-    "input_activations.dynamic": True,
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "int-quantized": {
+        "weights.num_bits": 8,
+        "weights.type": "int",
+        "weights.symmetric": True,
+        "weights.strategy": "channel",
+        "weights.dynamic": False,
+        "input_activations.num_bits": 8,
+        "input_activations.type": "int",
+        "input_activations.symmetric": True,
+        "input_activations.strategy": "token",
+        "input_activations.dynamic": True,
+    },
+    "pack-quantized": {
+        "weights.num_bits": (4, 8),
+        "weights.type": "int",
+        "weights.symmetric": (True, False),
+        "weights.strategy": ("group", "channel"),
+        "weights.dynamic": False,
+        "input_activations": None,
+    },
+    "float-quantized": {
+        "weights.num_bits": 8,
+        "weights.type": "float",
+        "weights.symmetric": True,
+        "weights.strategy": ("tensor", "channel", "block"),
+        "weights.dynamic": False,
+    },
 }
-"""What a group of a compressed-tensors checkpoint must say, by the names of its fields."""
+"""What a group of a compressed-tensors checkpoint must say, by its format and the names of its fields; several values: one of
+them."""
 
-OPTIONAL = ("weights.dynamic",)
+OPTIONAL = ("weights.dynamic", "weights.symmetric")
 """Fields that a checkpoint may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """A checkpoint with int8 weights, one scale for each output, and activations that are quantized by token."""
+    """How the linear layers of a checkpoint are stored."""
 
-    ignored: tuple[str, ...]
+    method: str
+    """quant_method of config.json."""
+    layout: str
+    """A format of compressed-tensors, or the method."""
+    ignored: tuple[str, ...] = ()
     """Layers that are not quantized: names, or patterns behind "re:"."""
+    ignored_parts: tuple[str, ...] = ()
+    """Layers that are not quantized: what their names have in them."""
+    bits: int = 8
+    group: int | None = None
+    """Inputs that share a scale; None: all of them."""
+    is_symmetric: bool = True
+    has_order: bool = False
+    """Inputs were quantized in another order, so that those of a group are not neighbours (desc_act, actorder)."""
+    block: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale of floats of 8 bits; None: as the shape of the scales says."""
+    file: str = ""
+    """Of GGUF: where the tensors are."""
+    zero_offset: int = 0
+    """Added to the zero points of the files."""
 
     def quantizes(self, name: str) -> bool:
         """Whether the linear layer of this name is quantized."""
+        if any(part in name for part in self.ignored_parts):
+            return False
         return not any(
             re.match(each[3:], name) is not None if each.startswith("re:") else each == name for each in self.ignored
         )
+
+
+def bits_of(method: str) -> int:
+    """Of the weights that this method makes of plain ones."""
+    return 4 if method in INT4_GROUPS else 8
 
 
 def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
@@ -57,62 +103,174 @@ def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     if not isinstance(tree, dict):
         raise CorruptModelError(f"config.json: quantization_config is {tree!r}, an object is needed")
     method = tree.get("quant_method", "unknown")
-    if method != COMPRESSED_TENSORS:
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        known = ", ".join(map(repr, READERS))
         raise UnsupportedModelError(
             f"quantized weights ({method}) are not supported; use the original model (config.json says so in "
-            f"quantization_config.quant_method; {COMPRESSED_TENSORS!r} is read)"
+            f"quantization_config.quant_method; {known} are read)"
         )
-    ignored = _ignored(tree)
+    return reader(tree)
+
+
+def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    ignored = _names(tree, "ignore")
     groups = tree.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise CorruptModelError(f"config.json: quantization_config.config_groups is {groups!r}, objects are needed")
     if len(groups) > 1:
         raise UnsupportedModelError(
-            f"quantized weights ({method}) are not supported: quantization_config.config_groups has {len(groups)} schemes; "
-            f"one is read"
+            f"quantized weights ({COMPRESSED_TENSORS}) are not supported: quantization_config.config_groups has {len(groups)} "
+            f"schemes; one is read"
         )
     ((name, group),) = groups.items()
-    _check_group(f"quantization_config.config_groups.{name}", group, tree)
+    where = f"quantization_config.config_groups.{name}"
+    layout = group.get("format") or tree.get("format")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise _unknown("quantization_config.format", layout, tuple(LAYOUTS))
+    _check_group(where, group, LAYOUTS[layout])
     for field in ("kv_cache_scheme", "sparsity_config"):
         inner = tree.get(field)
         if inner and not (isinstance(inner, dict) and inner.get("format") == "dense"):
             raise _unknown(f"quantization_config.{field}", inner, None)
-    return QuantizedCheckpoint(ignored)
+    weights = group["weights"]
+    size = None
+    if weights["strategy"] == "group":
+        size = _integer(f"{where}.weights.group_size", weights.get("group_size"))
+    return QuantizedCheckpoint(
+        COMPRESSED_TENSORS,
+        layout,
+        ignored,
+        bits=weights["num_bits"],
+        group=size,
+        is_symmetric=weights.get("symmetric") is not False,
+        has_order=weights.get("actorder") in ("group", "dynamic"),
+    )
 
 
-def _ignored(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    ignored = tree.get("ignore") or []
-    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
-        raise CorruptModelError(f"config.json: quantization_config.ignore is {ignored!r}, a list of names is needed")
-    for pattern in (name[3:] for name in ignored if name.startswith("re:")):
+def _gptq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """Format: https://github.com/ModelCloud/GPTQModel."""
+    for field in ("dynamic", "modules_in_block_to_quantize"):
+        if tree.get(field):
+            raise _unknown(f"quantization_config.{field}", tree[field], None, GPTQ)
+    bits = _one_of(tree, "bits", (4, 8), GPTQ)
+    layout = _one_of(tree, "checkpoint_format", ("gptq", "gptq_v2"), GPTQ, "gptq")
+    return QuantizedCheckpoint(
+        GPTQ,
+        GPTQ,
+        () if _one_of(tree, "lm_head", (True, False), GPTQ, False) else ("lm_head",),
+        bits=bits,
+        group=_group_size(tree, "group_size"),
+        is_symmetric=_one_of(tree, "sym", (True, False), GPTQ, True),
+        has_order=_one_of(tree, "desc_act", (True, False), GPTQ, False),
+        zero_offset=int(layout == "gptq"),
+    )
+
+
+def _awq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """Format: https://github.com/casper-hansen/AutoAWQ, "gemm"."""
+    bits = _one_of(tree, "w_bit" if "w_bit" in tree else "bits", (4,), AWQ)
+    _one_of({**tree, "version": str(tree.get("version", "gemm")).lower()}, "version", ("gemm",), AWQ)
+    return QuantizedCheckpoint(
+        AWQ,
+        AWQ,
+        ("lm_head",),
+        _names(tree, "modules_to_not_convert"),
+        bits=bits,
+        group=_group_size(tree, "q_group_size" if "q_group_size" in tree else "group_size"),
+        is_symmetric=not _one_of(tree, "zero_point", (True, False), AWQ, True),
+    )
+
+
+def _fp8(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """Floats of 8 bits, with one scale for each tensor, output or block. Activations are not rounded to it here."""
+    _one_of(tree, "fmt", ("e4m3", "float8_e4m3fn"), FP8, "e4m3")
+    found = tree.get("weight_block_size")
+    if found is not None:
+        if not isinstance(found, list) or len(found) != 2:
+            raise _unknown("quantization_config.weight_block_size", found, [128, 128], FP8)
+        for size in found:
+            _integer("quantization_config.weight_block_size", size)
+    ignored = _names(tree, "ignored_layers")
+    return QuantizedCheckpoint(
+        FP8,
+        FP8,
+        (*ignored, "lm_head"),
+        _names(tree, "modules_to_not_convert"),
+        block=None if found is None else (found[0], found[1]),
+    )
+
+
+def _gguf(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """What `gguf_model` has written."""
+    file = tree.get("file")
+    if not isinstance(file, str):
+        raise CorruptModelError(
+            f"config.json: quantization_config.file is {file!r:.200}, the path of a GGUF file is needed"
+        )
+    return QuantizedCheckpoint(GGUF, GGUF, file=file)
+
+
+READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf}
+
+
+def _integer(field: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CorruptModelError(f"config.json: {field} is {value!r}, a positive integer is needed")
+    return value
+
+
+def _group_size(tree: Mapping[str, Any], field: str) -> int | None:
+    value = tree.get(field, -1)
+    return None if value == -1 and not isinstance(value, bool) else _integer(f"quantization_config.{field}", value)
+
+
+def _one_of(tree: Mapping[str, Any], field: str, known: tuple[Any, ...], method: str, default: Any = None) -> Any:
+    value = tree.get(field)
+    if value is None:
+        value = default
+    if not _is_one_of(value, known):
+        raise _unknown(f"quantization_config.{field}", value, known, method)
+    return value
+
+
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    return any(value == one and type(value) is type(one) for one in known)
+
+
+def _names(tree: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    names = tree.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptModelError(f"config.json: quantization_config.{field} is {names!r}, a list of names is needed")
+    for pattern in (name[3:] for name in names if name.startswith("re:")):
         try:
             re.compile(pattern)
         except re.error as error:
             raise CorruptModelError(
-                f"config.json: quantization_config.ignore has {pattern!r}, which is no pattern: {error}"
+                f"config.json: quantization_config.{field} has {pattern!r}, which is no pattern: {error}"
             ) from error
-    return tuple(ignored)
+    return tuple(names)
 
 
-def _check_group(where: str, group: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+def _check_group(where: str, group: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """fields: what must be there (`LAYOUTS`)."""
     if group.get("targets") != ["Linear"]:
         raise _unknown(f"{where}.targets", group.get("targets"), ["Linear"])
-    for field, wanted in FIELDS.items():
+    for field, wanted in fields.items():
         part, _, key = field.partition(".")
+        found = group.get(part)
         if key:
-            scheme = group.get(part)
-            found, place = scheme.get(key) if isinstance(scheme, dict) else None, f"{where}.{field}"
-        else:  # of the group, or of all of them
-            found, place = group.get(part) or tree.get(part), f"quantization_config.{field}"
+            found = found.get(key) if isinstance(found, dict) else None
         if found is None and field in OPTIONAL:
             continue
-        if found != wanted or type(found) is not type(wanted):
-            raise _unknown(place, found, wanted)
+        if not _is_one_of(found, wanted if isinstance(wanted, tuple) else (wanted,)):
+            raise _unknown(f"{where}.{field}", found, wanted)
 
 
-def _unknown(field: str, found: Any, wanted: Any) -> UnsupportedModelError:
+def _unknown(field: str, found: Any, wanted: Any, method: str = COMPRESSED_TENSORS) -> UnsupportedModelError:
+    known = " or ".join(map(repr, wanted)) if isinstance(wanted, tuple) else repr(wanted)
     return UnsupportedModelError(
-        f"quantized weights ({COMPRESSED_TENSORS}) are not supported: {field} is {found!r}, {wanted!r} is read"
+        f"quantized weights ({method}) are not supported: {field} is {found!r:.200}, {known} is read"
     )
 
 
@@ -122,21 +280,24 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
     Raises ConfigError for a value that is not known, or that contradicts the checkpoint.
     """
     if wanted is not None and wanted not in METHODS:
-        known = " or ".join(map(repr, METHODS))
+        known = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
         raise ConfigError(f"quantization={wanted!r} is not supported; use {known}, or leave it at None")
     if has_module:
         return None
+    method: str | None = wanted
     tree = hf.get("quantization_config")
     if tree is None:
-        if wanted == COMPRESSED_TENSORS:
+        if wanted in READERS:
             raise ConfigError(
                 f"quantization={wanted!r}: config.json has no quantization_config, so the weights are not quantized; use "
                 f"{INT8!r}, or leave it at None"
             )
-        return None if wanted is None else INT8
-    if wanted == INT8:
-        method = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
+        return method
+    found = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
+    if wanted in ROUNDING:
         raise ConfigError(
-            f"quantization={wanted!r}: the weights of this model are quantized already ({method}); leave it at None"
+            f"quantization={wanted!r}: the weights of this model are quantized already ({found}); leave it at None"
         )
-    return COMPRESSED_TENSORS if isinstance(tree, dict) and tree.get("quant_method") == COMPRESSED_TENSORS else None
+    if wanted is not None and wanted != found:
+        raise ConfigError(f"quantization={wanted!r}: config.json says {found!r}; leave it at None")
+    return found if found in READERS else None

@@ -78,7 +78,7 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "cohere_is_reasoning_model": ServeOption("warned", "there is no API of Cohere's for chats"),
     "cohere_format": ServeOption("warned", "there is no API of Cohere's for chats"),
     "anthropic_disabled_thinking_effort": ServeOption("warned", "thinking is the chat template's"),
-    "lora_modules": ServeOption("refused", "the server chooses no adapters yet; programs do, by lora_request"),
+    "lora_modules": ServeOption("taken", "the folders are on the machine of the server"),
     # How they are answered.
     "response_role": ServeOption("taken"),
     "return_tokens_as_token_ids": ServeOption("taken"),
@@ -129,7 +129,6 @@ class VLLMServeOptions:
     cohere_is_reasoning_model: bool = True
     cohere_format: str = "cmd4"
     anthropic_disabled_thinking_effort: str = "auto"
-    lora_modules: str | None = None
     enable_prompt_tokens_details: bool = False
     enable_request_id_headers: bool = False
     enable_per_request_metrics: bool = False

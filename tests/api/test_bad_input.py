@@ -276,7 +276,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], None], type[ActorLLMError], list[s
 }
 BAD_CONFIGS: list[tuple[dict[str, Any], type[ActorLLMError], list[str]]] = [
     ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, ["'MambaForCausalLM'", "LlamaForCausalLM"]),
-    ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, ["quantized", "awq"]),
+    ({"quantization_config": {"quant_method": "aqlm"}}, UnsupportedModelError, ["quantized", "aqlm"]),
     ({"rope_parameters": {"rope_type": "spiral"}}, CorruptModelError, ["LlamaForCausalLM cannot be built", "'spiral'"]),
     ({"hidden_size": 512}, CorruptModelError, ["shape (4096, 256)", "(4096, 512)"]),
     ({"num_hidden_layers": 5}, CorruptModelError, ["model.layers.4"]),

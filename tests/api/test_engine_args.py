@@ -61,7 +61,7 @@ def test_defaults_are_not_shared() -> None:
         ({"max_model_length": 5}, UnknownArgumentError, ["'max_model_length'", "did you mean 'max_model_len'"]),
         ({"max_num_seqs": 0}, ConfigError, ["max_num_seqs=0", "positive"]),
         ({"pipeline_parallel_size": 2}, ConfigError, ["pipeline_parallel_size=2", "leave it at 1"]),
-        ({"quantization": "awq"}, ConfigError, ["quantization='awq'", "leave it at None"]),
+        ({"quantization": "aqlm"}, ConfigError, ["quantization='aqlm'", "leave it at None"]),
         ({"enable_sleep_mode": True}, ConfigError, ["enable_sleep_mode=True", "leave it at False"]),
         ({"model": "/nowhere"}, ModelNotFoundError, ["/nowhere"]),
     ],

@@ -20,8 +20,10 @@ from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
+from actorllm.server.served_models import ServedModels
 from actorllm.text.chat_template import Conversation
 from actorllm.types.params import RequestOutputKind
+from tests.model.adapters.lora_folders import write_adapter
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
@@ -273,6 +275,16 @@ def test_another_name_for_the_model(tmp_path: Path) -> None:
     assert found["a"]["response"]["body"]["model"] == "mine"
 
 
+def test_the_model_of_a_line_may_be_an_adapter(tmp_path: Path) -> None:
+    layers = {f"model.layers.{i}.self_attn.o_proj": (256, 256) for i in range(4)}
+    write_adapter(tmp_path / "sql", layers, size=3.0)
+    lines = [line("base", temperature=0), line("sql", temperature=0, model="sql"), line("wrong", model="other")]
+    found = run(tmp_path, lines, "--enable-lora", "--lora-modules", f"sql={tmp_path / 'sql'}")
+    assert found["sql"]["response"]["body"]["model"] == "sql"
+    assert choices(found["sql"])[0]["text"] != choices(found["base"])[0]["text"]
+    assert found["wrong"]["response"]["status_code"] == 404
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -282,6 +294,7 @@ def test_another_name_for_the_model(tmp_path: Path) -> None:
         (["in", "other"], "line 1 of the output"),
         (["in", "out", "--max-concurrency", "0"], "max_concurrency=0"),
         (["in", "out", "--model", "nowhere"], "no model 'nowhere'"),
+        (["in", "out", "--lora-modules", "a=b"], "--enable-lora"),
     ],
 )
 def test_bad_files(
@@ -400,7 +413,7 @@ def model() -> ModelConfig:
 
 def parse(tree: Any, **defaults: Any) -> Any:
     found = Defaults(sampling=defaults, max_prompt_characters=10_000)
-    return BatchReader(model(), ["storyteller"], found, str).read(json.dumps(tree).encode())
+    return BatchReader(model(), ServedModels(["storyteller"]), found, str).read(json.dumps(tree).encode())
 
 
 def test_parameters_that_are_not_given_are_those_that_the_model_recommends() -> None:

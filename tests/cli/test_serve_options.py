@@ -15,6 +15,7 @@ from actorllm.cli.config_file import with_config
 from actorllm.errors import ConfigError
 from actorllm.server import launcher
 from actorllm.types.serve_options import SERVE_OPTIONS, VLLMServeOptions
+from tests.model.adapters.lora_folders import write_adapter
 
 
 def names_of_serve() -> set[str]:
@@ -153,3 +154,18 @@ def test_parsers_of_plug_in_files(run: Any, tmp_path: Path, capsys: pytest.Captu
         (tmp_path / "json.py").touch()
         assert main(["serve", "--tool-parser-plugin", wrong, "--tool-call-parser", "Mine"]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_adapters_are_named_on_the_command_line(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        write_adapter(tmp_path / name, {"model.layers.0.self_attn.o_proj": (256, 256)})
+    as_json = f'{{"name": "b", "path": "{tmp_path / "b"}", "base_model_name": "tale"}}'
+    adapts = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"a={tmp_path / 'a'}", as_json)
+    llm, app = run(*adapts)
+    assert llm.config.lora.max_loras == 2
+    adapters = app.state.server.models.adapters
+    assert [(one.lora_name, one.base_model_name) for one in adapters.values()] == [("a", None), ("b", "tale")]
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    run(*adapts)
+    with pytest.raises(ConfigError, match=r"--api-processes 2: .*unset VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        serve.serve("storyteller", api_processes=2)

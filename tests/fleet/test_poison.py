@@ -40,8 +40,12 @@ def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("is_attached", [False, True], ids=["own", "attached"])
-async def test_it_fails_alone_and_is_tried_on_one_replica(fleet: tuple[AsyncLLM, int], is_attached: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_attached", "num_deadly"), [(False, 1), (True, 1), (False, 3)], ids=["own", "attached", "three"]
+)
+async def test_it_fails_alone_and_is_tried_on_one_replica(
+    fleet: tuple[AsyncLLM, int], is_attached: bool, num_deadly: int
+) -> None:
     """Also if it is of a program that has joined, as is half of the others."""
     owner, deadly = fleet
     await owner.start()
@@ -56,7 +60,7 @@ async def test_it_fails_alone_and_is_tried_on_one_replica(fleet: tuple[AsyncLLM,
         found[number] = list(output.outputs[0].token_ids)
 
     async def die(number: int) -> None:
-        with pytest.raises(RequestFailedError, match="died"):
+        with pytest.raises(RequestFailedError, match=r"died 2 times"):
             await run(number, [5, deadly, number])
 
     prompts = {number: [5, 6, 7 + number] for number in range(12)}

@@ -50,8 +50,18 @@ from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
             {"architectures": ["Phi3ForCausalLM"]},
             marks=pytest.mark.slow(reason="ranks as processes; two families stand for all"),
         ),
+        pytest.param(
+            (2,),
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 33,
+            },
+            marks=pytest.mark.slow(reason="ranks as processes; two families stand for all"),
+        ),
     ],
-    ids=["qwen3", "llama", "olmo2", "gemma3", "phi3"],
+    ids=["qwen3", "llama", "olmo2", "gemma3", "phi3", "qwen3-moe"],
 )
 def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
     """More ranks than key heads, a vocabulary and an MLP that do not divide evenly, biases that must be added once."""

@@ -166,7 +166,7 @@ def test_the_progress_bar_goes_to_standard_error(
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
         ({"head_dim": 15}, "odd"),
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2}, "alternating"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 2}, "linear_attention"),

@@ -18,9 +18,11 @@ import httpx
 import orjson
 import pytest
 
+from tests.model.adapters.lora_folders import write_adapter
 from tests.server.certificates import certified
 from tests.server.live_server import Server, becomes_true, hang_up, sample, serve_command
 
+TEXT = re.compile(rb'"text":"([^"]*)"')
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
 
 
@@ -32,6 +34,24 @@ def server() -> Iterator[Server]:
     assert status == 0, log
     assert "Traceback" not in log
     assert not any(name.startswith("actorllm") for name in os.listdir("/dev/shm"))
+
+
+@pytest.mark.slow
+def test_every_process_knows_the_adapters_of_the_command_line(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "sql", {"model.layers.0.self_attn.o_proj": (256, 256)}, size=3.0)
+    made = Server(
+        "--api-processes", "2", "--num-threads", "1", "--enable-lora", "--lora-modules", f"sql={tmp_path / 'sql'}"
+    )
+    try:
+        streams = [Stream(made, model=model, temperature=0) for model in ("sql", "storyteller") for _ in range(8)]
+        assert {stream.served_by(api_pids(made)) for stream in streams} == set(api_pids(made))
+        texts = [b"".join(TEXT.findall(stream.read()))[:200] for stream in streams]
+        print(*texts, sep="\n")
+        assert texts[0] != texts[8]
+        assert texts == [texts[0]] * 8 + [texts[8]] * 8
+    finally:
+        status, log = made.stop()
+    assert status == 0, log
 
 
 def api_pids(server: Server) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
 from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -43,6 +44,7 @@ SWITCHES = frozenset(
         "norms_outputs",
         "activation='gelu_tanh'",
         "embedding_scale",
+        "experts",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -79,12 +81,21 @@ class DecoderLayer:
         outputs = torch.arange(tensors.qkv.out_features)
         outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
         self.qkv = linear(tensors.qkv.reordered(outputs))
-        self.output, self.gate_up, self.down = linear(tensors.output), linear(tensors.gate_up), linear(tensors.down)
+        self.output = linear(tensors.output)
+        self.experts: Experts | None = None
+        if tensors.experts is not None:
+            assert config.experts is not None
+            self.experts = Experts(config.experts, tensors.experts, self.activation)
+        else:
+            assert tensors.gate_up is not None
+            assert tensors.down is not None
+            self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
         if adapters is not None and targets is not None:
             self.qkv = adapters.adapt(self.qkv, [target.reordered(outputs) for target in targets["qkv"]])
             self.output = adapters.adapt(self.output, targets["output"])
-            self.gate_up = adapters.adapt(self.gate_up, targets["gate_up"])
-            self.down = adapters.adapt(self.down, targets["down"])
+            if self.experts is None:
+                self.gate_up = adapters.adapt(self.gate_up, targets["gate_up"])
+                self.down = adapters.adapt(self.down, targets["down"])
         self.input_norm, self.output_norm = norm(tensors.input_norm), norm(tensors.output_norm)
         self.mlp_norm, self.mlp_output_norm = norm(tensors.mlp_norm), norm(tensors.mlp_output_norm)
         self.qk_norm: QKNorm | WholeQKNorm | None = None
@@ -106,11 +117,22 @@ class DecoderLayer:
             self._ranks.sum_(part)
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
-        gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
-        part = self.down(self.activation(gate).mul_(up))
+        if self.experts is None:
+            gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
+            part = self.down(self.activation(gate).mul_(up))
+        else:
+            part = self.experts(seen)
         if self._is_shared:
             self._ranks.sum_(part)
         return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that one row reads."""
+        attention = self.qkv.num_bytes + self.output.num_bytes
+        if self.experts is not None:
+            return attention + self.experts.num_bytes
+        return attention + self.gate_up.num_bytes + self.down.num_bytes
 
     def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
         """Normalise and rotate queries and keys in place, in float32 inside."""
@@ -204,7 +226,7 @@ class Decoder:
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
         self.lm_head: Linear | None = None
         if config.has_head:
-            self.lm_head = linear(tensors.head() or form.of(self.embedding))
+            self.lm_head = linear(tensors.head() or form.head_of(self.embedding))
         tensors.close()
 
     @property
@@ -215,8 +237,8 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that one decode step reads."""
-        linears = [linear for y in self.layers for linear in (y.qkv, y.output, y.gate_up, y.down)]
-        return sum(linear.num_bytes for linear in [*linears, *([self.lm_head] if self.lm_head is not None else [])])
+        head = 0 if self.lm_head is None else self.lm_head.num_bytes
+        return head + sum(layer.num_bytes for layer in self.layers)
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""

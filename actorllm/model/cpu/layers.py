@@ -15,6 +15,9 @@ import torch
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.linear import Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
+from actorllm.model.linear.side_by_side import SideBySide, SideBySideLinear
+from actorllm.model.quantization.int4 import Int4
+from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
 
@@ -68,6 +71,10 @@ def linear(weight: LinearWeight) -> Linear:
     """What computes with this weight here."""
     if isinstance(weight, Int8):
         return Int8Linear(weight)
+    if isinstance(weight, Int4):
+        return Int4Linear(weight)
+    if isinstance(weight, SideBySide):
+        return SideBySideLinear([linear(part) for part in weight.parts])
     if not isinstance(weight, Dense):
         raise UnsupportedModelError(f"weights of the form {type(weight).__name__} are not supported on the CPU")
     form = WidenedLinear if widens(weight.weight.dtype) else PackedLinear

@@ -30,14 +30,14 @@ from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
-from actorllm.model.quantization import form_of
+from actorllm.model.quantization import form_of, open_weights, rounding_of
+from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
-from actorllm.model.weights import open_weights
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
@@ -149,10 +149,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _tell_speed(self) -> None:
         size = self.model_config.hidden_size
-        found = measured(4 * size, size, self.dtype, linear)
+        form = rounding_of(self.config.model)
+        found = measured(4 * size, size, self.dtype, linear, form)
         logger.log(
             logging.WARNING if found.is_slower else logging.INFO,
-            "products of 8 bits are %.2f times as fast here as those of %s for one row, %.2f times for a prompt%s",
+            "products of %d bits are %.2f times as fast here as those of %s for one row, %.2f times for a prompt%s",
+            4 if isinstance(form, Int4Weights) else 8,
             found.decode,
             self.config.model.dtype,
             found.prompt,

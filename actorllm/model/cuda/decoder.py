@@ -291,6 +291,8 @@ class DeviceLayer:
     def __init__(self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
         """window: 0: all keys. rope: cosines and sines."""
         self.qkv, self.output = linear(tensors.qkv), linear(tensors.output)
+        assert tensors.gate_up is not None, "models with experts have no fused forward here"
+        assert tensors.down is not None
         self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
         self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
         self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)

@@ -56,9 +56,9 @@ from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import StepInputs
 from actorllm.model.processors import processors_of
+from actorllm.model.quantization import open_weights
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
-from actorllm.model.weights import open_weights
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:

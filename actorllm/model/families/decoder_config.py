@@ -42,6 +42,26 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The MLPs of a layer of which each token takes some (Shazeer et al., arXiv:1701.06538)."""
+
+    num_experts: int
+    num_active: int
+    """That a token takes: those with the highest scores of the router."""
+    intermediate_size: int
+    """Of one expert."""
+    normalizes: bool
+    """The weights of the experts of a token sum to 1; else they are those of a softmax over all experts."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others have one MLP."""
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    """With the number of the expert behind it."""
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The shape of a model and the switches in which the families differ."""
 
@@ -76,6 +96,8 @@ class DecoderConfig:
     """What attention and MLP add to the residual stream goes through a norm."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
+    experts: ExpertShape | None = None
+    """Of the layers that have experts in the place of the MLP."""
 
     @property
     def switches(self) -> frozenset[str]:

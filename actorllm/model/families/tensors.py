@@ -7,7 +7,7 @@ needs little more memory than the model. Called by the decoders of all backends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,13 +22,29 @@ from actorllm.model.weights import ALL, Weights
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """The experts of one layer, which are read while they are iterated over: gate and up side by side, and down, of each."""
+
+    router: torch.Tensor
+    """float32 [num_experts, hidden_size]: of all experts."""
+    numbers: range
+    """The experts of this rank."""
+    read: Callable[[int], tuple[LinearWeight, LinearWeight]]
+
+    def __iter__(self) -> Iterator[tuple[LinearWeight, LinearWeight]]:
+        return map(self.read, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One layer, as the checkpoint has it; a norm that the shape does not have is None."""
 
     qkv: LinearWeight
     output: LinearWeight
-    gate_up: LinearWeight
-    down: LinearWeight
+    gate_up: LinearWeight | None
+    down: LinearWeight | None
+    experts: ExpertTensors | None
+    """In the place of gate_up and down."""
     input_norm: torch.Tensor | None
     output_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -89,15 +105,22 @@ class DecoderTensors:
         elif c.qk_norm == "all_heads":
             q_norm = self._norm(prefix + names.qk_norms[0], q_size, self._part(q_part))
             qk_norms = q_norm, self._norm(prefix + names.qk_norms[1], kv_size, self._part(kv_part))
+        gate_up = down = experts = None
+        if self._has_experts(index):
+            experts = self._experts(prefix)
+        else:
+            gate_up = self._side_by_side(
+                prefix, names.gate_up, (c.intermediate_size,) * 2, (inner_part,) * 2, c.has_mlp_bias
+            )
+            down = self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias)
         return LayerTensors(
             qkv=self._side_by_side(
                 prefix, names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), c.has_qkv_bias
             ),
             output=self._summed(prefix + names.output, q_size, q_part, c.has_output_bias),
-            gate_up=self._side_by_side(
-                prefix, names.gate_up, (c.intermediate_size,) * 2, (inner_part,) * 2, c.has_mlp_bias
-            ),
-            down=self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias),
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
             input_norm=norm(names.input_norm, c.norms_inputs),
             output_norm=norm(names.output_norm, c.norms_outputs),
             mlp_norm=norm(names.mlp_norm, c.norms_inputs),
@@ -129,12 +152,14 @@ class DecoderTensors:
             whole = torch.arange(c.hidden_size)
             return [AdaptedLayer(prefix + name, c.hidden_size, size, whole, self._part(part), slice(0, c.hidden_size))]
 
-        return {
+        found = {
             "qkv": side_by_side(names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part)),
             "output": summed(names.output, q_size, q_part),
-            "gate_up": side_by_side(names.gate_up, (inner, inner), (inner_part, inner_part)),
-            "down": summed(names.down, inner, inner_part),
         }
+        if not self._has_experts(index):
+            found["gate_up"] = side_by_side(names.gate_up, (inner, inner), (inner_part, inner_part))
+            found["down"] = summed(names.down, inner, inner_part)
+        return found
 
     def close(self) -> None:
         """All that is needed has been read. Raises CorruptModelError for a tensor that is left over."""
@@ -144,6 +169,26 @@ class DecoderTensors:
                 name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and needs_no_head)
             )
         )
+
+    def _has_experts(self, index: int) -> bool:
+        return self._config.experts is not None and self._config.experts.layers[index]
+
+    def _experts(self, prefix: str) -> ExpertTensors:
+        """Every rank has its part of each expert, as it has of an MLP."""
+        c, shape = self._config, self._config.experts
+        assert shape is not None
+        part = self._ranks.part(shape.intermediate_size)
+        sizes = (shape.intermediate_size,) * 2
+
+        def read(number: int) -> tuple[LinearWeight, LinearWeight]:
+            base = f"{prefix}{shape.experts}.{number}."
+            gate_up = self._side_by_side(base, shape.gate_up, sizes, (part, part), False)
+            return gate_up, self._summed(base + shape.down, shape.intermediate_size, part, False)
+
+        router = self._weights.take(
+            f"{prefix}{shape.router}.weight", shape.num_experts, c.hidden_size, dtype=torch.float32
+        )
+        return ExpertTensors(router.float(), range(shape.num_experts), read)
 
     def _part(self, part: slice) -> slice:
         """What one rank takes as a whole is not cut."""

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
-from actorllm.types.quantization import COMPRESSED_TENSORS, read_checkpoint
+from actorllm.types.quantization import read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
 
@@ -47,9 +47,10 @@ def check_release(architecture: str) -> None:
 def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
     """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
     architecture, kind = model.architecture, hf.get("model_type")
-    if read_checkpoint(hf) is not None:
+    scheme = read_checkpoint(hf)
+    if scheme is not None:
         raise UnsupportedModelError(
-            f"quantized weights ({COMPRESSED_TENSORS}) are not supported through transformers; use the original model"
+            f"quantized weights ({scheme.method}) are not supported through transformers; use the original model"
         )
     if kind not in CONFIG_MAPPING:
         if hf.get("auto_map"):

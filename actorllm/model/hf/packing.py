@@ -8,7 +8,10 @@ checks the logits afterwards.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from actorllm.model.cpu.layers import linear
@@ -43,6 +46,7 @@ def pack(model: torch.nn.Module, form: Form = Dense) -> int:
     form: what the weights become. Returns how many bytes fewer a step reads of them.
     """
     packed: dict[torch.nn.Module, PackedModule] = {}
+    head: Any = cast(Any, model).get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     num_saved = 0
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -50,9 +54,11 @@ def pack(model: torch.nn.Module, form: Form = Dense) -> int:
                 if child not in packed:
                     weight = child.weight.detach()
                     bias = None if child.bias is None else child.bias.detach()
-                    made = (Dense if name in ROUTERS else form).of(
-                        weight.T if isinstance(child, Conv1D) else weight, bias
-                    )
+                    plain = weight.T if isinstance(child, Conv1D) else weight
+                    if child is head:
+                        made = form.head_of(plain, bias)
+                    else:
+                        made = (Dense if name in ROUTERS else form).of(plain, bias)
                     num_saved += weight.numel() * weight.element_size() - made.num_bytes
                     packed[child] = PackedModule(made, weight.dtype)
                     del child.weight

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.inputs import StepInputs
+from actorllm.types.quantization import bits_of
 
 if TYPE_CHECKING:
     from actorllm.model.hf.plan import TransformersPlan
@@ -39,8 +40,9 @@ NUM_NOISES = 3
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """By how much a value and its neighbour in the type differ at most."""
 
-MAX_QUANTIZED = 0.25
-"""Rounding to 8 bits costs 0.02 to 0.05; a layer that multiplies by its weight in another way costs 1 and more."""
+MAX_QUANTIZED = {8: 0.25, 4: 0.5}
+"""By bits. Rounding to 8 costs 0.02 to 0.05, to 4 some 0.1 to 0.3; a layer that multiplies by its weight in another way costs 1
+and more."""
 
 Tokens = NDArray[np.int64]
 
@@ -116,10 +118,11 @@ def check_quantized(decoder: Probed, stock: Stock, method: str) -> None:
     """Raises UnsupportedModelError if rounding the weights has changed more than it may, or if the decoder fails."""
     with _refusing(decoder):
         distance = relative_error(_in_chunks(decoder, *stock.sequences), stock.logits)
-    if not distance <= MAX_QUANTIZED:
+    limit = MAX_QUANTIZED[bits_of(method)]
+    if not distance <= limit:
         raise UnsupportedModelError(
             f"quantization={method!r}: the logits of architecture {decoder.config.architecture!r} change by {distance:.2g} "
-            f"standard deviations, and {MAX_QUANTIZED} is the most that rounding may do; leave it at None"
+            f"standard deviations, and {limit} is the most that rounding may do; leave it at None"
         )
 
 

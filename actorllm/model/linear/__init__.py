@@ -1,9 +1,9 @@
 """The one seam for weights: whatever form a linear layer's weight has, a model holds it as a `Linear`.
 
-`LinearWeight` is a weight as a checkpoint has it. `sharded` reads a rank's part of it, `fused` puts several side by side. A
-backend makes a `Linear` of its own of it, in the layout that is fastest there (`model.cpu.layers.linear`,
-`model.cuda.linear.linear`). A new form of weight is a `LinearWeight`, and what each backend makes of it.
-`Form` says which one the layers of a model have.
+`LinearWeight` is a weight as a checkpoint has it; `fused` puts several side by side. `Form` says which one the layers of a model
+have, and reads a rank's part of each (`sharded`). A backend makes a `Linear` of its own of it, in the layout that is fastest there
+(`model.cpu.layers.linear`, `model.cuda.linear.linear`). A new form of weight is a `LinearWeight`, and what each backend makes
+of it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,12 @@ class LinearWeight(Linear):
 
     @classmethod
     @abstractmethod
-    def sharded(
-        cls,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> Self:
-        """Some outputs (rows) or inputs (columns) of the layer `name`. The bias belongs to the outputs."""
-
-    @classmethod
-    @abstractmethod
     def fused(cls, parts: Sequence[Self]) -> Self:
         """One product whose output is the concatenation of the given ones'."""
+
+    def joins(self, other: LinearWeight) -> bool:
+        """Whether `fused` can put the other one below this one."""
+        return type(self) is type(other)
 
     @abstractmethod
     def reordered(self, outputs: torch.Tensor) -> Self:
@@ -69,7 +58,10 @@ class Form(Protocol):
     """What the layers of a model are read as: a class of `LinearWeight`, or what chooses one for each layer by its name."""
 
     def of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-        """Of a weight of floats that is in memory, such as an embedding that is also the head."""
+        """Of a weight of floats that is in memory."""
+
+    def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        """Of the head, where it is in memory: it may be the embedding."""
 
     def sharded(
         self,
@@ -82,7 +74,7 @@ class Form(Protocol):
         columns: slice = ALL,
         has_bias: bool = False,
     ) -> LinearWeight:
-        """As `LinearWeight.sharded`."""
+        """Some outputs (rows) or inputs (columns) of the layer `name`. The bias belongs to the outputs."""
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         """As `LinearWeight.fused`; parts: what `sharded` made."""

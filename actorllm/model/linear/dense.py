@@ -26,6 +26,11 @@ class Dense(LinearWeight):
         return cls(weight, bias)
 
     @classmethod
+    def head_of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+        """As any other layer."""
+        return cls.of(weight, bias)
+
+    @classmethod
     def sharded(
         cls,
         weights: Weights,

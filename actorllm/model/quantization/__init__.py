@@ -1,20 +1,26 @@
 """Quantized weights: which form the linear layers of a model have (`model.linear`).
 
-`int8` is the arithmetic, in plain torch; `onednn` computes the same on a CPU. `compressed_tensors` reads a checkpoint of that
-format. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
+`int8` and `int4` are the arithmetic, in plain torch; `onednn` and `int4pack` compute the same on a CPU. `checkpoint` reads
+checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `fp8`), and `gguf` reads files of that kind. The embedding, the norms
+and the biases are never quantized; the head is, unless a checkpoint leaves it out.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from actorllm.config import ModelConfig
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
-from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.checkpoint import CheckpointForm
+from actorllm.model.quantization.gguf import GgufForm, GgufWeights
+from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.int8 import Int8
+from actorllm.model.weights import CheckpointWeights, DummyWeights, Weights
 from actorllm.types.model_files import overridden, read_object
-from actorllm.types.quantization import read_checkpoint
+from actorllm.types.quantization import GGUF, INT4_GROUPS, read_checkpoint
 
 
 def form_of(model: ModelConfig) -> Form:
@@ -23,5 +29,27 @@ def form_of(model: ModelConfig) -> Form:
         return Dense
     checkpoint = read_checkpoint(overridden(read_object(Path(model.path) / "config.json"), model.overrides))
     if checkpoint is None or model.load_format == "dummy":
-        return Int8
-    return CompressedTensors(checkpoint)
+        group = INT4_GROUPS.get(model.quantization)
+        return Int8 if group is None else Int4Weights(group)
+    return GgufForm() if checkpoint.method == GGUF else CheckpointForm(checkpoint)
+
+
+def open_weights(
+    model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
+) -> Weights:
+    """Those that the configuration asks for. device: where they are wanted; None: on the CPU."""
+    if model.load_format == "dummy":
+        return DummyWeights(model.seed, dtype, device)
+    if model.quantization == GGUF:
+        checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
+        assert checkpoint is not None
+        return GgufWeights(Path(checkpoint.file), dtype)
+    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
+
+
+def rounding_of(model: ModelConfig) -> Form:
+    """What plain weights would be rounded to, to be computed as those of this quantized model are."""
+    form = form_of(model)
+    if not isinstance(form, CheckpointForm):
+        return form
+    return Int4Weights() if form.scheme.bits == 4 else Int8

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from actorllm.config import ModelConfig
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.linear import Form
 from actorllm.model.quantization import form_of
-from actorllm.model.quantization.compressed_tensors import CompressedTensors
+from actorllm.model.quantization.checkpoint import CheckpointForm
+from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, layer_name
+from actorllm.model.quantization.int4 import Int4Weights, fitting
+from actorllm.types.gguf_file import read_header
+from actorllm.types.model_files import read_object
+from actorllm.types.quantization import GGUF, read_checkpoint
 
 if TYPE_CHECKING:
     from actorllm.model.registry import Plan
@@ -18,15 +26,19 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     if model.quantization is None:
         return {}
     if not isinstance(plan, DecoderConfig):
-        return {"linear layers": "int8", "all else": model.dtype}
+        return {"linear layers": model.quantization, "all else": model.dtype}
     form, width = form_of(model), 4 if model.dtype == "float32" else 2
+    stored = _gguf_kinds(model) if isinstance(form, GgufForm) else {}
 
     def told(parts: list[tuple[str, int, int]]) -> str:
         """parts: names, outputs and inputs of layers."""
         sizes: dict[str, int] = {}
         for name, num_outputs, num_inputs in parts:
-            if not isinstance(form, CompressedTensors) or form.quantizes(name):
-                kind, num_bytes = "int8", num_outputs * (num_inputs + 4)
+            kind = stored[name] if name in stored else becomes(form, name, num_inputs)
+            if kind.startswith("int4"):
+                num_bytes = num_outputs * (num_inputs // 2 + 4 * num_inputs // int(kind.rpartition("g")[2]))
+            elif kind == "int8":
+                num_bytes = num_outputs * (num_inputs + 4)
             else:
                 kind, num_bytes = model.dtype, num_outputs * num_inputs * width
             sizes[kind] = sizes.get(kind, 0) + num_bytes
@@ -35,18 +47,58 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     c, names = plan, plan.names
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layers: list[tuple[str, int, int]] = []
+    wide: list[tuple[tuple[str, ...], tuple[int, ...]]]
     for index in range(c.num_layers):
         prefix = f"model.layers.{index}."
-        for found, sizes in ((names.qkv, (q_size, kv_size, kv_size)), (names.gate_up, (c.intermediate_size,) * 2)):
+        wide = [(names.qkv, (q_size, kv_size, kv_size))]
+        narrow = [(names.output, q_size)]
+        if c.experts is not None and c.experts.layers[index]:
+            for number in range(c.experts.num_experts):
+                base, size = f"{c.experts.experts}.{number}.", c.experts.intermediate_size
+                wide.append((tuple(base + name for name in c.experts.gate_up), (size, size)))
+                narrow.append((base + c.experts.down, size))
+        else:
+            wide.append((names.gate_up, (c.intermediate_size,) * 2))
+            narrow.append((names.down, c.intermediate_size))
+        for found, sizes in wide:
             parts = zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))]
             layers += [(prefix + name, size, c.hidden_size) for name, size in parts]
-        layers += [
-            (prefix + names.output, c.hidden_size, q_size),
-            (prefix + names.down, c.hidden_size, c.intermediate_size),
-        ]
+        layers += [(prefix + name, c.hidden_size, size) for name, size in narrow]
     rows = {"linear layers": told(layers)}
     if c.has_head:
-        is_copy = c.ties_embeddings and isinstance(form, CompressedTensors)
+        is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
+
+
+def becomes(form: Form, name: str, num_inputs: int) -> str:
+    """What the layer of this name is computed as: "int8", "int4 g32", or "" for the type of the model."""
+    if isinstance(form, CheckpointForm):
+        scheme = form.scheme
+        if not scheme.quantizes(name):
+            return ""
+        found = fitting(scheme.group or num_inputs, num_inputs) if scheme.bits == 4 else None
+        return "int8" if found is None else f"int4 g{found}"
+    group = fitting(form.group, num_inputs) if isinstance(form, Int4Weights) and name != "lm_head" else None
+    return "int8" if group is None else f"int4 g{group}"
+
+
+def weight_files(folder: Path, hf: Mapping[str, Any]) -> Iterator[Path]:
+    """Those that hold the tensors."""
+    tree = hf.get("quantization_config")
+    if isinstance(tree, dict) and tree.get("quant_method") == GGUF:
+        yield Path(tree["file"])
+    else:
+        yield from folder.glob("*.safetensors")
+
+
+def _gguf_kinds(model: ModelConfig) -> dict[str, str]:
+    """What each layer of a GGUF file becomes, as `becomes` says it; 8 bits where rounding is near enough."""
+    checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
+    assert checkpoint is not None
+    found = {}
+    for name, tensor in read_header(Path(checkpoint.file)).tensors.items():
+        kind = tensor.name_of_kind
+        found[layer_name(name)] = "int4 g32" if kind in SPLIT else "" if kind in PLAIN else "int8"
+    return found

@@ -48,6 +48,11 @@ class Int8(LinearWeight):
         return cls(codes, scales, bias)
 
     @classmethod
+    def head_of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+        """As any other layer."""
+        return cls.of(weight, bias)
+
+    @classmethod
     def sharded(
         cls,
         weights: Weights,

@@ -59,6 +59,7 @@ async def embed(request: Request) -> Response:
     fields = EmbedBody.model_fields
     try:
         extras = extras_of(body, request.headers)
+        extras.arguments |= state.models.arguments_of(model, TAG)
         if body.truncate is not False:
             extras.arguments.setdefault("tokenization_kwargs", {})["truncate_prompt_tokens"] = -1
         prompts = prompts_of(body.input, state.defaults.max_prompt_characters, None)
@@ -88,13 +89,13 @@ class EmbedShape(PooledShape):
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """The model, by every name it is served under."""
+    """The model, by every name it is served under, and its adapters."""
     state = state_of(request)
     since = datetime.datetime.fromtimestamp(state.created, datetime.UTC).isoformat().replace("+00:00", "Z")
     details = {"parent_model": "", "format": "safetensors", "family": "", "families": None}
     details |= {"parameter_size": "", "quantization_level": ""}
     card = {"modified_at": since, "size": 0, "digest": "", "details": details}
-    names = [name if ":" in name else name + TAG for name in state.model_names]
+    names = [name if ":" in name else name + TAG for name in (*state.models.names, *state.models.adapters)]
     return JSONResponse({"models": [{"name": name, "model": name, **card} for name in names]})
 
 

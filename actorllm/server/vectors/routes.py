@@ -73,6 +73,7 @@ async def _answer(request: Request, model: type[Pooled]) -> Response:
     fields, field = model.model_fields, prompt_field(body)
     try:
         asked = ask(body, request.headers, state.defaults, name, state.engine.config.model)
+        asked.extras.arguments |= state.models.arguments_of(name)
         streams = await submitted(
             asked.prompts, lambda prompt: state.llm.encode(prompt, asked.params, **asked.extras.arguments)
         )

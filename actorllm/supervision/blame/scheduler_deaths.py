@@ -13,8 +13,12 @@ suspects are the requests that have waited without a token through `MAX_WAITED_D
 *Probes* (`SchedulerBisection`). A scheduler that is given suspects holds back everything but one probe group, which it
 names first (`ProbeGroup`). A token clears a member. A member that waits through a step counts as cleared for now. It
 goes on, and the next group begins beside it. When the scheduler dies once more, only requests of the group or in a step
-get this death on their record. A request fails after `MAX_ALONE` deaths with nothing else in hand. From the second death
-on, a scheduler holds back everything until all journals are there (`begin`). Otherwise no request would be probed alone.
+get this death on their record. A request fails after `MAX_ALONE` deaths for which it was the whole group, if it had one
+of them with nothing else in hand. From the second death on, a scheduler holds back everything until all journals are there
+(`begin`). Otherwise no request would be probed alone.
+
+*Several replicas* (`DeathRecord.probe_alone`). Suspects are probed one by one there. That takes a step for each of them
+while the other replicas work, and only the poison requests cost deaths, each of them `MAX_ALONE`.
 
 *The end.* Deaths in a row without a token end the engine (`supervision.restart`), unless each narrows the search
 (`is_narrowing`). Any number of poison requests is therefore found, and a search that does not advance ends. A scheduler
@@ -42,6 +46,9 @@ MAX_WAITED_DEATHS = 3
 """Deaths of schedulers that had taken on a request and gave it no token, after which it is a suspect although it was in no
 step: a policy may die of a waiting request. It is probed before the others, and then it does not wait."""
 
+PAIR = 2
+"""Members of a probe group whose halves are single requests."""
+
 LOSSES_BEFORE_OTHERS = 8
 """Deaths of schedulers in a row, without a token, from which on the requests that are not suspected run first in every second
 life."""
@@ -58,22 +65,31 @@ class DeathRecord(Suspicion):
     """Since its last token: deaths of schedulers that had taken it on."""
     is_begun: bool = False
     """The scheduler has it in a step, and it had no token since."""
+    was_alone: bool = False
+    """A scheduler died with nothing else in hand; `num_alone` counts deaths beside requests that were cleared, too."""
 
     def clear(self) -> None:
         """It had a token."""
         self.num_deaths = self.probe_size = self.num_alone = self.num_waited_deaths = 0
-        self.is_begun = False
+        self.is_begun = self.was_alone = False
+
+    def probe_alone(self) -> None:
+        """It is suspected, and no group with another request is to be probed: as if a pair had failed with it."""
+        self.num_deaths = max(self.num_deaths, 1)
+        self.probe_size = self.probe_size or PAIR
 
     @property
     def is_blamed(self) -> bool:
-        return self.num_alone >= MAX_ALONE
+        return self.was_alone and self.num_alone >= MAX_ALONE
 
 
-def note_death(records: Mapping[int, DeathRecord], probe: ProbeGroup | None, is_second: bool) -> None:
+def note_death(
+    records: Mapping[int, DeathRecord], probe: ProbeGroup | None, is_second: bool, probes_alone: bool = False
+) -> None:
     """The scheduler died: put it on the record of the requests (by rid) that it may have died of.
 
     probe: the last group that it named, None: it had taken on everything. is_second: no request has had a token since the
-    death before.
+    death before. probes_alone: of several replicas one may be busy with a search for long: suspects are probed one by one.
     """
     if probe is not None and not probe.size:
         probe = None
@@ -87,9 +103,13 @@ def note_death(records: Mapping[int, DeathRecord], probe: ProbeGroup | None, is_
         suspects = [record for record in present if is_all or record.num_waited_deaths >= MAX_WAITED_DEATHS]
     for record in suspects:
         record.num_deaths += 1
+        if probes_alone:
+            record.probe_alone()
     if probe is not None:
         for record in present:  # also those that are no suspects: no group of these may be as large again
-            record.fail(probe.size, probe.is_alone and record in suspects)
+            is_suspect = record in suspects
+            record.fail(probe.size, probe.size == 1 and is_suspect)
+            record.was_alone |= probe.is_alone and is_suspect
     for record in records.values():
         record.is_begun = False
 

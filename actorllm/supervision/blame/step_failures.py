@@ -176,7 +176,10 @@ class StepFailures:
     def blamed_for_death(
         self, in_flight: Iterable[StepRecord], waiting: Collection[Sequence], now: float
     ) -> list[Sequence]:
-        """The workers died with these steps in flight. Returns the requests to end. waiting: those that may run now."""
+        """The workers died with these steps in flight, and no request runs any more. Returns those to end.
+
+        waiting: those that may run now.
+        """
         present = dict.fromkeys(sequence for record in in_flight for sequence in record.named)
         alive = [s for s in present if s.state is not State.FINISHED]
         for sequence in alive:
@@ -184,7 +187,8 @@ class StepFailures:
             if sequence not in self._interrupted:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
-        blamed = self._worker_bisection.died(alive, waiting, num_gone=len(present) - len(alive))
+        probed = [s for s in alive if s.submit.num_deaths and not s.has_token_since_submitted]
+        blamed = self._worker_bisection.died(alive, waiting, num_gone=len(present) - len(alive), probed=probed)
         self._set_flags()
         return blamed
 

@@ -1,12 +1,15 @@
 """`WorkerBisection`: the search for the request that the workers die of.
 
 A *suspect* was in a step in flight when the workers died, and has had no token since. The search is a `Bisection`, whose
-unit is a life of the workers. A retry costs a restart, and every other request waits for it. Four rules follow:
+unit is a life of the workers. A retry costs a restart, and every other request waits for it. Five rules follow:
 
 - One death proves nothing, since the process may have been killed from outside. All requests go on together. The search
   begins when the workers die again before every suspect is cleared.
 - A cleared request goes on beside the probe group until the next death.
 - A request that ended while it was in flight beside another counts as present: the other one was not alone.
+- A request may be a suspect of another replica or of a scheduler that died, which this scheduler probes
+  (`scheduler_deaths`). The search begins with the first death then. If it was probed by itself, this death counts as one
+  of its two.
 - From the third death in a row on, the search rests after every death until a request beside the suspects has had a
   token. It rests only if one may run. If the workers die meanwhile, the requests that ran are suspects as well.
 
@@ -18,7 +21,7 @@ Pure. Asked by the Scheduler; costs nothing while there is no suspect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from actorllm.scheduling.sequence import Sequence
 from actorllm.supervision.blame.bisection import Bisection
@@ -27,7 +30,7 @@ MAX_IN_A_ROW = 3
 """Deaths in a row after which those requests run first that are not suspected, if there are any."""
 
 MAX_ALONE = 2
-"""Deaths of a process while it had one request alone, after which the request fails: one may be an accident."""
+"""Deaths of a process for which one request was probed, after which the request fails: one may be an accident."""
 
 
 class WorkerBisection:
@@ -59,12 +62,17 @@ class WorkerBisection:
         return not self.is_probing or sequence in self._bisection.group
 
     def died(
-        self, in_flight: Iterable[Sequence], waiting: Iterable[Sequence] = (), num_gone: int = 0
+        self,
+        in_flight: Iterable[Sequence],
+        waiting: Iterable[Sequence] = (),
+        num_gone: int = 0,
+        probed: Collection[Sequence] = (),
     ) -> list[Sequence]:
         """The workers died with steps of these in flight. Returns the one to blame, if it is known; it is no longer here.
 
         waiting: those that may run now, suspects or not. num_gone: others that were in those steps and have ended
-        meanwhile. The workers may have died of them, so no request was alone.
+        meanwhile. The workers may have died of them, so no request was alone. probed: those in flight that are probed because
+        another process died of one of them.
         """
         search = self._bisection
         present = [*dict.fromkeys(in_flight)]
@@ -80,6 +88,11 @@ class WorkerBisection:
         if search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
             self.is_narrowing = is_alone or search.narrows(again)
             blamed = search.fail(again, is_alone)
+        elif probed and not search:
+            self.is_narrowing = begins = True
+            search.add(present)
+            blamed = search.fail(probed, len(probed) == 1)
+            search.add((), first=probed)  # while nothing runs that was cleared
         else:  # no group, or the workers died without it: in contrast to new requests, `again` had no token twice
             self.is_narrowing = begins
             search.add(present, first=again)

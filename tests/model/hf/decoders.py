@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True, "qk_layernorm": True}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, **EXPERTS}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING}),
     "olmo3": ("Olmo3", ALTERNATING),
     "cohere2": ("Cohere2", {"logit_scale": 1.0, **ALTERNATING}),

@@ -395,7 +395,7 @@ def test_a_model_that_would_be_wrong_is_refused_by_name_and_reason(name: str, tm
             {"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "foo.FooConfig"}},
             "needs the code in its folder",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, r"^quantized weights \(awq\) are not supported"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"^quantized weights \(aqlm\) are not supported"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal"),
     ],
 )

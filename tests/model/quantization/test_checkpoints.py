@@ -153,8 +153,8 @@ GROUP = "config_groups.group_0"
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("quant_method", "gptq"),
-        ("format", "pack-quantized"),
+        ("quant_method", "aqlm"),
+        ("format", "marlin-24"),
         (f"{GROUP}.targets", ["Linear", "Conv"]),
         (f"{GROUP}.weights.num_bits", 4),
         (f"{GROUP}.weights.type", "float"),
@@ -184,15 +184,19 @@ def test_what_is_no_scheme_is_refused_by_field_and_value(field: str, value: Any)
         read_checkpoint({"quantization_config": 3})
 
 
-def test_layers_of_one_product_are_of_one_form(
+def test_layers_of_one_product_may_have_different_forms(
     checkpoint: Path, tmp_path: Path, make_driver: Callable[..., Any]
 ) -> None:
-    changed(checkpoint, tmp_path, lambda y: y.update({f"{LAYER}.weight": y[f"{LAYER}.weight"].float()}))
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"].float()
+        del tensors[f"{LAYER}.weight_scale"]
+
+    changed(checkpoint, tmp_path, change)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["ignore"].append(LAYER)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="ignore has some of the layers that are computed as one"):
-        make_driver(tmp_path)
+    qkv = make_driver(tmp_path).runner.decoder.layers[0].qkv
+    assert [type(part) for part in qkv.parts] == [Int8Linear, PackedLinear, Int8Linear]
 
 
 def test_through_transformers_it_is_refused(checkpoint: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from actorllm.cli.commands import info
@@ -17,14 +19,15 @@ def test_info_says_what_each_part_becomes(capsys: pytest.CaptureFixture[str]) ->
     assert rows["embedding"].strip() == f"{rows['dtype'].strip()}, {rows['embedding'].split()[1]} MB"
 
 
-def test_the_bytes_are_those_that_a_worker_reads() -> None:
+@pytest.mark.parametrize("method", ["int8", "int4", "int4-g128"])
+def test_the_bytes_are_those_that_a_worker_reads(method: str) -> None:
     from actorllm.config import EngineConfig
     from actorllm.model.cpu.runner import CpuRunner
     from actorllm.model.quantization.description import described
 
-    config = EngineConfig.from_arguments("storyteller", quantization="int8", num_threads=1)
+    config = EngineConfig.from_arguments("storyteller", quantization=method, num_threads=1)
     runner = CpuRunner(config, show_progress=False)
     runner.load()
     rows = described(runner.model_config, config.model)
-    told = sum(float(rows[name].split()[1]) for name in ("linear layers", "head"))
+    told = sum(float(size) for name in ("linear layers", "head") for size in re.findall(r"([\d.]+) MB", rows[name]))
     assert told == pytest.approx(runner.weight_bytes / 1e6, abs=0.11)

@@ -19,7 +19,8 @@ from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.layers import PackedLinear
 from actorllm.model.hf import probe
 from actorllm.model.hf.packing import PackedModule
-from actorllm.model.quantization import int8
+from actorllm.model.quantization import int4, int8
+from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.onednn import Int8Linear
 from tests.model.hf.decoders import save
 from tests.model.ranks import model_folder, streams
@@ -32,6 +33,7 @@ TEXT = (
 """Held out: it was written for this test."""
 
 MAX_ERROR = 0.04
+MAX_INT4_ERROR = 0.12
 
 
 def logits_of(make_driver: Callable[..., Any], **arguments: Any) -> torch.Tensor:
@@ -72,12 +74,40 @@ def test_every_layer_and_the_head_are_quantized_and_the_embedding_is_not(make_dr
     assert 0.5 < decoder.num_bytes / model.num_bytes < 0.52
 
 
-def test_streams_are_equal_in_every_batch_depth_and_topology() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_change_more_with_4_bits(dtype: str, make_driver: Callable[..., Any]) -> None:
+    expected = logits_of(make_driver, dtype="float32")
+    found = {
+        name: error(logits_of(make_driver, dtype=dtype, quantization=name), expected)
+        for name in ("int4", "int4-g64", "int4-g128")
+    }
+    assert 0.03 < found["int4"] <= MAX_INT4_ERROR
+    # Groups that are too large are not enough: the measure sees them.
+    assert found["int4"] < found["int4-g64"] <= found["int4-g128"]
+
+
+def test_three_bits_are_not_enough(make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits_of(make_driver, dtype="float32")
+    monkeypatch.setattr(int4, "LARGEST", 7)
+    assert error(logits_of(make_driver, dtype="bfloat16", quantization="int4"), expected) > 1.2 * MAX_INT4_ERROR
+
+
+def test_layers_have_4_bits_and_the_head_8(make_driver: Callable[..., Any]) -> None:
+    decoder = make_driver("storyteller", dtype="bfloat16", quantization="int4").runner.decoder
+    for layer in decoder.layers:
+        assert all(isinstance(y, Int4Linear) for y in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert isinstance(decoder.lm_head, Int8Linear)
+
+
+@pytest.mark.parametrize(
+    "method", ["int8", pytest.param("int4", marks=pytest.mark.slow(reason="the same processes once more"))]
+)
+def test_streams_are_equal_in_every_batch_depth_and_topology(method: str) -> None:
     prompts = [[5 + i, 17, 33 * i + 1, 2] * (1 + i) for i in range(6)]
     params = [SamplingParams(temperature=0.9 * (i % 3 > 0), seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
 
     def run(**arguments: Any) -> list[list[int]]:
-        arguments = {"dtype": "bfloat16", "quantization": "int8", "num_threads": 1, "max_model_len": 128} | arguments
+        arguments = {"dtype": "bfloat16", "quantization": method, "num_threads": 1, "max_model_len": 128} | arguments
         with LLM("storyteller", **arguments) as llm:
             found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
             again = llm.generate(prompts, params, use_tqdm=False)
@@ -96,13 +126,22 @@ def test_streams_are_equal_in_every_batch_depth_and_topology() -> None:
 
 
 @pytest.mark.slow(reason="ranks as processes; parts of a weight are checked without")
-def test_ranks_share_a_quantized_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_ranks_share_a_quantized_model(method: str, tmp_path: Path) -> None:
     """Each has scales of its own for what it sums, so that streams of several ranks are near those of one, not equal."""
     folder = model_folder(tmp_path)
-    found = streams(folder, tensor_parallel_size=2, quantization="int8")
-    plain = streams(folder, topology="inline")
+    found = streams(folder, tensor_parallel_size=2, quantization=method)
+    plain = streams(folder, topology="inline", quantization=None if method == "int8" else method)
     same = sum(ours[0] == theirs[0] for ours, theirs in zip(found, plain, strict=True))
     assert same >= 7, "first tokens of ten requests, of 331 ids"
+
+
+def test_models_of_transformers_have_4_bits_where_groups_fit(tmp_path: Path, make_driver: Callable[..., Any]) -> None:
+    save("opt", tmp_path)  # of 48 states, and 64 within the MLP
+    decoder = make_driver(tmp_path, dtype="bfloat16", quantization="int4").runner.decoder
+    kinds = {n: type(m._linear) for n, m in decoder.model.named_modules() if isinstance(m, PackedModule)}
+    assert {kind for name, kind in kinds.items() if name.endswith("fc2")} == {Int4Linear}
+    assert {kind for name, kind in kinds.items() if name.endswith(("fc1", "lm_head"))} == {Int8Linear}
 
 
 def test_models_of_transformers_are_quantized_too(tmp_path: Path, make_driver: Callable[..., Any]) -> None:
@@ -142,7 +181,7 @@ def test_routers_stay_dense() -> None:
     [
         (
             {"quantization": "int3"},
-            r"quantization='int3' is not supported; use 'int8' or 'compressed-tensors', or leave",
+            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'fp8', or leave",
         ),
         ({"quantization": 8}, r"quantization=8 is not supported"),
         ({"quantization": "compressed-tensors"}, "config.json has no quantization_config"),

@@ -118,6 +118,30 @@ def test_several_are_found_and_nobody_else(is_in_step: bool) -> None:
         assert search.failed == killers
 
 
+@pytest.mark.parametrize("is_in_step", [True, False])
+@pytest.mark.parametrize("killers", [{0}, {39}, {3, 17, 30}, set(range(10, 18))], ids=len)
+def test_suspects_of_another_replica_cost_two_deaths_for_each_that_is_found(
+    killers: set[int], is_in_step: bool
+) -> None:
+    search = Search(40, killers, is_in_step)
+    for record in search.records.values():
+        record.probe_alone()
+    while search.live():
+        assert search.num_deaths <= 2 * len(killers)
+    assert search.failed == killers
+
+
+def test_a_request_that_was_never_alone_is_not_blamed() -> None:
+    """It may have been another one, which was cleared and ran beside it."""
+    records = {1: DeathRecord(), 2: DeathRecord()}
+    records[1].probe_alone()
+    for _ in range(5):
+        note_death(records, ProbeGroup(rids=np.array([1], np.int32), size=1, is_alone=False), is_second=True)
+        assert not records[1].is_blamed
+    note_death(records, ProbeGroup(rids=np.array([1], np.int32), size=1, is_alone=True), is_second=True)
+    assert records[1].is_blamed
+
+
 def test_accidents_are_nobodys_fault() -> None:
     """However often the scheduler is killed, as long as everybody gets his tokens in between."""
     search = Search(20, set(), is_in_step=True)

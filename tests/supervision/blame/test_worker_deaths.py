@@ -68,6 +68,22 @@ def test_one_guilty_is_found_wherever_it_is(num_requests: int) -> None:
         assert not court.quarantine
 
 
+def test_a_suspect_of_another_replica_costs_two_deaths() -> None:
+    """The first beside requests that were cleared, the second alone."""
+    court = Court(8, 5)
+    court.quarantine.died(court.alive, court.alive, probed=[5])
+    court.run()
+    assert court.failed == [5]
+    assert court.num_deaths == 1, "beside the first one"
+
+
+def test_a_probed_request_that_lives_is_acquitted() -> None:
+    court = Court(8, 2)
+    court.quarantine.died(court.alive, court.alive, probed=[5])
+    court.run()
+    assert court.failed == [2]
+
+
 def test_several_guilty_among_many() -> None:
     for guilty in ((3, 40), (0, 1), (5, 60, 61), tuple(range(8)), (63, 62, 7, 31, 32)):
         court = Court(64, *guilty)

@@ -1,0 +1,82 @@
+"""A mixture of experts on the CPU: the router, and the products of those experts that rows of the step have chosen.
+
+Each expert is two packed products, so a step reads the weights of the experts that its rows take, and no others. The rows of a
+step are put in the order of their experts. Each expert then computes its rows at once.
+
+A row's result does not depend on which other rows share its expert. The router's scores are float32, summed in float64.
+Sums in float32 depend on the number of rows, and their rounding would decide between scores that are nearly equal. The
+products of an expert treat each row alike. Results of a row are weighted and added up in the order of its own choice, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from actorllm.model.cpu.layers import linear
+from actorllm.model.families.decoder_config import ExpertShape
+from actorllm.model.families.tensors import ExpertTensors
+from actorllm.model.linear import Linear
+
+
+class Experts:
+    """See the module docstring."""
+
+    def __init__(
+        self, shape: ExpertShape, tensors: ExpertTensors, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """tensors: of this rank; its experts are read one after the other."""
+        self.num_active = shape.num_active
+        self._normalizes = shape.normalizes
+        self._activation = activation
+        self._num_experts = shape.num_experts
+        self._first = tensors.numbers.start
+        """The experts of this rank begin there."""
+        self.router = tensors.router.double().T.contiguous()  # [hidden_size, num_experts]
+        self.experts: list[tuple[Linear, Linear]] = [(linear(gate_up), linear(down)) for gate_up, down in tensors]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that a row reads: those of the router, and of so many experts as a row takes."""
+        per_expert = sum(one.num_bytes for one in self.experts[0]) if self.experts else 0
+        return self.router.numel() * self.router.element_size() + min(self.num_active, len(self.experts)) * per_expert
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row, int64 [num_tokens, num_active], the one with the highest score first, and their weights."""
+        scores = torch.mm(x.double(), self.router).float()  # [num_tokens, num_experts]
+        if self._normalizes:
+            highest, numbers = scores.topk(self.num_active)
+            return numbers, highest.softmax(1)
+        weights, numbers = scores.softmax(1).topk(self.num_active)
+        return numbers, weights
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same; with several ranks a part of a sum."""
+        numbers, weights = self.choose(x)
+        num_tokens = len(x)
+        chosen = numbers.flatten()
+        order = chosen.argsort(stable=True)  # of pairs of row and expert
+        rows = order.div(self.num_active, rounding_mode="floor")
+        counts = torch.bincount(chosen, minlength=self._num_experts).tolist()
+        start = sum(counts[: self._first])
+        results, places = [], slice(start, start)
+        for expert, count in zip(self.experts, counts[self._first :], strict=False):
+            if count:
+                here = rows[places.stop : places.stop + count]
+                results.append(self._product(expert, x if num_tokens == 1 else x.index_select(0, here)))
+                places = slice(start, places.stop + count)
+        found = torch.zeros(len(chosen), x.shape[1])  # float32; what experts of other ranks compute stays 0
+        if results:
+            found[order[places]] = torch.cat(results).float()
+        found.mul_(weights.view(-1, 1))
+        by_row = found.view(num_tokens, self.num_active, -1)
+        total = by_row[:, 0]
+        for place in range(1, self.num_active):  # in this order, whatever the step
+            total = total + by_row[:, place]
+        return total.to(x.dtype)
+
+    def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = expert
+        gate, up = gate_up(x).chunk(2, 1)
+        return down(self._activation(gate).mul_(up))

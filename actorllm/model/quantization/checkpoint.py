@@ -1,0 +1,76 @@
+"""Checkpoints whose linear layers are quantized: each layer is read in the layout of its files, by its method.
+
+Layers that the checkpoint leaves out are plain. What is not of the shape that config.json asks for is refused by the name of
+its tensor (`weights.take`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from actorllm.errors import CorruptModelError
+from actorllm.model.linear import LinearWeight
+from actorllm.model.linear.dense import Dense
+from actorllm.model.linear.side_by_side import side_by_side
+from actorllm.model.quantization import awq, compressed_tensors, fp8, gptq
+from actorllm.model.weights import ALL, Weights
+from actorllm.types.quantization import QuantizedCheckpoint
+
+Reader = Callable[..., LinearWeight]
+"""Of the weights, the scheme, the name, out_features, in_features, rows, columns and the bias: a layer."""
+
+READERS: dict[str, Reader] = {
+    "int-quantized": compressed_tensors.read_int8,
+    "pack-quantized": compressed_tensors.read_packed,
+    "float-quantized": fp8.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "fp8": fp8.read,
+}
+"""By layout (`QuantizedCheckpoint`)."""
+
+
+class CheckpointForm:
+    """The form (`model.linear.Form`) of each layer of such a checkpoint."""
+
+    def __init__(self, scheme: QuantizedCheckpoint) -> None:
+        self.scheme = scheme
+
+    def of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        """What is in memory has no scales, and stays as it is."""
+        return Dense.of(weight, bias)
+
+    def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return Dense.of(weight, bias)
+
+    def sharded(
+        self,
+        weights: Weights,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        has_bias: bool = False,
+    ) -> LinearWeight:
+        if not self.scheme.quantizes(name):
+            return Dense.sharded(
+                weights, name, out_features, in_features, rows=rows, columns=columns, has_bias=has_bias
+            )
+        group = self.scheme.group
+        if group is not None and in_features % group:
+            raise CorruptModelError(
+                f"layer {name!r} has {in_features} inputs, which quantization_config says are in groups of {group}"
+            )
+        # Some writers give every quantized layer a bias, of zeros where the model has none.
+        has_bias = has_bias or (self.scheme.method == "gptq" and weights.stored(f"{name}.bias") is not None)
+        bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
+        read = READERS[self.scheme.layout]
+        return read(weights, self.scheme, name, out_features, in_features, rows, columns, bias)
+
+    def fused(self, parts: Sequence[Any]) -> LinearWeight:
+        return side_by_side(parts)

@@ -1,0 +1,180 @@
+"""Writers of quantized checkpoints, after their published layouts, with random codes; and a Llama whose layers are all such.
+
+Each writer returns the tensors of a layer, and its weight as plain numbers, which is the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+Written = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Codes side by side, packed into int32 along the last dimension; order: which code comes at which place of a word."""
+    per_word = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word)).view(codes.shape[0], -1, per_word)
+    packed = torch.zeros(codes.shape[:2], dtype=torch.int64)
+    for place in range(per_word):
+        packed |= codes[:, :, place if order is None else order[place]] << (bits * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def random_groups(outputs: int, inputs: int, group: int, bits: int, is_symmetric: bool) -> tuple[torch.Tensor, ...]:
+    codes = torch.randint(0, 1 << bits, (outputs, inputs))
+    scales = (torch.rand(outputs, inputs // group) + 0.5).half() / (inputs**0.5 * (1 << (bits - 2)))
+    zeros = torch.randint(1, (1 << bits) - 1, scales.shape)
+    return codes, scales, torch.full_like(zeros, 1 << (bits - 1)) if is_symmetric else zeros
+
+
+def plain(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return (codes - zeros[:, groups]).float() * scales.float()[:, groups]
+
+
+def gptq(
+    outputs: int, inputs: int, *, group: int = 32, bits: int = 4, desc_act: bool = False, version: int = 1
+) -> Written:
+    codes, scales, zeros = random_groups(outputs, inputs, group, bits, is_symmetric=False)
+    groups = torch.arange(inputs) // group
+    if desc_act:
+        groups = groups[torch.randperm(inputs)]
+    tensors = {
+        "qweight": words(codes, bits).T.contiguous(),
+        "qzeros": words((zeros - int(version == 1)).T, bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": groups.to(torch.int32),
+    }
+    return tensors, plain(codes, scales, zeros, groups)
+
+
+def awq(outputs: int, inputs: int, *, group: int = 32) -> Written:
+    codes, scales, zeros = random_groups(outputs, inputs, group, 4, is_symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": words(codes.T, 4, order),
+        "qzeros": words(zeros.T, 4, order),
+        "scales": scales.T.contiguous(),
+    }
+    return tensors, plain(codes, scales, zeros, torch.arange(inputs) // group)
+
+
+def packed(
+    outputs: int, inputs: int, *, group: int = 32, bits: int = 4, is_symmetric: bool = True, has_order: bool = False
+) -> Written:
+    codes, scales, zeros = random_groups(outputs, inputs, group, bits, is_symmetric)
+    groups = torch.arange(inputs) // group
+    if has_order:
+        groups = groups[torch.randperm(inputs)]
+    tensors = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+    if not is_symmetric:
+        tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+    if has_order:
+        tensors["weight_g_idx"] = groups.to(torch.int32)
+    return tensors, plain(codes, scales, zeros, groups)
+
+
+def fp8(outputs: int, inputs: int, *, kind: str = "tensor", block: int = 128) -> Written:
+    """kind: tensor, channel or block."""
+    weight = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    if kind == "block":
+        scales = torch.rand(-(-outputs // block), -(-inputs // block)) / inputs**0.5 + 0.01
+        exact = scales.repeat_interleave(block, 0)[:outputs].repeat_interleave(block, 1)[:, :inputs]
+        return {"weight": weight, "weight_scale_inv": scales}, weight.float() * exact
+    scales = torch.rand(outputs, 1) / inputs**0.5 + 0.01 if kind == "channel" else torch.tensor(1 / inputs**0.5)
+    return {"weight": weight, "weight_scale": scales}, weight.float() * scales
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": scheme | weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
+    "gptq": (GPTQ, gptq),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda o, i, **k: gptq(o, i, version=2, **k)),
+    "gptq-desc_act": (GPTQ | {"desc_act": True}, lambda o, i, **k: gptq(o, i, desc_act=True, **k)),
+    "gptq-8": (GPTQ | {"bits": 8}, lambda o, i, **k: gptq(o, i, bits=8, **k)),
+    "awq": (AWQ, awq),
+    "packed": (compressed(), packed),
+    "packed-zeros": (compressed(symmetric=False), lambda o, i, **k: packed(o, i, is_symmetric=False, **k)),
+    "packed-order": (compressed(actorder="group"), lambda o, i, **k: packed(o, i, has_order=True, **k)),
+    "packed-8": (compressed(num_bits=8), lambda o, i, **k: packed(o, i, bits=8, **k)),
+    "fp8": (FP8, fp8),
+    "fp8-channel": (FP8, lambda o, i: fp8(o, i, kind="channel")),
+    "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda o, i: fp8(o, i, kind="block")),
+}
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
+
+LAYERS = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (192, 128),
+    "mlp.up_proj": (192, 128),
+    "mlp.down_proj": (128, 192),
+}
+
+
+def save_both(name: str, folder: Path) -> tuple[Path, Path]:
+    """The folders of a quantized Llama and of the same in plain numbers."""
+    torch.manual_seed(0)
+    scheme, writer = WRITERS[name]
+    outer = {
+        "model.embed_tokens.weight": torch.randn(97, 128),
+        "lm_head.weight": torch.randn(97, 128) / 4,
+        "model.norm.weight": torch.ones(128),
+    }
+    quantized, exact = dict(outer), dict(outer)
+    for index in range(2):
+        prefix = f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            exact[f"{prefix}{norm}.weight"] = quantized[f"{prefix}{norm}.weight"] = torch.rand(128) + 0.5
+        for layer, shape in LAYERS.items():
+            tensors, weight = writer(*shape)
+            quantized |= {f"{prefix}{layer}.{key}": tensor for key, tensor in tensors.items()}
+            exact[f"{prefix}{layer}.weight"] = weight
+    for where, tensors, config in (
+        ("quantized", quantized, SHAPE | {"quantization_config": scheme}),
+        ("plain", exact, SHAPE),
+    ):
+        (folder / where).mkdir(parents=True)
+        save_file(tensors, folder / where / "model.safetensors")
+        (folder / where / "config.json").write_text(json.dumps(config))
+    return folder / "quantized", folder / "plain"

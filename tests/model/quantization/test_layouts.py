@@ -1,0 +1,251 @@
+"""Checkpoints of GPTQ, AWQ, compressed-tensors and fp8: what the files say is what is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actorllm import LLM, SamplingParams
+from actorllm.cli.commands import info
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelError
+from actorllm.model.cpu.layers import linear
+from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization.checkpoint import CheckpointForm
+from actorllm.model.quantization.grouped import nearest
+from actorllm.model.quantization.int4 import Int4
+from actorllm.model.quantization.int8 import Int8
+from actorllm.model.weights import CheckpointWeights
+from actorllm.types.quantization import read_checkpoint
+from tests.model.quantization.layouts import AWQ, FP8, GPTQ, WRITERS, compressed, save_both
+
+
+def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32, **part: Any) -> tuple[Any, Any]:
+    """One layer as it is read, and its weight in plain numbers."""
+    torch.manual_seed(1)
+    scheme, writer = WRITERS[name]
+    tree = json.loads(json.dumps(scheme))
+    if "config_groups" in tree:
+        tree["config_groups"]["group_0"]["weights"]["group_size"] = group
+    else:
+        tree["group_size"] = group
+    tensors, weight = writer(outputs, inputs) if name.startswith("fp8") else writer(outputs, inputs, group=group)
+    save_file({f"a.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+    found = read_checkpoint({"quantization_config": tree})
+    assert found is not None
+    with CheckpointWeights(folder, torch.bfloat16, False) as weights:
+        read = CheckpointForm(found).sharded(weights, "a", outputs, inputs, **part)
+        weights.close(lambda _: False)
+    return read, weight
+
+
+def assert_near(found: Any, weight: torch.Tensor) -> None:
+    """Scales and zeros are those of the files in bfloat16, so that a weight is near by some 8 bits of a group's range."""
+    assert (found.dense() - weight).abs().max() < 0.006 * 8 * weight.abs().max() / 7
+    x = torch.randn(3, weight.shape[1]).bfloat16()
+    expected = x.float() @ weight.T
+    assert (linear(found)(x).float() - expected).norm() < 0.006 * expected.norm()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "gptq-desc_act", "awq", "packed", "packed-zeros", "packed-order"])
+def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None:
+    found, weight = layer(name, tmp_path, 48, 256, group=group)
+    assert isinstance(found, Int4)
+    assert found.group == group
+    assert (found.order is not None) == (name in ("gptq-desc_act", "packed-order"))
+    assert_near(found, weight)
+    scales = found.scales.float()
+    assert torch.equal(scales, scales.half().bfloat16().float()), "no other rounding"
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-zeros", "gptq-8", "packed-8", "fp8-channel", "fp8-block"])
+def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
+    """A part that ends within a group of 128 has smaller groups of the same scales; one that ends within 32 has 8 bits."""
+    for part in ({"rows": slice(16, 48)}, {"columns": slice(64, 192)}, {"columns": slice(0, 72)}):
+        found, weight = layer(name, tmp_path, 48, 256, group=128, **part)
+        wanted = weight[part.get("rows", slice(None)), part.get("columns", slice(None))]
+        is_four = name in ("gptq", "awq", "packed-zeros") and wanted.shape[1] % 32 == 0
+        assert isinstance(found, Int4) == is_four
+        if is_four:
+            assert_near(found, wanted)
+        else:
+            dense = found.codes * found.scales[:, None] if isinstance(found, Int8) else found.weight.float()
+            assert (dense - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block"])
+def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
+    found, weight = layer(name, tmp_path, 144, 256)
+    assert isinstance(found, Int8)
+    assert (found.codes * found.scales[:, None] - weight).norm() < 0.02 * weight.norm()
+
+
+def test_what_rounding_would_change_too_much_stays_as_it_is() -> None:
+    weight = torch.randn(16, 64)
+    assert isinstance(nearest(weight, None, torch.bfloat16), Int8)
+    weight[:, 0] *= 200
+    kept = nearest(weight, None, torch.bfloat16)
+    assert isinstance(kept, Dense)
+    assert torch.equal(kept.weight, weight.bfloat16())
+
+
+def logits(runner: Any) -> torch.Tensor:
+    from types import SimpleNamespace
+
+    from actorllm.model.hf import probe
+
+    blocks: Any = SimpleNamespace(probed_block_size=runner.config.cache.block_size)
+    ids = np.random.default_rng(0).integers(0, 97, 40)
+    with torch.inference_mode():
+        hidden = runner.decoder.forward(
+            probe._inputs(blocks, None, [(ids, 0, np.arange(16, dtype=np.int32))]), runner.cache
+        )
+        made: torch.Tensor = runner.decoder.logits(runner.decoder.select(hidden, np.arange(40))).clone()
+    return made
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_model_computes_what_its_dequantized_weights_do(
+    name: str, tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    quantized, plain = save_both(name, tmp_path)
+    expected = logits(make_runner(plain, dtype="float32"))
+    runner = make_runner(quantized, dtype="float32")
+    assert runner.config.model.quantization == WRITERS[name][0]["quant_method"]
+    found = logits(runner)
+    limit = 0.08 if "8" in name else 0.03  # activations of 8 bits
+    assert float(((found - expected).square().mean(1).sqrt() / expected.std(1)).mean()) < limit
+    # Another layer in its place is far off: the measure sees it.
+    tensors = load_file(quantized / "model.safetensors")
+    layers = [f"model.layers.{i}.mlp.down_proj." for i in (0, 1)]
+    for key in [key.removeprefix(layers[0]) for key in tensors if key.startswith(layers[0])]:
+        tensors[layers[0] + key], tensors[layers[1] + key] = tensors[layers[1] + key], tensors[layers[0] + key]
+    save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, quantized / "model.safetensors")
+    swapped = logits(make_runner(quantized, dtype="float32"))
+    assert float(((swapped - expected).square().mean(1).sqrt() / expected.std(1)).mean()) > 0.2
+
+
+def test_streams_are_equal_in_every_batch_and_with_a_prefix_hit(tmp_path: Path) -> None:
+    folder, _ = save_both("gptq-desc_act", tmp_path)
+    prompts = [[5 + i, 17, 33, 2] * (2 + i) for i in range(5)]
+    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)]
+    found = []
+    for max_num_seqs in (1, 5):
+        with LLM(
+            str(folder), dtype="bfloat16", topology="inline", skip_tokenizer_init=True, max_num_seqs=max_num_seqs
+        ) as llm:
+            for _ in range(2):  # the second time with the prefixes in the cache
+                outputs = llm.generate([{"prompt_token_ids": y} for y in prompts], params, use_tqdm=False)
+                found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[1:] == found[:1] * 3
+
+
+def broken(name: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    quantized, _ = save_both(name, folder)
+    tensors = load_file(quantized / "model.safetensors")
+    change(tensors)
+    save_file(tensors, quantized / "model.safetensors")
+    return quantized
+
+
+K = "model.layers.0.self_attn.k_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("gptq", lambda y: y.pop(f"{K}.scales"), f"no tensor '{K}.scales'"),
+        ("awq", lambda y: y.pop(f"{K}.qzeros"), f"no tensor '{K}.qzeros'"),
+        ("packed", lambda y: y.pop(f"{K}.weight_scale"), f"no tensor '{K}.weight_scale'"),
+        ("fp8", lambda y: y.pop(f"{K}.weight_scale"), f"no tensor '{K}.weight_scale'"),
+        ("gptq", lambda y: y[f"{K}.g_idx"].fill_(9), f"tensor '{K}.g_idx' has groups from 9 to 9, and there are 4"),
+        ("gptq", lambda y: y[f"{K}.g_idx"].fill_(-1), "groups from -1 to -1"),
+        ("gptq", lambda y: y[f"{K}.scales"].fill_(torch.nan), f"'{K}.scales' has scales that are not finite"),
+        ("gptq", lambda y: y.update({f"{K}.scales": torch.ones(2, 64)}), rf"'{K}.scales' has shape \(2, 64\)"),
+        ("packed", lambda y: y[f"{K}.weight_shape"].fill_(7), f"'{K}.weight_shape' says"),
+        ("fp8", lambda y: y.update({f"{K}.weight": torch.ones(64, 128)}), f"'{K}.weight' is F32, F8_E4M3 is needed"),
+        ("fp8", lambda y: y.update({f"{K}.weight_scale": torch.ones(3)}), f"'{K}.weight_scale' has shape"),
+        ("awq", lambda y: y.update({f"{K}.qweight": torch.ones(128, 8)}), "torch.int32 is needed"),
+    ],
+)
+def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
+    name: str, change: Callable[[Any], Any], told: str, tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    with pytest.raises(CorruptModelError, match=told):
+        make_runner(broken(name, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        (GPTQ | {"bits": 3}, "quantization_config.bits is 3, 4 or 8 is read"),
+        (GPTQ | {"bits": True}, "quantization_config.bits is True"),
+        (GPTQ | {"desc_act": "yes"}, "quantization_config.desc_act is 'yes'"),
+        (GPTQ | {"dynamic": {"-:a": {}}}, "quantization_config.dynamic"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin'"),
+        (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv', 'gemm' is read"),
+        (AWQ | {"bits": 8}, "quantization_config.bits is 8"),
+        (FP8 | {"weight_block_size": 128}, "quantization_config.weight_block_size is 128"),
+        (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
+        (compressed(num_bits=2), "weights.num_bits is 2, 4 or 8 is read"),
+        (compressed(strategy="token"), "weights.strategy is 'token'"),
+        ({"quant_method": "torchao"}, r"quantized weights \(torchao\) are not supported"),
+        ({"quant_method": "mxfp4"}, r"quantized weights \(mxfp4\) are not supported"),
+        ({"quant_method": ["gptq"]}, "quantized weights"),
+    ],
+)
+def test_schemes_that_are_not_read_are_refused_by_field_and_value(tree: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=told):
+        read_checkpoint({"quantization_config": tree})
+
+
+@pytest.mark.parametrize(
+    ("tree", "field"),
+    [
+        (GPTQ | {"group_size": 0}, "group_size"),
+        (GPTQ | {"group_size": "32"}, "group_size"),
+        (compressed(group_size=None), "weights.group_size"),
+        (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
+        (AWQ | {"modules_to_not_convert": "all"}, "modules_to_not_convert"),
+    ],
+)
+def test_what_is_no_scheme_is_refused_by_its_field(tree: dict[str, Any], field: str) -> None:
+    with pytest.raises(CorruptModelError, match=field):
+        read_checkpoint({"quantization_config": tree})
+
+
+def test_a_group_that_does_not_divide_the_inputs_is_refused_by_the_layer(
+    tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    folder, _ = save_both("gptq", tmp_path)
+    tree = json.loads((folder / "config.json").read_text())
+    tree["quantization_config"]["group_size"] = 96
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(CorruptModelError, match=r"q_proj' has 128 inputs, .* in groups of 96"):
+        make_runner(folder)
+
+
+def test_a_method_that_is_not_that_of_the_files_is_refused(tmp_path: Path) -> None:
+    folder, _ = save_both("gptq", tmp_path)
+    assert (
+        EngineConfig.from_arguments(folder, quantization="gptq", skip_tokenizer_init=True).model.quantization == "gptq"
+    )
+    with pytest.raises(ConfigError, match=r"quantization='awq': config\.json says 'gptq'"):
+        EngineConfig.from_arguments(folder, quantization="awq", skip_tokenizer_init=True)
+
+
+def test_info_says_what_the_layers_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, told in (("awq", "int4 g32, "), ("fp8", "int8, ")):
+        folder, _ = save_both(name, tmp_path / name)
+        info(str(folder))
+        rows = dict(line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
+        assert rows["linear layers"].strip().startswith(told)
+        assert rows["head"].strip().startswith("float16, ")
