@@ -37,6 +37,7 @@ from actorllm.types.generation_config import read_generation_config, sampling_de
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
+from actorllm.types.media_rules import MediaRules
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
@@ -96,6 +97,10 @@ class ModelConfig:
     """Most characters that the text of a prompt may have, before anything reads it."""
     prompt_embedding_size: int | None = None
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
+    takes_prompt_embeds: bool = False
+    """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
+    media: MediaRules | None = None
+    """Which images prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -357,6 +362,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
+        model["media"] = None if (media := model.get("media")) is None else MediaRules(**media)
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
@@ -419,6 +425,8 @@ class EngineConfig:
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = _generation(path, given["generation_config"], module)
+        media = _media(_architecture(path, hf), hf, given, pooler, module, device)
+        has_embeds = given["enable_prompt_embeds"] or media is not None
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         # All else is independent, and each value is checked where it is read.
@@ -440,7 +448,9 @@ class EngineConfig:
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
                 max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
-                prompt_embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
+                prompt_embedding_size=_embedding_size(path, text) if has_embeds else None,
+                takes_prompt_embeds=given["enable_prompt_embeds"],
+                media=media,
                 pooler=pooler,
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,
@@ -501,6 +511,28 @@ class EngineConfig:
             lora=_lora(given, pooler, module),
             **_fleet(given),
         )
+
+
+def _media(
+    architecture: str,
+    hf: dict[str, Any],
+    given: dict[str, Any],
+    pooler: Pooler | None,
+    module: LentModule | None,
+    device: str,
+) -> MediaRules | None:
+    """Which images prompts may have. Raises ConfigError for what they do not go together with."""
+    rules = MediaRules.read(architecture, hf, given["limit_mm_per_prompt"], given["mm_processor_kwargs"])
+    if rules is None or pooler is not None or module is not None:
+        return None
+    if device != "cpu":
+        raise ConfigError(
+            f"device={device!r}: {architecture} takes images, which is tested with device='cpu'; use that"
+        )
+    for name in ("enable_lora", "speculative_config"):
+        if given[name]:
+            raise ConfigError(f"{name}={given[name]!r:.80} is not supported for models that take images; leave it out")
+    return rules
 
 
 def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None) -> LoRAConfig | None:

@@ -35,6 +35,18 @@ BOUNDS = (
         "the oldest are forgotten",
     ),
     Bound(
+        "rows of images that the encoder keeps, and images that wait for it",
+        (
+            "intake.media.image_encoder: ImageEncoder._rows",
+            "intake.media.image_encoder: ImageEncoder._encodings",
+            "intake.media.image_encoder: ImageEncoder._queue",
+        ),
+        "each prompt with images",
+        ("intake.media.image_encoder:MAX_CACHE_BYTES=268435456", "intake.lanes:NUM_LANES=3"),
+        "bytes of rows; each lane waits for one image at a time",
+        "the oldest rows are forgotten, and encoded again when needed",
+    ),
+    Bound(
         "requests on the way to the scheduler",
         (
             "intake.job_queue: JobQueue._light",
@@ -569,6 +581,10 @@ BOUNDS = (
 )
 
 NOT_FILLED: dict[str, tuple[str, ...]] = {
+    "never changed, or as long as an argument of the engine": (
+        "kvcache.prefix_index: NO_KEYS",
+        "types.media_rules: MediaRules.processor_kwargs",
+    ),
     "one entry for each process, link or thread of the engine, or for each of their deaths, which are paced": (
         "actors.executor: FairExecutor._lanes",
         "client.cache_memory: CacheMemory._reservations",
@@ -576,6 +592,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "supervision.health: EngineHealth.threads",
         "intake.job_queue: JobQueue._running",
         "intake.lane_program: template_of",
+        "intake.media.encoder_program: tower_of",
         "intake.lane_program: tokenizer_of",
         "intake.lanes: Lanes._idle_processes",
         "intake.lanes: Lanes._lanes",

@@ -53,13 +53,13 @@ def _shared_memory_names() -> set[str]:
     return {p.name for p in folder.iterdir() if p.name.startswith(mine)} if folder.is_dir() else set()
 
 
-LANE_PROCESS = "actor:intake"
-"""Of an engine that many tests share: it may begin with any of them, and ends with the engine."""
+LAZY_PROCESSES = ("actor:intake", "actor:encoder")
+"""Of an engine that many tests share: they may begin with any of them, and end with the engine."""
 
 
 def _children() -> set[int]:
-    """Processes whose parent is this one, lane processes left out."""
-    return {pid for pid, name in _named_children().items() if name != LANE_PROCESS}
+    """Processes whose parent is this one, those that begin when needed left out."""
+    return {pid for pid, name in _named_children().items() if name not in LAZY_PROCESSES}
 
 
 def _named_children() -> dict[int, str]:
@@ -102,7 +102,7 @@ def few_threads() -> None:
 def no_lane_process_leaks() -> Iterator[None]:
     """None outlives the engines of its module."""
     yield
-    assert LANE_PROCESS not in _named_children().values(), "left a lane process"
+    assert not set(LAZY_PROCESSES) & set(_named_children().values()), "left a process of the intake or an encoder"
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,7 @@ from actorllm.errors import (
 from actorllm.intake.job import FunctionJob, Job, JobLane, Reading
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lanes import Lanes
+from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.messages import Submit
@@ -149,6 +150,7 @@ class Engine:
         self._request_numbers = itertools.count(1)
         self._lanes = self._new_lanes()
         self.prompts = PromptReader(self.config.model)
+        self.prompts.media = self._new_media()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
@@ -172,6 +174,11 @@ class Engine:
             return None
         max_characters = self.config.model.max_prompt_characters
         return Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+
+    def _new_media(self) -> MediaReader | None:
+        """What reads prompts with images; None: they are not taken."""
+        rules = self.config.model.media
+        return None if rules is None else MediaReader(self.config, rules)
 
     def _new_frontend(self) -> FrontendActor:
         return FrontendActor(last_rid=self._last_rid)
@@ -364,6 +371,7 @@ class Engine:
             self._is_shut_down = True
         if self._lanes is not None:
             self._lanes.close()
+        self.prompts.close()
         with self._giving_up:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
@@ -951,6 +959,7 @@ class Engine:
         """What this side knows without asking another process."""
         return {
             "num_requests": self._num_requests,
+            "encoder": {} if self.prompts.media is None else self.prompts.media.encoder.statistics(),
             "intake": {} if self._lanes is None else self._lanes.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),

@@ -18,6 +18,7 @@ import numpy as np
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError, shown
+from actorllm.intake.media.media_reader import block_keys
 from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
@@ -160,7 +161,11 @@ class SubmitMaker:
         hashes, salt, weights = NO_U8, self._salt_of(prompt), self._weights()
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt, digest, weights))
+            size = self._config.cache.block_size
+            keys = block_keys(prompt.images, ids.size // size, size)
+            if -1 in keys:  # an image in the first block, which may be a partial one
+                salt = f"{salt or ''}\0{keys[-1].decode()}"
+            hashes = hash_blocks(ids, size, extra_key(salt, digest, weights), keys)
         interval = max(params.stream_interval or 1, self._config.stream_interval)
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from actorllm.actors.child import FOR_THE_OWNER
@@ -38,9 +38,14 @@ class LaneProcess:
     The kernel kills it when the thread that made it ends.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
-        """Raises OSError where there is no room for one more."""
+    def __init__(self, memory_bytes: int, module: str | None = None, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        """Raises OSError where there is no room for one more.
+
+        memory_bytes: what it may take, and the most that it may answer. module: of another program's `obey`; None: texts are
+        read. start_timeout_s: until it begins to work.
+        """
         self._memory_bytes = memory_bytes
+        self._start_timeout_s = start_timeout_s
         self.num_asked = 0
         self.is_killed = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -52,6 +57,7 @@ class LaneProcess:
                     [
                         *(sys.executable, "-P", lane_program.__file__, str(theirs.fileno()), str(os.getpid())),
                         *(str(memory_bytes), json.dumps(sys.path)),
+                        *(() if module is None else (module,)),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -80,10 +86,12 @@ class LaneProcess:
         timeout_s: float,
         on_begun: Callable[[], object],
         limit: str = "intake_timeout_s=",
+        attachments: Iterable[memoryview] = (),
     ) -> bytes:
         """What the program answers to (operation, arguments ...), of values that JSON gives back as they were.
 
         on_begun: called when the work begins, whose time is limited. limit: what the limit is called before its value.
+        attachments: bytes that follow the request.
         Raises what the program raised, ProcessEndedError, InvalidPromptError when the work took too long or the process died
         of it, ValueError for other values.
         """
@@ -92,10 +100,12 @@ class LaneProcess:
         self.num_asked += 1
         has_begun = False
         try:
-            self._socket.settimeout(START_TIMEOUT_S)
+            self._socket.settimeout(self._start_timeout_s)
             self._socket.sendall(HEAD.pack(0, len(packed)))
             self._socket.sendall(packed)
-            kind, _ = self._receive(now() + START_TIMEOUT_S)
+            for attachment in attachments:
+                self._socket.sendall(attachment)
+            kind, _ = self._receive(now() + self._start_timeout_s)
             if kind == BEGUN:
                 has_begun = True
                 on_begun()
@@ -103,7 +113,7 @@ class LaneProcess:
         except TimeoutError:
             self.kill()
             if not has_begun:
-                raise RequestFailedError(f"the lane process did not start within {START_TIMEOUT_S:g} s") from None
+                raise RequestFailedError(f"the lane process did not start within {self._start_timeout_s:g} s") from None
             raise too_long(timeout_s, limit) from None
         except (OSError, EOFError, ValueError) as error:
             if has_begun:

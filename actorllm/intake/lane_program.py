@@ -1,7 +1,8 @@
 """The main program of a lane process: renders conversations and tokenizes texts, one after the other, until it is killed.
 
-Run as `python -P lane_program.py <socket> <pid of the owner> <bytes of memory> <sys.path as JSON>`, by path, so that the
-owner's `__main__` is never imported. It loads neither torch nor an engine, and each library when it is first needed.
+Run as `python -P lane_program.py <socket> <pid of the owner> <bytes of memory> <sys.path as JSON> [<module>]`, by path, so that
+the owner's `__main__` is never imported. A module has an `obey` and a PROCESS_NAME of its own, and its memory is not limited.
+Without one, it loads neither torch nor an engine, and each library when it is first needed.
 
 Frames: a head (kind, length), then so many bytes.
 
@@ -14,6 +15,7 @@ Started by `lane_process` only.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -40,19 +42,22 @@ def main() -> None:
     from actorllm.actors.child import FOR_THE_OWNER, die_with_owner, name_process
 
     die_with_owner(int(sys.argv[2]))
-    name_process("actor:intake")
+    other = importlib.import_module(sys.argv[5]) if len(sys.argv) > 5 else None
+    name_process("actor:intake" if other is None else other.PROCESS_NAME)
+    answer = obey if other is None else other.obey
     control.set_inheritable(False)
     for number in FOR_THE_OWNER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_OWNER)
     memory = int(sys.argv[3])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if other is None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         _, length = HEAD.unpack(exactly(control, HEAD.size))
         request = json.loads(exactly(control, length))
         try:
-            kind, payload = RESULT, obey(control, *request)
+            kind, payload = RESULT, answer(control, *request)
         except BaseException as error:  # a panic in Rust, no memory: all of them belong to the request
             kind, payload = ERROR, describe(error)
         del request

@@ -22,8 +22,10 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -37,6 +39,8 @@ from actorllm.text.chat_template import Conversation
 from actorllm.text.tokenizer import I32, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_LANES = 3
 MAX_REPLACED = 2
@@ -78,7 +82,7 @@ class Lane:
         return self._lanes.num_replaced >= MAX_REPLACED
 
     def render(self, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
-        fields = {name: getattr(conversation, name) for name in Conversation.__dataclass_fields__}
+        fields = {name: getattr(conversation, name) for name in Conversation.__dataclass_fields__ if name != "images"}
         fields["messages"] = list(conversation.messages)
         try:
             return self._ask("render", str(tokenizer.path), most, fields, most_s=RENDER_TIMEOUT_S).decode()
@@ -91,6 +95,20 @@ class Lane:
 
     def encode(self, tokenizer: Tokenizer, method: Literal["encode", "encode_within"], *arguments: Any) -> I32:
         return np.frombuffer(self._ask(method, str(tokenizer.path), *arguments), np.int32).copy()
+
+    def wait(self, future: Future[T]) -> T:
+        """The result of another thread, whose time is not the job's. Raises RequestFailedError if nothing waits any more."""
+        self.is_aside = True
+        try:
+            while True:
+                try:
+                    return future.result(WATCH_INTERVAL_S)
+                except FutureTimeoutError:
+                    if self.is_cut:
+                        raise RequestFailedError("the request is not wanted any more") from None
+        finally:
+            self.begin()
+            self.is_aside = False
 
     def _ask(self, *request: Any, most_s: float = math.inf) -> bytes:
         timeout_s = self._lanes.timeout_s

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,11 @@ from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, re
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
 from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
+
+if TYPE_CHECKING:
+    from actorllm.intake.media.media_reader import MediaReader, PlacedImage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,11 @@ PROMPT_KEYS = ("prompt_token_ids", "prompt")
 EMBEDS_KEYS = ("prompt_embeds", "prompt_is_token_ids")
 """Of a prompt that is given as embeddings, as a whole or in part; the second says where 'prompt_token_ids' count."""
 
+MEDIA_KEY = "multi_modal_data"
+"""Of a prompt with images, for a model that takes them."""
+
 VLLM_PROMPT_KEYS = (
-    "multi_modal_data",
+    MEDIA_KEY,
     "multi_modal_uuids",
     "mm_processor_kwargs",
     "encoder_prompt",
@@ -78,6 +87,9 @@ class Workplace(Protocol):
     def encode(self, tokenizer: Tokenizer, method: Literal["encode", "encode_within"], *arguments: Any) -> I32:
         """What this method of the tokenizer returns."""
 
+    def wait(self, future: Future[T]) -> T:
+        """The result of another thread. Raises what it raised, or that nothing waits for it any more."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedPrompt:
@@ -93,6 +105,8 @@ class TokenizedPrompt:
     """Where the second text of a pair begins; 0: there is none, or the model does not tell them apart."""
     shown_ids: list[int] | None = None
     """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
+    images: tuple[PlacedImage, ...] = ()
+    """What the rows are of; without images, they are the caller's."""
 
     def continued(self, token_ids: list[int]) -> Prompt:
         """The prompt of a request that goes on from this one."""
@@ -106,6 +120,8 @@ class PromptReader:
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
+        self.media: MediaReader | None = None
+        """Reads prompts with images; None: they are not taken here."""
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None
 
@@ -123,6 +139,13 @@ class PromptReader:
         """Give back what was loaded; it is loaded again when it is needed."""
         self._tokenizer = self._chat_template = None
         self.__dict__.pop("transformers_tokenizer", None)
+        if self.media is not None:
+            self.media.forget()
+
+    def close(self) -> None:
+        """Read no more images."""
+        if self.media is not None:
+            self.media.close()
 
     @property
     def pad_token_id(self) -> int | None:
@@ -151,6 +174,12 @@ class PromptReader:
         template writes them itself.
         """
         num_kept = self._kept_tokens(truncate_prompt_tokens)
+        if images := images_of(prompt):
+            if num_kept is not None:
+                raise InvalidPromptError(
+                    f"truncate_prompt_tokens={truncate_prompt_tokens}: prompts with images are not cut; leave it out"
+                )
+            return self._with_images(prompt, images, add_special_tokens, workplace)
         salt: str | None = None
         pooler = self._model.pooler
         text = prompt_text(prompt)
@@ -202,8 +231,37 @@ class PromptReader:
             )
         return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids=shown_ids)
 
+    def _with_images(
+        self, prompt: Prompt, images: list[Any], adds_special: bool | None, workplace: Workplace | None
+    ) -> TokenizedPrompt:
+        """A text, or a conversation, with a placeholder for each image."""
+        if self.media is None:
+            raise InvalidPromptError(
+                f"prompts with {MEDIA_KEY!r} are not supported by this model, nor with several replicas, nor in a program that "
+                f"joined an engine; give text or token ids"
+            )
+        salt: str | None = None
+        if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
+            prompt = _unwrap({key: value for key, value in prompt.items() if key != MEDIA_KEY})
+        if isinstance(prompt, Conversation):
+            text = self._render(prompt, workplace)
+            adds_special = bool(adds_special)
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            raise InvalidPromptError(f"a prompt with {MEDIA_KEY!r} must be text: give it under 'prompt'")
+        self.check_characters(len(text))
+        most = self._model.max_model_len - 1  # a token is to come
+        made = self.media.read(text, images, adds_special is not False, most, workplace)
+        return TokenizedPrompt(made.ids, text, salt, made.rows, shown_ids=made.shown_ids, images=made.images)
+
     def ids_of(self, prompt: str | Conversation, adds_special: bool, workplace: Workplace | None = None) -> list[int]:
         """The token ids of a text, or of a conversation, however many the model has room for. Raises as `tokenize`."""
+        if images_of(prompt):
+            raise InvalidPromptError(
+                "the tokens of a conversation with images are known when it is answered; ask without"
+            )
         text = self._render(prompt, workplace) if isinstance(prompt, Conversation) else prompt
         self.check_characters(len(text))
         if workplace is not None and (workplace.takes_all or len(text) > LARGE_TEXT):
@@ -215,6 +273,8 @@ class PromptReader:
 
     def is_large(self, prompt: Prompt) -> bool:
         """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
+        if self.media is not None and images_of(prompt):
+            return True
         if isinstance(prompt, Mapping):
             prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
         if isinstance(prompt, TextPair):
@@ -302,7 +362,7 @@ class PromptReader:
     def _embedded(self, prompt: Mapping[str, Any]) -> tuple[NDArray[np.float32], I32, list[int]]:
         """Of a prompt with embeddings: the rows, the ids (EMBEDDED where the row counts), and the ids to be shown."""
         model = self._model
-        if model.prompt_embedding_size is None:
+        if model.prompt_embedding_size is None or not model.takes_prompt_embeds:
             raise InvalidPromptError("prompt_embeds need an engine that is built with enable_prompt_embeds=True")
         _check_prompt_keys(prompt)
         rows = read_rows(prompt["prompt_embeds"], model.prompt_embedding_size)
@@ -387,6 +447,24 @@ def checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams
     return checked
 
 
+def images_of(prompt: Prompt) -> list[Any]:
+    """The images of a prompt as its caller gave them. Raises InvalidPromptError for other media."""
+    if isinstance(prompt, Conversation):
+        return list(prompt.images)
+    if isinstance(prompt, Mapping) and isinstance(inner := prompt.get("prompt"), Conversation):
+        return list(inner.images)
+    data = prompt.get(MEDIA_KEY) if isinstance(prompt, Mapping) else None
+    if not isinstance(data, Mapping):
+        return []  # what else it is, is told where the keys are checked
+    for name, value in data.items():
+        if name != "image" and value is not None:
+            raise InvalidPromptError(f"{MEDIA_KEY}: {name!r:.80} is not supported; prompts may have images ('image')")
+    given = data.get("image")
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def snapshot(prompt: Prompt) -> Prompt:
     """What the caller changes after the call is none of this request's business."""
     if isinstance(prompt, Mapping):
@@ -397,11 +475,15 @@ def snapshot(prompt: Prompt) -> Prompt:
 def _copied(value: Any) -> Any:
     if isinstance(value, list | np.ndarray):
         return value.copy()
+    if isinstance(value, Mapping):
+        return {k: _copied(v) for k, v in value.items()}
     return value.detach().clone() if hasattr(value, "detach") else value  # a tensor
 
 
 def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
     for key, value in prompt.items():
+        if key == MEDIA_KEY and isinstance(value, Mapping) and not images_of(prompt):
+            continue  # of no images
         if key in VLLM_PROMPT_KEYS and value is not None:
             raise InvalidPromptError(f"prompts with {key!r} are not supported; give text or token ids")
         if key not in (*PROMPT_KEYS, *EMBEDS_KEYS) and key != "cache_salt" and value is not None:

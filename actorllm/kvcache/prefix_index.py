@@ -22,7 +22,7 @@ Called by `KVCacheManager` only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,21 +54,27 @@ def first_digest(key: bytes) -> bytes:
     return hashlib.sha256(b"actorllm-block-1\0" + key).digest()
 
 
-def hash_blocks(token_ids: I32, block_size: int, key: bytes = b"") -> U8:
-    """The hashes of the full blocks of a prompt: HASH_BYTES for each, concatenated."""
+NO_KEYS: Mapping[int, bytes] = {}
+
+
+def hash_blocks(token_ids: I32, block_size: int, key: bytes = b"", keys: Mapping[int, bytes] = NO_KEYS) -> U8:
+    """The hashes of the full blocks of a prompt: HASH_BYTES for each, concatenated. keys: as of `continue_hashes`."""
     if token_ids.size < block_size:
         return NO_U8
-    return np.frombuffer(continue_hashes(first_digest(key), token_ids, block_size), np.uint8)
+    return np.frombuffer(continue_hashes(first_digest(key), token_ids, block_size, keys), np.uint8)
 
 
-def continue_hashes(digest: bytes, token_ids: I32, block_size: int) -> bytes:
-    """The hashes of the full blocks of these tokens, which follow the block that `digest` is the hash of."""
+def continue_hashes(digest: bytes, token_ids: I32, block_size: int, keys: Mapping[int, bytes] = NO_KEYS) -> bytes:
+    """The hashes of the full blocks of these tokens, which follow the block that `digest` is the hash of.
+
+    keys: by the number of a block, what its hash covers beside the ids (images).
+    """
     count = token_ids.size // block_size
     data = np.ascontiguousarray(token_ids[: count * block_size], "<i4").tobytes()
     step = 4 * block_size
     digests = []
-    for start in range(0, len(data), step):
-        digest = hashlib.sha256(digest + data[start : start + step]).digest()
+    for number, start in enumerate(range(0, len(data), step)):
+        digest = hashlib.sha256(digest + data[start : start + step] + keys.get(number, b"")).digest()
         digests.append(digest)
     return b"".join(digests)
 

@@ -95,6 +95,8 @@ class Defaults:
     max_prompt_characters: int
     """The engine's."""
     trusts_chat_templates: bool = False
+    takes_images: bool = False
+    """Whether messages may hold images."""
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
     """Which one, may depend on the model's chat templates: known after `ServerState.read_templates`."""
     reasoning: type[ReasoningParser] | None = None
@@ -111,6 +113,7 @@ class Defaults:
             sampling=model.sampling_defaults,
             max_prompt_characters=model.max_prompt_characters,
             trusts_chat_templates=trusts_chat_templates,
+            takes_images=model.media is not None,
             reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
             answers=answers,
         )
@@ -145,7 +148,7 @@ class Defaults:
         if answers.default_chat_template_kwargs and (further is None or isinstance(further, Mapping)):
             options["chat_template_kwargs"] = {**answers.default_chat_template_kwargs, **(further or {})}
         options["chat_template_content_format"] = answers.chat_template_content_format
-        return Conversation.of(messages, is_own=True, **options)
+        return Conversation.of(messages, is_own=True, takes_images=self.takes_images, **options)
 
     def fill(self, body: Body) -> None:
         """Put into a body what it leaves to the server."""

@@ -28,6 +28,12 @@ ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of content parts that are text; each has it under the key 'text'."""
 
+IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")
+"""The types of content parts that are images: OpenAI's two, and those of transformers and vLLM for PIL images."""
+
+PLACED = "placed image"
+"""The type of what stands in a conversation for an image that was taken out of it."""
+
 ARGUMENTS_OF_CHAT = (
     "messages",
     "tools",
@@ -62,14 +68,23 @@ class Conversation:
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()
+    """Those of its messages, in their order; in the messages there are placeholders."""
 
     @classmethod
-    def of(cls, messages: Any, *, is_own: bool = False, **options: Any) -> Conversation:
+    def of(cls, messages: Any, *, is_own: bool = False, takes_images: bool = False, **options: Any) -> Conversation:
         """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options.
 
-        is_own: no caller will change messages and tools, so that what is in them is not copied.
+        is_own: no caller will change messages and tools, so that what is in them is not copied. takes_images: the model does.
         """
-        made = cls(_checked_messages(messages, is_own), **{k: v for k, v in options.items() if v is not None})
+        images: list[Any] = []
+        if takes_images:
+            messages = _without_images(messages, images)
+        made = cls(
+            _checked_messages(messages, is_own),
+            images=tuple(images),
+            **{k: v for k, v in options.items() if v is not None},
+        )
         for name in ("add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(made, name), bool):
                 raise InvalidParameterError(f"{name}={getattr(made, name)!r} must be True or False")
@@ -333,6 +348,36 @@ def _checked_messages(messages: Any, is_own: bool) -> list[dict[str, Any]]:
     return checked
 
 
+def _without_images(messages: Any, images: list[Any]) -> Any:
+    """The messages with placeholders for images, which are added to `images`. What is no list of messages stays as it is."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        return messages
+    return [_one_without_images(message, images) for message in messages]
+
+
+def _one_without_images(message: Any, images: list[Any]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list | tuple):
+        return message
+    return {**message, "content": [_placed(part, images) for part in parts]}
+
+
+def _placed(part: Any, images: list[Any]) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == PLACED:
+        raise InvalidPromptError(f"content parts of type {kind!r} are not supported")
+    if kind not in IMAGE_PARTS:
+        return part
+    found = next((part[key] for key in ("image_url", "image", "image_pil", "url") if part.get(key) is not None), None)
+    if isinstance(found, Mapping):
+        found = found.get("url")
+    if found is None:
+        raise InvalidPromptError(f"a content part of type {kind!r} needs its image; this one has {list(part)}")
+    images.append(found)
+    return {"type": PLACED}
+
+
 def _text_parts(message: Message) -> Iterator[str]:
     """The texts of a message's content. Raises InvalidPromptError for what is no text."""
     content = message.get("content")
@@ -346,6 +391,8 @@ def _text_parts(message: Message) -> Iterator[str]:
             yield part
             continue
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == PLACED and len(part) == 1:
+            continue
         if kind not in TEXT_PARTS:
             raise InvalidPromptError(f"content parts of type {kind!r} are not supported: this engine takes text only")
         if not isinstance(part.get("text"), str):
@@ -354,14 +401,29 @@ def _text_parts(message: Message) -> Iterator[str]:
 
 
 def _for_template(message: Message, as_parts: bool) -> dict[str, Any]:
-    texts = list(_text_parts(message))
-    content = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+    content: Any = list(_parts(message))
+    if not as_parts:
+        if any(part["type"] == "image" for part in content):
+            raise InvalidPromptError(
+                "the chat template takes text only; give one with chat_template= that places images"
+            )
+        content = "\n".join(part["text"] for part in content)
     made = {**message, "content": content}
     if message["role"] == "assistant" and isinstance(message.get("tool_calls"), Sequence):
         made["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
     if any(message.get(name) is not None for name in REASONING):
         made |= dict.fromkeys(REASONING, next(message[name] for name in REASONING if message.get(name) is not None))
     return {key: value for key, value in made.items() if value is not None}
+
+
+def _parts(message: Message) -> Iterator[dict[str, str]]:
+    """The content of a message as templates get it in parts."""
+    content = message.get("content")
+    for part in content if isinstance(content, list | tuple) else [content]:
+        if isinstance(part, Mapping) and part.get("type") == PLACED:
+            yield {"type": "image"}
+        else:
+            yield from ({"type": "text", "text": text} for text in _text_parts({"content": part}))
 
 
 def _parsed_call(call: Any) -> Any:

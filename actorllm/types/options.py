@@ -88,6 +88,10 @@ class EngineOptions(VLLMOptions, total=False):
     """Most adapters that a worker keeps in memory, so that their files are not read again; None: as many as max_loras."""
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
+    limit_mm_per_prompt: Annotated[Mapping[str, int] | str | None, None]
+    """Most images of a prompt, as {'image': 4}: at most 64, and 8 if nothing is given; also as JSON."""
+    mm_processor_kwargs: Annotated[Mapping[str, Any] | str | None, None]
+    """Keyword arguments of the model's image processor; also as JSON."""
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]

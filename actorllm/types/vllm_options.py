@@ -28,8 +28,6 @@ class VLLMOptions(TypedDict, total=False):
     distributed_executor_backend: Literal[None, "mp", "uni"]
     disable_custom_all_reduce: Literal[False, True]
     compilation_config: Annotated[Any, None, {}, 0]
-    limit_mm_per_prompt: Annotated[Any, None, {}]
-    mm_processor_kwargs: Annotated[Any, None]
     disable_sliding_window: Annotated[Any, False]
     disable_cascade_attn: Literal[None, False, True]
     max_seq_len_to_capture: Annotated[Any, None, 8192]
@@ -346,9 +344,7 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "fully_sharded_loras",
         "max_lora_cls_labels",
     ),
-    "prompts have no media": (
-        "limit_mm_per_prompt",
-        "mm_processor_kwargs",
+    "images of prompts are given themselves or as data: addresses, and caches of them have a fixed size": (
         "media_io_kwargs",
         "allowed_local_media_path",
         "allowed_media_domains",

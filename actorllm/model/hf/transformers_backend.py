@@ -30,6 +30,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -57,8 +58,7 @@ from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
-
-AutoModel: Any = AutoModelForCausalLM  # it is not typed
+from actorllm.types.media_rules import IMAGE_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 
 TRACED_TOKENS = 5
+
+
+def _auto(config: Any) -> Any:
+    """The class of transformers that makes the model."""
+    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
@@ -115,7 +120,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
 def _without_weights(config: Any, model: ModelConfig) -> Any:
     with quiet(), torch.device("meta"):
         try:
-            return AutoModel.from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
+            return _auto(config).from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
         except Exception as error:
             if TRACE in str(error):  # it chooses its attention from a list of its own
                 raise refused(model.architecture, NO_INTERFACE) from error
@@ -142,9 +147,13 @@ def _check_config(config: Any, architecture: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it is an encoder with a decoder; only decoders are served")
     parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if parts and architecture in IMAGE_ARCHITECTURES:
+        return
     if parts:
         raise refused(
-            architecture, f"it takes more than text (config.json has {parts[0]}); only text models are served"
+            architecture,
+            f"it takes more than text (config.json has {parts[0]}); only text models are served, and for images "
+            f"{', '.join(sorted(IMAGE_ARCHITECTURES))}",
         )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     classes = () if known is None else (known,) if isinstance(known, str) else tuple(known)
@@ -362,7 +371,7 @@ class TransformersDecoder:
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
         freeze_rope(model, plan.max_positions)
-        model.set_attn_implementation(ATTENTION)
+        _set_attention(model, ATTENTION)
         self.layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
         self._body = model.get_submodule(plan.body)
         self._given = Given()
@@ -444,11 +453,17 @@ class TransformersDecoder:
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
         """The model with transformers' own attention, meanwhile."""
-        self.model.set_attn_implementation("eager")
+        _set_attention(self.model, "eager")
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(ATTENTION)
+            _set_attention(self.model, ATTENTION)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """transformers warns of parts that are not there, such as the tower of a model that takes images."""
+    with quiet():
+        model.set_attn_implementation(name)
 
 
 def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:
@@ -553,16 +568,25 @@ def load_unchecked(
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if model.load_format == "dummy":
-            loaded = drawn(AutoModel, plan.config, "eager", dtype, model.seed, device)
+            loaded = drawn(_auto(plan.config), plan.config, "eager", dtype, model.seed, device)
         else:
             place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}
-            loaded, report = from_checkpoint(AutoModel, plan.config, "eager", dtype, model.path, show_progress, **place)
+            auto = _auto(plan.config)
+            loaded, report = from_checkpoint(auto, plan.config, "eager", dtype, model.path, show_progress, **place)
             check_tensors(model.path, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
+        if plan.architecture in IMAGE_ARCHITECTURES:
+            _drop_tower(loaded)
         return TransformersDecoder(plan, (loaded if device is None else loaded.to(device)).requires_grad_(False))
+
+
+def _drop_tower(model: Any) -> None:
+    """Give up what encodes images, which is the encoder's (`tower`): the model goes on from embeddings."""
+    for name in ("vision_tower", "multi_modal_projector"):
+        setattr(model.model, name, None)
 
 
 def without_weights(plan: TransformersPlan, dtype: torch.dtype) -> TransformersDecoder:
     """The model on torch's meta device."""
     with torch.inference_mode(False), torch.no_grad():
-        made = built(AutoModel, plan.config, "eager", dtype, torch.device("meta"))
+        made = built(_auto(plan.config), plan.config, "eager", dtype, torch.device("meta"))
         return TransformersDecoder(plan, made.requires_grad_(False))
