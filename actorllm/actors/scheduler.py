@@ -36,6 +36,7 @@ from actorllm.actors.step_gate import StepGate
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.weight_commits import WeightCommits
+from actorllm.actors.worker_calls import call_all_ranks
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
@@ -117,6 +118,7 @@ class SchedulerActor(Actor):
         "list_adapters",
         "expect_suspects",
         *("stage_weights", "discard_weights", "commit_weights"),
+        "call_workers",
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -719,6 +721,8 @@ class SchedulerActor(Actor):
                 return self._weights.discard()
             case "commit_weights":
                 return self._weights.commit(WeightSource.from_tree(arguments["source"]), arguments["running"])
+            case "call_workers":
+                return call_all_ranks(self, self._workers, self._gate, arguments)
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":

@@ -31,6 +31,7 @@ from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
 from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
+from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
@@ -55,6 +56,7 @@ class WorkerActor(Actor):
         *("start_profile", "stop_profile"),
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
         *("stage_weights", "discard_weights", "commit_weights"),
+        "call_worker",
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -79,10 +81,13 @@ class WorkerActor(Actor):
         self._weights = WeightSource()
         """The version that steps are computed with."""
         self._staged: tuple[WeightSource, StagedWeights] | None = None
+        self._calls: WorkerCalls | None = None
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
+        if config.worker_cls is not None or config.worker_extension_cls is not None:
+            self._make_calls()  # what is wrong with the classes is wrong with the start
         self._weights = config.model.weights
         self.is_alone = config.world_size == 1
         self._is_replacement = config.cache.num_blocks is not None
@@ -112,6 +117,7 @@ class WorkerActor(Actor):
         self._scheduler = link
 
     async def on_stop(self) -> None:
+        self._calls = None
         if hasattr(self, "runner"):
             self.runner.close()
 
@@ -322,6 +328,9 @@ class WorkerActor(Actor):
                 return True
             case "commit_weights":
                 return self._commit_weights(WeightSource.from_tree(arguments["source"]))
+            case "call_worker":
+                calls = self._make_calls() if self._calls is None else self._calls
+                return self._take_time(partial(calls.answer, **arguments), budget_s=LONGEST_CALL_S)
         return super().answer(verb, arguments)
 
     @property
@@ -393,16 +402,22 @@ class WorkerActor(Actor):
         self._staged = None
         return True
 
+    def _make_calls(self) -> WorkerCalls:
+        from actorllm.model.rank_worker import make_rank_worker
+
+        self._calls = WorkerCalls(make_rank_worker(self.runner))
+        return self._calls
+
     def _start_profile(self, prefix: str) -> bool:
         self.runner.start_profile()
         self._profile_prefix = prefix
         return True
 
-    def _take_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _take_time(self, function: Callable[..., Any], *arguments: Any, budget_s: float = NEW_BUDGET_S) -> Any:
         """A control that keeps the loop from turning for longer than anything but a step may."""
         if self.heartbeat is None:
             return function(*arguments)
-        self.heartbeat.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        self.heartbeat.begin(WITHOUT_NUMBER, budget_s)
         try:
             return function(*arguments)
         finally:

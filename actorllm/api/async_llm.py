@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring
@@ -617,6 +618,56 @@ class AsyncLLM:
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function on every rank of every replica, between two steps. Returns what each rank returned, in their order.
+
+        Steps wait until all ranks are through. What a function changes of the weights is no version of them
+        (`update_weights_from_tensors`).
+
+        Arguments:
+            method: the name of a method of the worker, such as one of `worker_extension_cls`; or the path of a function,
+                'module:function', which gets the worker before its arguments.
+            timeout: seconds after which the call is waited for no longer; None (default): any time.
+            args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB; as much as a rank may return.
+
+        Raises:
+            InvalidParameterError: an argument is not what it must be; for a function, the message says its path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            TimeoutError: the time is over; the function goes on.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            norms = await llm.collective_rpc("my_module:weight_norm", args=("layers.0",))
+        """
+        target = check_target("method", method, is_path=False)
+        data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
+        await self.start()
+        return await HostLoop.current().result_of(self._engine.call_workers(target, data, timeout=seconds))
+
+    async def apply_model(self, func: str) -> list[Any]:
+        """Call a function with the loaded model of every rank of every replica, between two steps, as `collective_rpc`.
+
+        Arguments:
+            func: the path of a function, 'module:function'.
+
+        Raises:
+            InvalidParameterError: it is no path; of a function, the message says the path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        target = check_target("func", func, is_path=True)
+        await self.start()
+        called = self._engine.call_workers(target, call_arguments((), None), is_of_model=True)
+        return await HostLoop.current().result_of(called)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
+from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
 from actorllm.client.weight_updates import NewWeights, check_transport
@@ -228,6 +229,55 @@ class BlockingDoor(ABC):
     def get_weight_version(self) -> str:
         """As `weight_version`."""
         return self.weight_version
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function on every rank of every replica, between two steps, as `AsyncLLM.collective_rpc`.
+
+        Arguments:
+            method: the name of a method of the worker, or the path of a function, 'module:function', which gets the worker first.
+            timeout: seconds after which the call is waited for no longer; None (default): any time.
+            args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB.
+
+        Returns what each rank returned, in the order of replicas and ranks.
+
+        Raises:
+            InvalidParameterError: an argument is not what it must be.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            TimeoutError: the time is over.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            norms = llm.collective_rpc("my_module:weight_norm", args=("layers.0",))
+        """
+        target = check_target("method", method, is_path=False)
+        data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
+        self._engine.start()
+        return self._engine.call_workers(target, data, timeout=seconds).result()
+
+    def apply_model(self, func: str) -> list[Any]:
+        """Call a function with the loaded model of every rank of every replica, between two steps.
+
+        Arguments:
+            func: the path of a function, 'module:function'.
+
+        Returns what each rank returned, in the order of replicas and ranks.
+
+        Raises:
+            InvalidParameterError: it is no path; of a function, the message says the path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        target = check_target("func", func, is_path=True)
+        self._engine.start()
+        return self._engine.call_workers(target, call_arguments((), None), is_of_model=True).result()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.

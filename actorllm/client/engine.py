@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.server import AttachServer
+from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
@@ -859,6 +860,15 @@ class Engine:
         self._check()
         check_update(version, RUNNING_REQUESTS[0])
         return self._thread.call(self._weight_updates.name, version)
+
+    def call_workers(
+        self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
+    ) -> Future[list[Any]]:
+        """Call a function on all ranks of all replicas; see `collective_calls.call_everywhere`."""
+        self._check()
+        until = math.inf if self.stepper is not None else timeout  # on the caller's stack nothing ends it
+        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model, timeout=until)
+        return self._thread.call(call, self, target, data)
 
     @property
     def weight_version(self) -> str:

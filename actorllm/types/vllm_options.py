@@ -82,8 +82,6 @@ class VLLMOptions(TypedDict, total=False):
     all2all_backend: Literal[None, "allgather_reducescatter"]
     nnodes: Literal[1]
     node_rank: Literal[0]
-    worker_cls: Literal["auto"]
-    worker_extension_cls: Literal[""]
     ray_workers_use_nsight: Annotated[Any, False]
     cuda_graph_sizes: Annotated[Any, None, []]
     lora_dtype: Annotated[Any, "auto"]

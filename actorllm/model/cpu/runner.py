@@ -239,6 +239,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder, self._head = decoder, head
 
     @property
+    def model(self) -> Any:
+        """For functions of the application: the module of transformers, or the decoder where the forward is fused."""
+        return getattr(self.decoder, "model", self.decoder)
+
+    @property
     def num_kv_heads(self) -> int:
         return self.decoder.num_kv_heads
 
