@@ -21,6 +21,7 @@
     │   ├── ReplicaLostError                  the replica that the request was pinned to is gone for good
     │   ├── EngineShutdownError               it was shut down before or while the call ran
     │   │   └── EngineDrainingError           it finishes what it has and takes no new requests
+    │   ├── EngineSleepingError               it sleeps, and was told to refuse requests meanwhile
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
     │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
     │   ├── CollectiveCallError               a function that workers called has raised; carries what each rank returned
@@ -156,6 +157,10 @@ class EngineShutdownError(EngineError):
 
 class EngineDrainingError(EngineShutdownError):
     """The engine finishes the requests that it has, and takes no new ones: send this one elsewhere."""
+
+
+class EngineSleepingError(EngineError):
+    """The engine has given back its memory (`sleep`) and refuses requests until `wake_up`."""
 
 
 class EngineNotFoundError(EngineError):

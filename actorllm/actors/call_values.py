@@ -98,7 +98,7 @@ def _array_of(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         arrays.append(np.ascontiguousarray(value))
         return {MARK: ["array", number, value.dtype.str, list(value.shape)]}
-    torch = sys.modules.get("torch")  # who has a tensor has it imported
+    torch = sys.modules.get("torch")  # else there are no tensors
     if torch is not None and isinstance(value, torch.Tensor) and value.layout is torch.strided:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         arrays.append(plain.reshape(-1).view(torch.uint8).numpy())

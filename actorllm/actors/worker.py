@@ -37,6 +37,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
+from actorllm.types.sleep import SLEEPING_PARTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class WorkerActor(Actor):
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_worker",
+        *("sleep", "wake_up", "asleep"),
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -82,6 +84,8 @@ class WorkerActor(Actor):
         """The version that steps are computed with."""
         self._staged: tuple[WeightSource, StagedWeights] | None = None
         self._calls: WorkerCalls | None = None
+        self._asleep: set[str] = set()
+        """What was given back, of SLEEPING_PARTS."""
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
@@ -328,6 +332,12 @@ class WorkerActor(Actor):
                 return True
             case "commit_weights":
                 return self._commit_weights(WeightSource.from_tree(arguments["source"]))
+            case "sleep":
+                return self._take_time(self._sleep, arguments["level"])
+            case "wake_up":
+                return self._wake_up(arguments["tags"])
+            case "asleep":
+                return sorted(self._asleep)
             case "call_worker":
                 calls = self._make_calls() if self._calls is None else self._calls
                 return self._take_time(partial(calls.answer, **arguments), budget_s=LONGEST_CALL_S)
@@ -399,8 +409,28 @@ class WorkerActor(Actor):
             assert self._staged is not None
             self._take_time(self.runner.commit_weights, self._staged[1])
             self._weights = source
+            self._asleep.discard("weights")
         self._staged = None
         return True
+
+    def _sleep(self, level: int) -> int:
+        """Give memory back; how many bytes this process holds less. Asked again, it gives back what was taken since."""
+        before = self.runner.resident_bytes()
+        self.runner.release_cache()
+        if "weights" not in self._asleep:
+            self.runner.release_weights(self._weights, keeps_pages=level == 1)
+        self._asleep = set(SLEEPING_PARTS)
+        self._staged = None
+        return max(0, before - self.runner.resident_bytes())
+
+    async def _wake_up(self, tags: list[str]) -> list[str]:
+        """Take memory again. Returns what is asleep after that."""
+        if "weights" in tags and "weights" in self._asleep:
+            staged = await self._read_aside(partial(self.runner.stage_weights, self._weights))
+            if "weights" in self._asleep:  # else an update has come before
+                self._take_time(self.runner.commit_weights, staged)
+        self._asleep.difference_update(tags)
+        return sorted(self._asleep)
 
     def _make_calls(self) -> WorkerCalls:
         from actorllm.model.rank_worker import make_rank_worker

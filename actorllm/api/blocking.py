@@ -15,9 +15,11 @@ from actorllm.client.metric_families import metrics_of
 from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
+from actorllm.scheduling.pause import PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.engine_metrics import Metric
 from actorllm.types.lora_request import LoRARequest
+from actorllm.types.sleep import SleepLevel, SleepTag
 from actorllm.types.weight_version import RunningRequests
 
 
@@ -230,6 +232,43 @@ class BlockingDoor(ABC):
         """As `weight_version`."""
         return self.weight_version
 
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> int:
+        """Give back the memory of the weights and of the KV cache, until `wake_up`, as `AsyncLLM.sleep`. Returns how many bytes.
+
+        Requests that come meanwhile are refused.
+
+        Arguments:
+            level: 1 (default): what the system keeps in memory of the weights' files stays there; 2: it is given up, too.
+            mode: what becomes of the requests that there are: "abort" (default), "keep", or "wait" until they have finished.
+
+        Raises:
+            ConfigError: the engine was built without enable_sleep_mode.
+            InvalidParameterError: an argument has no such value.
+            EngineError: a worker ended meanwhile; nothing sleeps.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        return self._engine.sleep(level, mode, "refuse").result()
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Take memory again after `sleep`; nothing happens where nothing sleeps.
+
+        Arguments:
+            tags: "weights", "kv_cache"; None (default): both.
+
+        Raises:
+            InvalidParameterError: there is no such tag.
+            CorruptModelError: the files of the weights have changed meanwhile.
+            EngineError: a worker ended meanwhile; the engine goes on sleeping.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        if not self._engine.is_new:
+            self._engine.wake_up(tags).result()
+
+    def is_sleeping(self) -> bool:
+        """Whether something of the engine sleeps. Starts nothing."""
+        return self._engine.sleep_state.is_sleeping
+
     def collective_rpc(
         self,
         method: str,
@@ -254,7 +293,7 @@ class BlockingDoor(ABC):
             EngineDeadError, EngineShutdownError: the engine is gone.
 
         Example:
-            norms = llm.collective_rpc("my_module:weight_norm", args=("layers.0",))
+            workers = llm.collective_rpc("builtins:repr")
         """
         target = check_target("method", method, is_path=False)
         data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)

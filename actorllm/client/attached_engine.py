@@ -63,6 +63,16 @@ class AttachedEngine(Engine):
         self._check()
         raise EngineError("this engine belongs to another process, which alone can name its weights")
 
+    def sleep(self, level: object, mode: object, requests: object) -> Future[int]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can let it sleep")
+
+    def wake_up(self, tags: object) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can wake it up")
+
     def call_workers(
         self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
     ) -> Future[list[Any]]:

@@ -44,7 +44,6 @@ class VLLMOptions(TypedDict, total=False):
     allowed_media_domains: Annotated[Any, None]
     rope_scaling: Annotated[Mapping[str, Any] | None, None, {}]
     rope_theta: Literal[None]
-    enable_sleep_mode: Literal[False]
     logprobs_mode: Literal["raw_logprobs"]
     override_attention_dtype: Literal[None]
     io_processor_plugin: Literal[None]
