@@ -35,6 +35,7 @@ from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
+from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules
@@ -298,6 +299,12 @@ class EngineConfig:
     """Room for adapters (enable_lora); None: requests have none."""
     speculation: Speculation | None = None
     """How tokens are drafted; None: not at all."""
+    enable_sleep_mode: bool = False
+    """Weights and KV cache may be given back (`sleep`)."""
+    worker_cls: str | None = None
+    """The path of the class whose methods `collective_rpc` calls; None: RankWorker itself."""
+    worker_extension_cls: str | None = None
+    """The path of a class whose methods are added to that class; None: there is none."""
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -509,6 +516,9 @@ class EngineConfig:
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
             lora=_lora(given, pooler, module),
+            enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
+            worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
+            worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             **_fleet(given),
         )
 
@@ -665,7 +675,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        "enable_lora",
+        *("enable_lora", "enable_sleep_mode"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
@@ -882,6 +892,27 @@ def _check_pooling(
             f"max_num_seqs={max_num_seqs} vectors of {pooler.vector_size} numbers are more than one step may return; use "
             f"max_num_seqs={most} or fewer"
         )
+
+
+def _sleep_mode(given: Any, device: str, module: LentModule | None) -> bool:
+    """Raises ConfigError where memory cannot be given back."""
+    if given and device != "cpu":
+        raise ConfigError(
+            f"enable_sleep_mode=True: device={device!r} cannot sleep yet; leave it out, or use device='cpu'"
+        )
+    if given and module is not None:
+        raise ConfigError("enable_sleep_mode=True: the parameters of module= are the application's own; leave it out")
+    return bool(given)
+
+
+def _class_path(name: str, given: Any, nothing: str) -> str | None:
+    """A class of the application as a path by which a worker finds it; None: none is asked for."""
+    if given in (nothing, None):
+        return None
+    path = path_of(given) if isinstance(given, type) else with_colon(given) if isinstance(given, str) else None
+    if path is None or not is_import_path(path):
+        raise ConfigError(f"{name}={given!r:.200} must be a class at the top of a module, or its path 'module:Class'")
+    return path
 
 
 def _stream_interval(given: Any) -> int:

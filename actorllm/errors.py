@@ -21,8 +21,10 @@
     │   ├── ReplicaLostError                  the replica that the request was pinned to is gone for good
     │   ├── EngineShutdownError               it was shut down before or while the call ran
     │   │   └── EngineDrainingError           it finishes what it has and takes no new requests
+    │   ├── EngineSleepingError               it sleeps, and was told to refuse requests meanwhile
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
     │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
+    │   ├── CollectiveCallError               a function that workers called has raised; carries what each rank returned
     │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
     ├── DownloadError                         a public trace cannot be downloaded, or is not what it should be
     └── TransportError                        rings and links
@@ -157,12 +159,28 @@ class EngineDrainingError(EngineShutdownError):
     """The engine finishes the requests that it has, and takes no new ones: send this one elsewhere."""
 
 
+class EngineSleepingError(EngineError):
+    """The engine has given back its memory (`sleep`) and refuses requests until `wake_up`."""
+
+
 class EngineNotFoundError(EngineError):
     """No running engine of this user has this name. The message lists those that do."""
 
 
 class AttachError(EngineError):
     """The engine runs, and this process cannot join it; the message says why."""
+
+
+class CollectiveCallError(EngineError):
+    """A function that the workers called (`collective_rpc`, `apply_model`) has raised on some ranks. The engine goes on.
+
+    Attributes:
+        results: of all ranks, in the order of replicas and ranks; None of those that failed.
+        errors: by index in `results`, what was raised there.
+    """
+
+    results: list[object]
+    errors: dict[int, str]
 
 
 class ForkedProcessError(EngineError):

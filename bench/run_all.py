@@ -67,6 +67,7 @@ BENCHES = (
     Bench("quantization", ("--models", "135M")),
     Bench("lora", ()),
     Bench("weight_updates", ()),
+    Bench("sleep", ()),
     Bench("experts", ()),
     Bench("speculation", ("--rounds", "1", "--tokens", "16")),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),

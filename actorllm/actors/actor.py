@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import numpy as np
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
@@ -114,7 +115,10 @@ class Actor:
         self._wakeup.set()
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """The value for an Ask, as JSON values, or a coroutine that returns it. An exception becomes the error reply."""
+        """The value for an Ask, or a coroutine that returns it. An exception becomes the error reply.
+
+        Values are JSON values, or an array of uint8. Of the arguments, the one that is called `data` may be such an array, too.
+        """
         match verb:
             case "ping":
                 return self.name
@@ -449,7 +453,12 @@ class Runner:
         ask = _OpenAsk(link)
         self._asks[number] = ask
         try:
-            link.send_nowait(Ask(id=number, verb=verb, arguments=arguments))
+            data = arguments.get("data")
+            if data is None:
+                link.send_nowait(Ask(id=number, verb=verb, arguments=arguments))
+            else:
+                others = {name: value for name, value in arguments.items() if name != "data"}
+                link.send_nowait(Ask(id=number, verb=verb, arguments=others, data=data))
             with anyio.move_on_after(timeout):
                 await ask.done.wait()
         finally:
@@ -464,7 +473,7 @@ class Runner:
             reply = ask.replies[spoke.info.index]
             if reply.error is not None:
                 raise _error_of(reply, verb, spoke.peer)
-            values.append(reply.value)
+            values.append(reply.data if reply.data.size else reply.value)
         return values
 
     def _take_reply(self, link: Link, reply: Reply) -> None:
@@ -480,7 +489,8 @@ class Runner:
 
     def _take_ask(self, link: Link, ask: Ask) -> None:
         try:
-            value = self.actor.answer(ask.verb, ask.arguments)
+            arguments = {**ask.arguments, "data": ask.data} if ask.data.size else ask.arguments
+            value = self.actor.answer(ask.verb, arguments)
         except Exception as error:  # whatever it is, it is the answer to this question
             self._reply(link, Reply(id=ask.id, error=_error_text(error)))
             return
@@ -488,11 +498,11 @@ class Runner:
             self._owed.add((link, ask.id))
             self._tasks.start_soon(self._answer_later, link, ask.id, value)
         else:
-            self._reply(link, Reply(id=ask.id, value=value))
+            self._reply(link, _reply_of(ask.id, value))
 
     async def _answer_later(self, link: Link, number: int, value: Awaitable[Any]) -> None:
         try:
-            reply = Reply(id=number, value=await value)
+            reply = _reply_of(number, await value)
         except Exception as error:  # whatever it is, it is the answer to this question
             reply = Reply(id=number, error=_error_text(error))
         self._owed.discard((link, number))
@@ -665,6 +675,11 @@ class Runner:
             "num_refused": self._num_refused,
             "num_rechecks_useful": self._num_rechecks_useful,
         }
+
+
+def _reply_of(number: int, value: Any) -> Reply:
+    """Bytes travel as they are."""
+    return Reply(id=number, data=value) if isinstance(value, np.ndarray) else Reply(id=number, value=value)
 
 
 def _error_text(error: Exception) -> str:

@@ -62,12 +62,12 @@ class Pausing(LoopPart):
 
         False: generation was resumed before that.
         """
-        return self._finish(self._begin(mode), clear_cache)
+        return self._finish(self.begin(mode), clear_cache)
 
     def restore(self, mode: str) -> None:
         """A frontend tells of a pause of the scheduler before; not believed by a scheduler that knows better."""
         if not self._is_known:
-            self._begin(mode)
+            self.begin(mode)
 
     def resume(self) -> None:
         self._host.scheduler.resume(now())
@@ -97,8 +97,8 @@ class Pausing(LoopPart):
         if self._host.scheduler.pause_state is not PauseState.RUNNING:
             self._host.send_to(outlet, PauseChanged(mode=self._mode))
 
-    def _begin(self, mode: str) -> anyio.Event:
-        """Returns what is set when nothing is going on any more."""
+    def begin(self, mode: str) -> anyio.Event:
+        """Start nothing from now on. Returns what is set when nothing is going on any more."""
         host = self._host
         host.take_inbox()  # what was sent before is from before
         host.send_ends([*host.scheduler.pause(mode, now()), *(host.abort_held() if mode == "abort" else ())])

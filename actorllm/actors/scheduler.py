@@ -32,10 +32,12 @@ from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
 from actorllm.actors.self_check import check_policy
+from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.weight_commits import WeightCommits
+from actorllm.actors.worker_calls import call_all_ranks
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
@@ -117,6 +119,8 @@ class SchedulerActor(Actor):
         "list_adapters",
         "expect_suspects",
         *("stage_weights", "discard_weights", "commit_weights"),
+        "call_workers",
+        *("sleep", "wake_up"),
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -183,6 +187,7 @@ class SchedulerActor(Actor):
         check = partial(check_policy, config)
         self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
+        self._sleeping = Sleeping(self, self._gate, self._pausing)
         parts = (
             PoisonIsolation(self, self._probes),
             DeadlineExpiry(self, self._probes),
@@ -289,7 +294,8 @@ class SchedulerActor(Actor):
             self._due = [self.scheduler.ledger.next_step] * self._num_workers
             if self._timeline is not None:
                 self._timeline.mark("workers linked", now(), generation=link.generation)
-            self._weights.on_workers(link, lambda: self._adapters.on_workers(link, self._begin_with_workers))
+            agreed = partial(self._adapters.on_workers, link, self._begin_with_workers)
+            self._weights.on_workers(link, partial(self._sleeping.on_workers, link, agreed))
         else:
             number = self._num_frontends  # never used again: keys of requests are made of it
             self._num_frontends += 1
@@ -681,6 +687,7 @@ class SchedulerActor(Actor):
                 self._pausing.restore(arguments["mode"])
                 return True  # the frontend that tells of it has yet to submit what a pause might wait for
             case "resume_generation":
+                self._sleeping.check_awake()
                 self._pausing.resume()
                 return True
             case "is_paused":
@@ -719,6 +726,12 @@ class SchedulerActor(Actor):
                 return self._weights.discard()
             case "commit_weights":
                 return self._weights.commit(WeightSource.from_tree(arguments["source"]), arguments["running"])
+            case "sleep":
+                return self._sleeping.sleep(arguments["level"], arguments["mode"])
+            case "wake_up":
+                return self._sleeping.wake_up(arguments["tags"])
+            case "call_workers":
+                return call_all_ranks(self, self._workers, self._gate, arguments)
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":
@@ -757,6 +770,7 @@ class SchedulerActor(Actor):
             "grammars": self._constraints.statistics(),
             "adapters": self._adapters.statistics(),
             "weights": self._weights.statistics(),
+            "sleep": self._sleeping.statistics(),
             "steps": self._step_log.statistics(),
             "recording": None if self._record is None else self._record.statistics(),
             "timeline": None if self._timeline is None else self._timeline.statistics(),

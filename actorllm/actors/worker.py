@@ -31,11 +31,13 @@ from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
 from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
+from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
+from actorllm.types.sleep import SLEEPING_PARTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class WorkerActor(Actor):
         *("start_profile", "stop_profile"),
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
         *("stage_weights", "discard_weights", "commit_weights"),
+        "call_worker",
+        *("sleep", "wake_up", "asleep"),
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -79,10 +83,15 @@ class WorkerActor(Actor):
         self._weights = WeightSource()
         """The version that steps are computed with."""
         self._staged: tuple[WeightSource, StagedWeights] | None = None
+        self._calls: WorkerCalls | None = None
+        self._asleep: set[str] = set()
+        """What was given back, of SLEEPING_PARTS."""
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
+        if config.worker_cls is not None or config.worker_extension_cls is not None:
+            self._make_calls()  # what is wrong with the classes is wrong with the start
         self._weights = config.model.weights
         self.is_alone = config.world_size == 1
         self._is_replacement = config.cache.num_blocks is not None
@@ -112,6 +121,7 @@ class WorkerActor(Actor):
         self._scheduler = link
 
     async def on_stop(self) -> None:
+        self._calls = None
         if hasattr(self, "runner"):
             self.runner.close()
 
@@ -322,6 +332,15 @@ class WorkerActor(Actor):
                 return True
             case "commit_weights":
                 return self._commit_weights(WeightSource.from_tree(arguments["source"]))
+            case "sleep":
+                return self._take_time(self._sleep, arguments["level"])
+            case "wake_up":
+                return self._wake_up(arguments["tags"])
+            case "asleep":
+                return sorted(self._asleep)
+            case "call_worker":
+                calls = self._make_calls() if self._calls is None else self._calls
+                return self._take_time(partial(calls.answer, **arguments), budget_s=LONGEST_CALL_S)
         return super().answer(verb, arguments)
 
     @property
@@ -390,19 +409,45 @@ class WorkerActor(Actor):
             assert self._staged is not None
             self._take_time(self.runner.commit_weights, self._staged[1])
             self._weights = source
+            self._asleep.discard("weights")
         self._staged = None
         return True
+
+    def _sleep(self, level: int) -> int:
+        """Give memory back; how many bytes this process holds less. Asked again, it gives back what was taken since."""
+        before = self.runner.resident_bytes()
+        self.runner.release_cache()
+        if "weights" not in self._asleep:
+            self.runner.release_weights(self._weights, keeps_pages=level == 1)
+        self._asleep = set(SLEEPING_PARTS)
+        self._staged = None
+        return max(0, before - self.runner.resident_bytes())
+
+    async def _wake_up(self, tags: list[str]) -> list[str]:
+        """Take memory again. Returns what is asleep after that."""
+        if "weights" in tags and "weights" in self._asleep:
+            staged = await self._read_aside(partial(self.runner.stage_weights, self._weights))
+            if "weights" in self._asleep:  # else an update has come before
+                self._take_time(self.runner.commit_weights, staged)
+        self._asleep.difference_update(tags)
+        return sorted(self._asleep)
+
+    def _make_calls(self) -> WorkerCalls:
+        from actorllm.model.rank_worker import make_rank_worker
+
+        self._calls = WorkerCalls(make_rank_worker(self.runner))
+        return self._calls
 
     def _start_profile(self, prefix: str) -> bool:
         self.runner.start_profile()
         self._profile_prefix = prefix
         return True
 
-    def _take_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _take_time(self, function: Callable[..., Any], *arguments: Any, budget_s: float = NEW_BUDGET_S) -> Any:
         """A control that keeps the loop from turning for longer than anything but a step may."""
         if self.heartbeat is None:
             return function(*arguments)
-        self.heartbeat.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        self.heartbeat.begin(WITHOUT_NUMBER, budget_s)
         try:
             return function(*arguments)
         finally:

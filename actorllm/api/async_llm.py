@@ -16,17 +16,18 @@ from typing import Any, Self, Unpack
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError
 from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
-from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
+from actorllm.scheduling.pause import PauseMode, check_pause_mode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
 from actorllm.types.lora_request import LoRARequest
@@ -43,6 +44,7 @@ from actorllm.types.pooling_outputs import (
     ScoringRequestOutput,
 )
 from actorllm.types.quantization import GGUF
+from actorllm.types.sleep import SleepLevel, SleepRequests, SleepTag
 from actorllm.types.weight_version import RunningRequests
 
 
@@ -618,6 +620,100 @@ class AsyncLLM:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
 
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort", *, requests: SleepRequests = "wait") -> int:
+        """Give back the memory of the weights and of the KV cache, until `wake_up`. Returns how many bytes.
+
+        The processes stay. Nothing that was cached is found again. All replicas sleep, or an error says which does not. The engine
+        must be built with enable_sleep_mode=True.
+
+        Arguments:
+            level: 1 (default): what the system keeps in memory of the weights' files stays there; 2: it is given up, too.
+            mode: what becomes of the requests that there are, as in `pause_generation`; those that are kept are computed again.
+            requests: what becomes of requests that come meanwhile: "wait" (default), or "refuse" them with EngineSleepingError.
+
+        Raises:
+            ConfigError: the engine was built without enable_sleep_mode.
+            InvalidParameterError: an argument has no such value.
+            EngineError: a worker ended meanwhile, or generation was resumed; nothing sleeps.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            freed = await llm.sleep()
+            await llm.wake_up()
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.all_handed_over())
+        return await HostLoop.current().result_of(self._engine.sleep(level, mode, requests))
+
+    async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Take memory again after `sleep`; generation goes on when nothing sleeps any more. Nothing happens where nothing does.
+
+        Arguments:
+            tags: "weights" reads the weights of the newest version again; "kv_cache" lets the cache be used; None (default): both.
+
+        Raises:
+            InvalidParameterError: there is no such tag.
+            CorruptModelError: the files of the weights have changed meanwhile.
+            EngineError: a worker ended meanwhile; the engine goes on sleeping.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        if not self._engine.is_new:
+            await HostLoop.current().result_of(self._engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether something of the engine sleeps. Starts nothing."""
+        return self._engine.sleep_state.is_sleeping
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function on every rank of every replica, between two steps. Returns what each rank returned, in their order.
+
+        Steps wait until all ranks are through. What a function changes of the weights is no version of them
+        (`update_weights_from_tensors`).
+
+        Arguments:
+            method: the name of a method of the worker, such as one of `worker_extension_cls`; or the path of a function,
+                'module:function', which gets the worker before its arguments.
+            timeout: seconds after which the call is waited for no longer; None (default): any time.
+            args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB; as much as a rank may return.
+
+        Raises:
+            InvalidParameterError: an argument is not what it must be; for a function, the message says its path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            TimeoutError: the time is over; the function goes on.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            workers = await llm.collective_rpc("builtins:repr")
+        """
+        target = check_target("method", method, is_path=False)
+        data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
+        await self.start()
+        return await HostLoop.current().result_of(self._engine.call_workers(target, data, timeout=seconds))
+
+    async def apply_model(self, func: str) -> list[Any]:
+        """Call a function with the loaded model of every rank of every replica, between two steps, as `collective_rpc`.
+
+        Arguments:
+            func: the path of a function, 'module:function'.
+
+        Raises:
+            InvalidParameterError: it is no path; of a function, the message says the path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        target = check_target("func", func, is_path=True)
+        await self.start()
+        called = self._engine.call_workers(target, call_arguments((), None), is_of_model=True)
+        return await HostLoop.current().result_of(called)
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it.
 
@@ -690,10 +786,7 @@ class AsyncLLM:
             InvalidParameterError: there is no such mode.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        if mode not in PAUSE_MODES:
-            raise InvalidParameterError(
-                f"mode={mode!r} must be one of {', '.join(map(repr, PAUSE_MODES))}{nearest_name(str(mode), PAUSE_MODES)}"
-            )
+        check_pause_mode(mode)
         await self.start()
         await HostLoop.current().result_of(self._engine.all_handed_over())
         asked = self._engine.ask_scheduler("pause_generation", timeout=math.inf, mode=mode, clear_cache=clear_cache)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
+from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
 from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
+from actorllm.scheduling.pause import PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.engine_metrics import Metric
 from actorllm.types.lora_request import LoRARequest
+from actorllm.types.sleep import SleepLevel, SleepTag
 from actorllm.types.weight_version import RunningRequests
 
 
@@ -228,6 +231,92 @@ class BlockingDoor(ABC):
     def get_weight_version(self) -> str:
         """As `weight_version`."""
         return self.weight_version
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> int:
+        """Give back the memory of the weights and of the KV cache, until `wake_up`, as `AsyncLLM.sleep`. Returns how many bytes.
+
+        Requests that come meanwhile are refused.
+
+        Arguments:
+            level: 1 (default): what the system keeps in memory of the weights' files stays there; 2: it is given up, too.
+            mode: what becomes of the requests that there are: "abort" (default), "keep", or "wait" until they have finished.
+
+        Raises:
+            ConfigError: the engine was built without enable_sleep_mode.
+            InvalidParameterError: an argument has no such value.
+            EngineError: a worker ended meanwhile; nothing sleeps.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        return self._engine.sleep(level, mode, "refuse").result()
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Take memory again after `sleep`; nothing happens where nothing sleeps.
+
+        Arguments:
+            tags: "weights", "kv_cache"; None (default): both.
+
+        Raises:
+            InvalidParameterError: there is no such tag.
+            CorruptModelError: the files of the weights have changed meanwhile.
+            EngineError: a worker ended meanwhile; the engine goes on sleeping.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        if not self._engine.is_new:
+            self._engine.wake_up(tags).result()
+
+    def is_sleeping(self) -> bool:
+        """Whether something of the engine sleeps. Starts nothing."""
+        return self._engine.sleep_state.is_sleeping
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function on every rank of every replica, between two steps, as `AsyncLLM.collective_rpc`.
+
+        Arguments:
+            method: the name of a method of the worker, or the path of a function, 'module:function', which gets the worker first.
+            timeout: seconds after which the call is waited for no longer; None (default): any time.
+            args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB.
+
+        Returns what each rank returned, in the order of replicas and ranks.
+
+        Raises:
+            InvalidParameterError: an argument is not what it must be.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            TimeoutError: the time is over.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            workers = llm.collective_rpc("builtins:repr")
+        """
+        target = check_target("method", method, is_path=False)
+        data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
+        self._engine.start()
+        return self._engine.call_workers(target, data, timeout=seconds).result()
+
+    def apply_model(self, func: str) -> list[Any]:
+        """Call a function with the loaded model of every rank of every replica, between two steps.
+
+        Arguments:
+            func: the path of a function, 'module:function'.
+
+        Returns what each rank returned, in the order of replicas and ranks.
+
+        Raises:
+            InvalidParameterError: it is no path; of a function, the message says the path.
+            CollectiveCallError: the function raised on some rank; carries what each rank said.
+            EngineError: a worker ended meanwhile.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        target = check_target("func", func, is_path=True)
+        self._engine.start()
+        return self._engine.call_workers(target, call_arguments((), None), is_of_model=True).result()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.

@@ -114,6 +114,9 @@ class EngineFlags:
     max_loras: int | None = None
     max_lora_rank: int | None = None
     max_cpu_loras: int | None = None
+    enable_sleep_mode: bool | None = None
+    worker_cls: str | None = None
+    worker_extension_cls: str | None = None
     max_logprobs: int | None = None
     logits_processors: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
     generation_config: str | None = None
@@ -131,7 +134,8 @@ class EngineFlags:
             for policy in (self.scheduling_policy, self.admission_policy, self.router)
             if policy is not None
         )
-        if policies or self.logits_processors or ":" in (self.speculative_config or ""):
+        is_own = self.logits_processors or self.worker_cls or self.worker_extension_cls
+        if policies or is_own or ":" in (self.speculative_config or ""):
             see_own_folder()
 
     def arguments(self) -> dict[str, Any]:

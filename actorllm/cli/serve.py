@@ -148,6 +148,7 @@ def serve(
     middleware: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     disable_fastapi_docs: bool = False,
     lora_modules: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    enable_dev_endpoints: bool = False,
     config: str | None = None,
     their_options: TheirServeOptions = TheirServeOptions(),
 ) -> None:
@@ -227,13 +228,15 @@ def serve(
     lora_modules
         Adapters that requests may name as their model, each as name=path or as JSON with name, path and base_model_name;
         needs --enable-lora.
+    enable_dev_endpoints
+        With /sleep, /wake_up, /pause, /collective_rpc, /update_weights_from_disk and others that stop or change the engine.
     config
         A YAML file with options by name; those of the command line count first.
     """
     try:
         import anyio
 
-        from actorllm.server import adapter_routes
+        from actorllm.server import adapter_routes, developer_routes
         from actorllm.server.answer_options import template_text
         from actorllm.server.app import create_app
         from actorllm.server.launcher import innermost
@@ -266,10 +269,12 @@ def serve(
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
     adapter_routes.check_processes(api_processes)
+    developer_routes.check_processes(api_processes, enable_dev_endpoints)
     if unix_socket_mode is not None and unix_socket is None:
         raise ConfigError(f"--unix-socket-mode {unix_socket_mode} is for --unix-socket PATH, which is missing")
     if api_processes > 1 and arguments.get("name") is None:
         arguments["name"] = f"serve-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    # What is wrong with the arguments of the listener, the engine or the application is said before anything is started.
     listener = Listener(
         host=host,
         port=port,
@@ -313,7 +318,9 @@ def serve(
         "middleware": middleware or (),
         "disable_fastapi_docs": disable_fastapi_docs,
         "lora_modules": lora_modules,
+        "enable_dev_endpoints": enable_dev_endpoints,
     }
+    # Spans need a package of their own.
     provider: Any = None
     if otlp_traces_endpoint is not None:
         try:

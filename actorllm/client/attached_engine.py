@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import Future
+from typing import Any
 
 from actorllm.actors.engine_thread import Service
 from actorllm.actors.frontend import FrontendActor
@@ -60,6 +62,23 @@ class AttachedEngine(Engine):
         """Raises EngineError: it is not ours."""
         self._check()
         raise EngineError("this engine belongs to another process, which alone can name its weights")
+
+    def sleep(self, level: object, mode: object, requests: object) -> Future[int]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can let it sleep")
+
+    def wake_up(self, tags: object) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can wake it up")
+
+    def call_workers(
+        self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
+    ) -> Future[list[Any]]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can call its workers")
 
     def unload(self, timeout: float = 5.0) -> None:
         """Raises EngineError: it is not ours."""

@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.server import AttachServer
+from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.sleep import Sleep
 from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
@@ -61,6 +63,7 @@ from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.messages import Submit
+from actorllm.scheduling.pause import check_pause_mode
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
@@ -81,6 +84,7 @@ from actorllm.types.params import (
     check_timeout,
     is_text,
 )
+from actorllm.types.sleep import check_sleep, checked_tags
 from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
 if TYPE_CHECKING:
@@ -154,6 +158,7 @@ class Engine:
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
+        self.sleep_state = Sleep(self)
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -348,6 +353,7 @@ class Engine:
                 self.prompts.forget()
             finally:
                 self.config, self._last_rid = self._given, self._frontend.last_rid
+                self.sleep_state.forget()
                 self._make()
 
     def _check_idle(self) -> None:
@@ -526,6 +532,7 @@ class Engine:
         arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, and VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
+        self.sleep_state.check_request()
         replica = self._pinned_replica(vllm_arguments)
         lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         check_request_arguments(vllm_arguments)
@@ -859,6 +866,29 @@ class Engine:
         self._check()
         check_update(version, RUNNING_REQUESTS[0])
         return self._thread.call(self._weight_updates.name, version)
+
+    def sleep(self, level: object, mode: object, requests: object) -> Future[int]:
+        """Let all replicas give back memory; see `Sleep`. Raises ConfigError or InvalidParameterError."""
+        self._check()
+        if not self.config.enable_sleep_mode:
+            raise ConfigError("sleep() needs an engine that is built with enable_sleep_mode=True")
+        check_sleep(level, requests)
+        check_pause_mode(mode)
+        return self._thread.call(self.sleep_state.fall_asleep, level, mode, requests)
+
+    def wake_up(self, tags: object) -> Future[None]:
+        """The opposite. Raises InvalidParameterError."""
+        self._check()
+        return self._thread.call(self.sleep_state.wake_up, checked_tags(tags))
+
+    def call_workers(
+        self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
+    ) -> Future[list[Any]]:
+        """Call a function on all ranks of all replicas; see `collective_calls.call_everywhere`."""
+        self._check()
+        until = math.inf if self.stepper is not None else timeout  # on the caller's stack nothing ends it
+        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model, timeout=until)
+        return self._thread.call(call, self, target, data)
 
     @property
     def weight_version(self) -> str:

@@ -157,7 +157,7 @@ class Dispatcher:
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
         """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""
         asked: list[RoutedReplica] = []
-        paused = verb in ("pause_generation", "resume_generation")
+        paused = verb in ("pause_generation", "resume_generation", "sleep")
         for replica in self._replicas.values():
             if replica.is_lost or replica.state in ("new", "starting"):
                 if paused:  # it hears of it before it has a request

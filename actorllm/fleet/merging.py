@@ -39,6 +39,12 @@ def merged(verb: str, answers: Mapping[int, Any]) -> Any:
             return values[0]
         case "list_adapters":
             return list(dict.fromkeys(digest for value in values for digest in value))
+        case "call_workers":
+            return values
+        case "sleep":  # bytes
+            return sum(values)
+        case "wake_up":  # what sleeps on
+            return list(dict.fromkeys(tag for value in values for tag in value))
         case "remove_adapter":  # some had it
             return any(values)
         case "live":

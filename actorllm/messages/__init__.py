@@ -501,20 +501,25 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ask:
-    """A typed control that is carried out between steps and always answered (statistics, profile, timeline ...)."""
+    """A typed control that is carried out between steps and always answered (statistics, profile, timeline ...).
+
+    data: the argument of this name, which is bytes and no JSON; empty: there is none.
+    """
 
     id: int
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    data: U8 = field(default_factory=no_u8)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Reply:
-    """The answer to an Ask: a value, or the error that it ended with."""
+    """The answer to an Ask: a value, or the error that it ended with. data: a value that is bytes and no JSON."""
 
     id: int
     value: Any = None
     error: str | None = None
+    data: U8 = field(default_factory=no_u8)
 
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply

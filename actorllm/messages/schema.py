@@ -230,8 +230,8 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
         "WeightsChanged": _entry(SCHEDULER, version=STR, identity=STR, rids=I32, num_tokens=INDEXES),
         "ProbeGroup": _entry(SCHEDULER, rids=I32, size=COUNT, is_alone=BOOL),
         "Begun": _entry(SCHEDULER, rids=I32),
-        "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map")),
-        "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE),
+        "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map"), data=U8),
+        "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE, data=U8),
     }
 )
 """Every message by the name of its class, with its fields in their order."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 DEFAULT_CACHE_SHARE = 0.4
@@ -37,6 +41,19 @@ def peak_bytes() -> int:
 def resident_bytes(pid: int | None = None) -> int:
     """The memory that a process holds, by default this one. Raises OSError when it has ended."""
     return _field(_PROC / ("self" if pid is None else str(pid)) / "status", "VmRSS:")
+
+
+def trim() -> None:
+    """Give back to the system what was freed in the middle of the heap. Without effect where the C library cannot."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def drop_pages(files: Iterable[Path]) -> None:
+    """Ask the system to give up what it has in memory of these files. What other processes have mapped stays."""
+    for file in files:
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def is_shortage(error: BaseException) -> bool:

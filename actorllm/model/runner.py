@@ -210,10 +210,26 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """Compute every later step with what `stage_weights` returned; no step may be under way."""
         raise self._without_updates()
 
+    def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
+        """Give back the memory of the weights, until `commit_weights` of what `stage_weights` made; no step may be under way.
+
+        source: of the weights. keeps_pages: those that the system has in memory of their files stay there.
+        """
+        raise self._without_updates()
+
+    def release_cache(self) -> None:
+        """Give back the memory of the KV cache, which is empty then and may be used; no step may be under way."""
+        raise self._without_updates()
+
+    @staticmethod
+    def resident_bytes() -> int:
+        """The memory that this rank's process holds."""
+        return memory.resident_bytes()
+
     def _without_updates(self) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"the weights of {self.config.model.architecture} on device={self.name!r} cannot be updated; those of fused "
-            f"decoders on the CPU can (device='cpu', model_impl='vllm')"
+            f"the weights of {self.config.model.architecture} on device={self.name!r} cannot be updated; those of "
+            f"models that generate text on the CPU can (device='cpu')"
         )
 
     @property

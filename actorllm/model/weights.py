@@ -24,6 +24,7 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 
+from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError
 from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
@@ -230,6 +231,28 @@ class DummyWeights(Weights):
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None
+
+
+def tensors_of_version(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """All tensors of the version of the weights that the configuration names, copied. Raises CorruptModelError."""
+    source = model.weights
+    folder = None if model.load_format == "dummy" and source.folder is None else Path(source.folder or model.path)
+    path_of = {} if folder is None else {name: folder / file for name, file in tensor_files(folder).items()}
+    for overlay in source.overlays:
+        path_of |= dict.fromkeys(_tensor_names(Path(overlay)), Path(overlay))
+    # File by file, and only what counts of each. A file of a folder may be written to later: nothing stays a view of it.
+    tensors: dict[str, torch.Tensor] = {}
+    for path in dict.fromkeys(path_of.values()):
+        place = UPDATE if str(path) in source.overlays else str(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name).clone() for name, where in path_of.items() if where == path}
+        except (SafetensorError, OSError) as error:
+            raise CorruptModelError(f"{place} cannot be read: {error}") from error
+        for name in (name for name, where in path_of.items() if where == path):
+            if tensors[name].is_floating_point() and not is_finite(tensors[name]):
+                raise CorruptModelError(f"{place}: tensor {name!r} holds NaN or infinity")
+    return tensors
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import adapter_routes, chat, completions, demo, live
+from actorllm.server import adapter_routes, chat, completions, demo, developer_routes, live
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
@@ -59,6 +59,7 @@ BODIES: tuple[type[Body], ...] = (
     *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
     *(inference.InferenceRequest, several.BatchChatRequest),
     *(adapter_routes.LoadAdapterRequest, adapter_routes.UnloadAdapterRequest),
+    *(developer_routes.CollectiveRpcRequest, developer_routes.FolderUpdateRequest, developer_routes.VersionRequest),
 )
 
 ROUTERS = (
@@ -88,6 +89,7 @@ def create_app(
     middleware: Sequence[str] = (),
     disable_fastapi_docs: bool = False,
     lora_modules: Sequence[LoRAModule] | None = None,
+    enable_dev_endpoints: bool = False,
     **answers: Any,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
@@ -103,7 +105,8 @@ def create_app(
     vllm_metrics: /metrics also has what vLLM counts, under its names. root_path: under which a proxy serves all of this.
     middleware: classes of ASGI or asynchronous functions of request and next, as 'module.name'; the last one sees a request first.
     disable_fastapi_docs: without /docs and /openapi.json. lora_modules: adapters that requests may name, each as 'name=path' or an
-    object with name, path and base_model_name. answers: the fields of `AnswerOptions`.
+    object with name, path and base_model_name. enable_dev_endpoints: as in `serve`.
+    answers: the fields of `AnswerOptions`.
     Raises ConfigError, and TypeError for an argument that does not exist.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
@@ -146,6 +149,8 @@ def create_app(
     app.include_router(vectors_router)
     if adapter_routes.is_allowed():
         app.include_router(adapter_routes.router)
+    if enable_dev_endpoints or developer_routes.is_allowed():
+        app.include_router(developer_routes.router)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

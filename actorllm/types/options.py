@@ -133,6 +133,13 @@ class EngineOptions(VLLMOptions, total=False):
     """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]
     """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
+    enable_sleep_mode: Annotated[bool, False]
+    """Let `sleep` give back the memory of weights and KV cache, on the CPU."""
+    worker_cls: Annotated[str | type, "auto"]
+    """A subclass of yours of RankWorker (actorllm.model.rank_worker), or its path 'module:Class': what `collective_rpc` calls the
+    methods of; 'auto': RankWorker itself."""
+    worker_extension_cls: Annotated[str | type, ""]
+    """A class of yours, or its path 'module:Class', whose methods are added to that class. Empty: none."""
     data_parallel_size: Annotated[int, 1]
     """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
     topology: Annotated[Topology, "process"]

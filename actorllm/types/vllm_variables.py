@@ -18,6 +18,7 @@ from actorllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TAKEN = {
+    "VLLM_SERVER_DEV_MODE": "as --enable-dev-endpoints of `actorllm serve`",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "`actorllm serve` has /v1/load_lora_adapter and /v1/unload_lora_adapter",
     "VLLM_API_KEY": "the key of `actorllm serve`, where ACTORLLM_API_KEY is not set",
     "VLLM_CPU_KVCACHE_SPACE": "GiB of the KV cache on a CPU, where no argument says its size",
@@ -86,7 +87,6 @@ _IDLE: dict[str, tuple[str, ...]] = {
     ),
     "max_model_len beyond the positions of the model is refused": ("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
     "plug-ins of vLLM are not loaded": ("VLLM_PLUGINS",),
-    "there are no such endpoints": ("VLLM_SERVER_DEV_MODE",),
     "nothing is kept there": ("VLLM_ASSETS_CACHE", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_XLA_CACHE_PATH"),
     "prompts have no media": (
         "VLLM_AUDIO_FETCH_TIMEOUT",

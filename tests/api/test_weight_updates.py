@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
-from actorllm.errors import CorruptModelError, EngineError, InvalidParameterError, UnsupportedModelError
+from actorllm.errors import CorruptModelError, EngineError, InvalidParameterError
 from actorllm.kvcache import prefix_index
 from actorllm.scheduling import prefix_cache
 from actorllm.types.weight_version import WeightVersionSpan
@@ -235,11 +235,24 @@ def test_adapters_are_added_to_the_new_weights(folders: list[Path], tmp_path: Pa
         assert tell(llm).outputs[0].token_ids == base
 
 
-def test_models_that_run_through_transformers_are_refused_by_name() -> None:
+def test_models_that_run_through_transformers_are_updated_too(folders: list[Path], expected: list[list[int]]) -> None:
     with LLM("storyteller", topology="inline", model_impl="transformers", **ENGINE) as llm:
-        with pytest.raises(UnsupportedModelError, match="model_impl='vllm'"):
-            llm.update_weights_from_tensors(changed(1))
-        tell(llm)
+        assert tell(llm).outputs[0].token_ids == expected[0]
+        llm.update_weights_from_disk(folders[1])
+        assert tell(llm).outputs[0].token_ids == expected[1]
+        name = "model.layers.1.mlp.down_proj.weight"
+        llm.update_weights_from_tensors({name: changed(2)[name]})
+        llm.update_weights_from_tensors({key: value for key, value in changed(2).items() if key != name})
+        assert tell(llm).outputs[0].token_ids == expected[2], "tensors of two updates count together"
+        for tensors, said in {
+            "model.norm.weight": "has shape",
+            "model.norm.bias": "does not know",
+            "model.embed_tokens.weight": "NaN or infinity",
+        }.items():
+            value = torch.ones(3) if "norm" in tensors else torch.full_like(changed(0)[tensors], float("nan"))
+            with pytest.raises(CorruptModelError, match=said):
+                llm.update_weights_from_tensors({tensors: value})
+        assert tell(llm).outputs[0].token_ids == expected[2]
 
 
 def drive(engine: LLMEngine, num_tokens: int) -> list[Any]:

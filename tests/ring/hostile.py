@@ -154,7 +154,9 @@ MESSAGES: tuple[Message, ...] = (
     StepFailed(step=5, error="broken"),
     Outputs(rids=ONE, index=ONE, tokens=ONE, text="é text", text_ends=ONE, ends=[[0, "stop", None, None]]),
     Ask(id=1, verb="statistics", arguments={"a": [1, {"b": None}]}),
+    Ask(id=2, verb="call_workers", data=np.arange(5, dtype=np.uint8)),
     Reply(id=1, value={"a": 1}),
+    Reply(id=2, data=np.arange(5, dtype=np.uint8)),
 )
 
 

@@ -57,6 +57,10 @@ class AdaptedLinear(Linear):
         """Of all slots."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, *self._up))
 
+    def drop_base(self) -> None:
+        """Nothing is computed before it has another one (`rebased`)."""
+        del self.base
+
     def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
         """Fill a slot. pairs: of each target; None: the adapter does not have it."""
         rank = self._slots.max_rank

@@ -52,7 +52,7 @@ SMALL_TILE_PRODUCTS = 64 << 20
 """Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
 
 
-def _zero_pages(num_bytes: int) -> torch.Tensor:
+def _zero_pages(num_bytes: int) -> mmap.mmap:
     """Zeros that take no memory before they are written; `torch.zeros` writes them all.
 
     Large pages, where the system has them: a first write costs one fault for 2 MiB instead of 512.
@@ -61,7 +61,7 @@ def _zero_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return pages
 
 
 class KVCache:
@@ -77,7 +77,8 @@ class KVCache:
         self.zero_block = num_blocks
         self.padding_block = num_blocks + 1
         shape = (num_layers, num_blocks + 2, 2 * num_kv_heads, block_size * head_dim)
-        self.pool = _zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        self._pages = _zero_pages(math.prod(shape) * dtype.itemsize)
+        self.pool = torch.frombuffer(self._pages, dtype=torch.uint8).view(dtype).view(shape)
         self.layers = [KVLayer(blocks, num_kv_heads, head_dim, block_size) for blocks in self.pool.unbind(0)]
         rows_per_layer = shape[1] * shape[2] * max(head_dim, block_size)
         self.scoring = Scoring(head_dim**-0.5)
@@ -85,6 +86,10 @@ class KVCache:
         self.index_type: Any = np.int32 if rows_per_layer <= np.iinfo(np.int32).max else np.int64
         self.decodes: dict[int | None, DecodeContext] = {}
         """By sliding window."""
+
+    def release(self) -> None:
+        """Let all be zeros that take no memory, as at first. What points to them still does."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
     def zero(self, block_ids: NDArray[np.int32]) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from actorllm.model.adapters.slots import rebased
+from actorllm.model.adapters.slots import AdaptedLinear, rebased
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
@@ -239,6 +239,16 @@ class Decoder:
             layer.qkv, layer.output = rebased(old.qkv, layer.qkv), rebased(old.output, layer.output)
             if layer.experts is None:
                 layer.gate_up, layer.down = rebased(old.gate_up, layer.gate_up), rebased(old.down, layer.down)
+
+    def drop_weights(self) -> None:
+        """Let go of all weights but those of adapters, which another decoder may still take."""
+        self.lm_head, self.embedding, self.rotary = None, self.embedding.new_empty(0), []
+        for layer in self.layers:
+            for name, held in list(vars(layer).items()):
+                if isinstance(held, AdaptedLinear):
+                    held.drop_base()
+                elif isinstance(held, Linear | Experts):
+                    delattr(layer, name)
 
     @property
     def num_kv_heads(self) -> int:

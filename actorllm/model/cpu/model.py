@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.inputs import StepInputs
 
@@ -33,3 +34,16 @@ class CausalLM(Protocol):
 
     def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same before they are widened, in the type that the model gives them."""
+
+
+class AbsentModel:
+    """In the place of a model whose weights were given back: it computes nothing."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.num_bytes = 0
+
+    def _absent(self, *_: Any) -> Any:
+        raise EngineError("the weights of this worker were given back; wake_up() reads them again")
+
+    forward = select = logits = narrow_logits = _absent

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm import clock
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
@@ -24,6 +26,7 @@ from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.layers import linear, widens
+from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
@@ -195,15 +198,20 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 f"enable_lora=True: architecture {model.architecture!r} has no fused forward here, and other models are not "
                 f"adapted yet; leave it out"
             )
+        loaded, self._head = self._read_modules(model)
+        return loaded
+
+    def _read_modules(self, model: ModelConfig) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
+        """A model of transformers, with its head for what is pooled."""
+        plan = self.model_config
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
             loaded = encoder.load(cast("EncoderPlan", plan), model, self.dtype, self._show_progress)
-            self._head = loaded.head
-            return loaded
+            return loaded, loaded.head
         from actorllm.model.hf import transformers_backend
 
-        return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress)
+        return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress), None
 
     def _read_decoder(
         self, plan: DecoderConfig, weights: Weights, slots: AdapterSlots | None
@@ -219,8 +227,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """A second decoder, made as the first one was: fused, sharded and quantized alike. Its adapters are added later."""
         plan = self.model_config
         if not isinstance(plan, DecoderConfig):
-            return super().stage_weights(source)
-        if self.config.model.quantization == GGUF:
+            return self._stage_modules(source)
+        if self.config.model.quantization == GGUF and not source.is_first:
             raise UnsupportedModelError(
                 f"the weights of {self.config.model.name}, a GGUF file, cannot be updated; those of safetensors files can"
             )
@@ -232,10 +240,45 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         source.check_unchanged()  # else it was written while it was read
         return staged
 
+    def _stage_modules(self, source: WeightSource) -> StagedWeights:
+        """As `stage_weights`, of a model that runs through transformers."""
+        if not source.is_first and (self._is_encoder or self.config.model.media is not None):
+            return super().stage_weights(source)
+        model = replace(self.config.model, weights=source)
+        source.check_unchanged()
+        check_same_model(model, self.model_config, type(self))
+        staged = self._read_modules(model)
+        source.check_unchanged()
+        return staged
+
     def commit_weights(self, staged: StagedWeights) -> None:
         decoder, head = staged
-        decoder.take_adapters(cast("Decoder", self.decoder))
+        if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
+            decoder.take_adapters(self.decoder)
         self.decoder, self._head = decoder, head
+
+    def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
+        """They are read again from where they are. A draft model keeps its own."""
+        self._head = None
+        if isinstance(self.decoder, Decoder):
+            self.decoder.drop_weights()
+        else:
+            self.decoder = AbsentModel(self.decoder.num_kv_heads)
+        gc.collect()  # modules refer to each other
+        memory.trim()
+        if not keeps_pages and self.config.model.load_format != "dummy":
+            folder = Path(source.folder or self.config.model.path)
+            memory.drop_pages(folder.glob("*.safetensors"))
+
+    def release_cache(self) -> None:
+        self.cache.release()
+        if self._draft_model is not None:
+            self._draft_model.cache.release()
+
+    @property
+    def model(self) -> Any:
+        """For functions of the application: the module of transformers, or the decoder where the forward is fused."""
+        return getattr(self.decoder, "model", self.decoder)
 
     @property
     def num_kv_heads(self) -> int:

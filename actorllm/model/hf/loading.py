@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
+from actorllm.model.weights import UPDATE, progress_is_shown, stable_hash, tensor_files
 from actorllm.types.quantization import read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
@@ -119,6 +119,26 @@ def from_checkpoint(
             )
         except Exception as error:
             raise CorruptModelError(f"{path}: the weights cannot be loaded: {error}") from error
+    return model, report
+
+
+def from_tensors(
+    kind: Any, config: Any, attention: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """The modules of a class with these weights, and transformers' report of them. Raises CorruptModelError."""
+    with quiet(shows_progress=False):
+        try:
+            model, report = kind.from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise CorruptModelError(f"{UPDATE} cannot be loaded: {error}") from error
     return model, report
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.nn import functional
 from transformers import (
     AttentionInterface,
@@ -48,6 +49,7 @@ from actorllm.model.hf.loading import (
     check_tensors,
     drawn,
     from_checkpoint,
+    from_tensors,
     quiet,
     read_config,
     refused,
@@ -58,6 +60,7 @@ from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
+from actorllm.model.weights import UPDATE, tensors_of_version
 from actorllm.types.media_rules import IMAGE_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
@@ -567,7 +570,12 @@ def load_unchecked(
     """
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        if model.load_format == "dummy":
+        if not model.weights.is_first:
+            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            kind = getattr(transformers, str(names[plan.config.model_type]))
+            loaded, report = from_tensors(kind, plan.config, "eager", dtype, tensors_of_version(model))
+            check_tensors(UPDATE, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
+        elif model.load_format == "dummy":
             loaded = drawn(_auto(plan.config), plan.config, "eager", dtype, model.seed, device)
         else:
             place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}

@@ -37,14 +37,24 @@ def form_of(model: ModelConfig) -> Form:
 def open_weights(
     model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
 ) -> Weights:
-    """Those that the configuration asks for. device: where they are wanted; None: on the CPU."""
-    if model.load_format == "dummy":
+    """Those of the version that the configuration names. device: where they are wanted; None: on the CPU."""
+    source = model.weights
+    if model.load_format == "dummy" and source.is_first:
         return DummyWeights(model.seed, dtype, device)
     if model.quantization == GGUF:
         checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
         assert checkpoint is not None
         return GgufWeights(Path(checkpoint.file), dtype)
-    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
+    is_complete = model.load_format == "dummy" and source.folder is None  # random ones are never mixed with others
+    return CheckpointWeights(
+        Path(source.folder or model.path),
+        dtype,
+        show_progress,
+        device,
+        overlays=source.overlays,
+        is_complete=is_complete,
+        is_update=not source.is_first,
+    )
 
 
 def rounding_of(model: ModelConfig) -> Form:

@@ -1,0 +1,162 @@
+"""Endpoints that stop, empty and change the engine: sleep, pause, calls of the workers, updates of the weights.
+
+They are there only where `--enable-dev-endpoints` or $VLLM_SERVER_DEV_MODE says so. Their clients call code of the server's
+machine, and may stop the engine for all others. API keys count for them as for every endpoint. Several API processes do not have
+them, because the process that owns an engine alone can let it sleep.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from actorllm.errors import ActorLLMError, CollectiveCallError, ConfigError, InvalidParameterError, shown
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.operations import JSONResponse, read_body, state_of, takes
+from actorllm.server.protocol import Body
+
+VARIABLE = "VLLM_SERVER_DEV_MODE"
+
+router = APIRouter()
+
+
+def is_allowed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment asks for these endpoints."""
+    return environment.get(VARIABLE, "0").strip().lower() in ("1", "true")
+
+
+def check_processes(number: int, is_asked: bool) -> None:
+    """Raises ConfigError where these endpoints would be those of several API processes."""
+    if number > 1 and (is_asked or is_allowed()):
+        raise ConfigError(
+            f"--api-processes {number}: the endpoints of --enable-dev-endpoints and ${VARIABLE} need one process, which owns the "
+            f"engine; leave them out, or use one process"
+        )
+
+
+class CollectiveRpcRequest(Body):
+    """`POST /collective_rpc`."""
+
+    method: str
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    timeout: float | None = None
+
+
+class FolderUpdateRequest(Body):
+    """`POST /update_weights_from_disk`."""
+
+    folder: str
+    version: str | None = None
+    running: str | None = None
+    """'recompute', 'keep' or 'abort'."""
+
+
+class VersionRequest(Body):
+    """`POST /update_weight_version`."""
+
+    new_version: str
+
+
+@router.post("/sleep")
+async def sleep(request: Request) -> Response:
+    """Give memory back. Query: level=1 or 2, mode=abort, wait or keep; requests=wait or refuse."""
+    asked = request.query_params
+    level = asked.get("level", "1")
+    if level not in ("1", "2"):
+        raise InvalidParameterError(f"level={shown(level)} must be 1 or 2")
+    mode: Any = asked.get("mode", "abort")
+    requests: Any = asked.get("requests", "wait")
+    freed = await state_of(request).llm.sleep(1 if level == "1" else 2, mode, requests=requests)
+    return JSONResponse({"freed_bytes": freed})
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> Response:
+    """Take memory again. Query: tags=weights, tags=kv_cache; without them both."""
+    tags: Any = request.query_params.getlist("tags") or None
+    llm = state_of(request).llm
+    await llm.wake_up(tags)
+    return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> Response:
+    return JSONResponse({"is_sleeping": await state_of(request).llm.is_sleeping()})
+
+
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """Stop generation. Query: mode=abort, wait or keep; clear_cache=true or false."""
+    mode: Any = request.query_params.get("mode", "abort")
+    clears = request.query_params.get("clear_cache", "true").lower() in ("true", "1")
+    await state_of(request).llm.pause_generation(mode=mode, clear_cache=clears)
+    return JSONResponse({"status": "paused"})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    await state_of(request).llm.resume_generation()
+    return JSONResponse({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    return JSONResponse({"is_paused": await state_of(request).llm.is_paused()})
+
+
+@router.post("/collective_rpc", openapi_extra=takes(CollectiveRpcRequest))
+async def collective_rpc(request: Request) -> Response:
+    """Call a function on every rank; its results must be JSON."""
+    body = await read_body(request, CollectiveRpcRequest)
+    try:
+        results = await state_of(request).llm.collective_rpc(body.method, body.timeout, body.args or [], body.kwargs)
+    except CollectiveCallError as error:
+        raise ApiError(500, str(error), "method") from error
+    except ActorLLMError as error:
+        raise error_of(error, CollectiveRpcRequest.model_fields, "method") from error
+    except TimeoutError as error:
+        raise ApiError(504, str(error), "timeout") from error
+    try:
+        return JSONResponse({"results": results})
+    except TypeError as error:  # of orjson
+        raise ApiError(400, f"the function returned what JSON has no form for: {error}", "method") from error
+
+
+@router.post("/update_weights_from_disk", openapi_extra=takes(FolderUpdateRequest))
+async def update_weights_from_disk(request: Request) -> Response:
+    """Compute with the weights of a folder on the machine of the server."""
+    body = await read_body(request, FolderUpdateRequest)
+    running: Any = body.running or "recompute"
+    try:
+        version = await state_of(request).llm.update_weights_from_disk(
+            body.folder, version=body.version, running=running
+        )
+    except ActorLLMError as error:
+        raise error_of(error, FolderUpdateRequest.model_fields, "folder") from error
+    return JSONResponse({"weight_version": version})
+
+
+@router.post("/update_weight_version", openapi_extra=takes(VersionRequest))
+async def update_weight_version(request: Request) -> Response:
+    """Call the weights otherwise."""
+    body = await read_body(request, VersionRequest)
+    try:
+        await state_of(request).llm.update_weight_version(body.new_version)
+    except ActorLLMError as error:
+        raise error_of(error, VersionRequest.model_fields, "new_version") from error
+    return JSONResponse({"weight_version": body.new_version})
+
+
+@router.get("/get_weight_version")
+async def get_weight_version(request: Request) -> Response:
+    return JSONResponse({"weight_version": state_of(request).llm.weight_version})
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request) -> Response:
+    config = state_of(request).engine.config
+    return JSONResponse({"world_size": config.world_size * config.data_parallel_size})

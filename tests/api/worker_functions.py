@@ -1,0 +1,103 @@
+"""What the tests of `collective_rpc` call in workers: functions, an extension and a class of workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import torch
+
+from actorllm.model.rank_worker import RankWorker
+
+
+def echo(worker: RankWorker, *args: Any, **kwargs: Any) -> Any:
+    return {"rank": worker.rank, "replica": worker.replica, "args": args, "kwargs": kwargs}
+
+
+def types_of(worker: RankWorker, *args: Any) -> list[str]:
+    return [f"{type(one).__module__}.{type(one).__name__}" for one in args]
+
+
+def embedding_row(model: Any) -> torch.Tensor:
+    """As the model has it: in its own type."""
+    row: torch.Tensor = model.embedding[7]
+    return row
+
+
+def module_name(model: Any) -> str:
+    return type(model).__name__
+
+
+def fails_on_the_second_rank(worker: RankWorker) -> str:
+    if worker.rank + worker.replica == 1:
+        raise LookupError("not here")
+    return "done"
+
+
+def returns_a_set(worker: RankWorker) -> Any:
+    return {"sizes": {1, 2}}
+
+
+async def coroutine(worker: RankWorker) -> None:
+    pass
+
+
+def many_bytes(worker: RankWorker, num_bytes: int) -> Any:
+    return np.zeros(num_bytes, np.uint8)
+
+
+def kill(worker: RankWorker) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_slots(worker: RankWorker) -> int:
+    """Of the batch, between two steps."""
+    return int(worker.model_runner.batch.num_slots)
+
+
+class Extension:
+    """As programs for vLLM write one: it calls what the worker has."""
+
+    num_calls = 0
+
+    def scaled_rank(self: Any, by: int = 2) -> int:
+        self.num_calls += 1
+        return int(self.rank) * by + int(self.num_calls)
+
+    def describe(self: Any) -> dict[str, Any]:
+        return {
+            "device": str(self.device),
+            "ranks": self.parallel_config.tensor_parallel_size,
+            "layers": len(self.model_runner.model.layers),
+            "length": self.vllm_config.model_config.max_model_len,
+        }
+
+
+class Taken:
+    """It defines what workers have."""
+
+    def get_model(self) -> None:
+        pass
+
+
+class OwnWorker(RankWorker):
+    """With a state of its own, made when the model is loaded."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self.log: list[str] = []
+
+    def note(self, text: str) -> list[str]:
+        self.log.append(text)
+        return self.log
+
+
+class BrokenWorker(RankWorker):
+    def __init__(self, model_runner: Any) -> None:
+        raise OSError("no such thing")
+
+
+def tensor(worker: RankWorker) -> torch.Tensor:
+    return torch.zeros(2)

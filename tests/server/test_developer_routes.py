@@ -1,0 +1,84 @@
+"""The endpoints of `--enable-dev-endpoints` and $VLLM_SERVER_DEV_MODE; without these, they are not there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.errors import ConfigError
+from actorllm.server import create_app
+from actorllm.server.developer_routes import check_processes
+from tests.api import worker_functions
+from tests.model.updates.weight_folders import ENGINE, changed, write
+from tests.server.conftest import client_of
+
+pytestmark = pytest.mark.anyio
+
+HERE = worker_functions.__name__
+BODY: dict[str, Any] = {"prompt": "dog", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+async def sleeper() -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM("storyteller", topology="inline", enable_sleep_mode=True, **ENGINE) as engine:
+        yield engine
+
+
+async def test_an_engine_sleeps_pauses_calls_and_changes(sleeper: AsyncLLM, tmp_path: Path) -> None:
+    async with client_of(create_app(sleeper, enable_dev_endpoints=True, api_key="k")) as client:
+        assert (await client.post("/sleep")).status_code == 401, "the guards of the server count"
+        client.headers["authorization"] = "Bearer k"
+        first = (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
+        told = await client.post("/sleep?level=2&mode=abort&requests=refuse")
+        assert (told.status_code, told.json()["freed_bytes"] >= 0) == (200, True)
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+        assert (await client.post("/wake_up?tags=weights")).json() == {"is_sleeping": True}
+        assert (await client.post("/wake_up?tags=kv_cache")).json() == {"is_sleeping": False}
+        assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == first
+        for path, said in {
+            "/sleep?level=3": "level='3'",
+            "/sleep?mode=x": "mode='x'",
+            "/wake_up?tags=x": "'x'",
+        }.items():
+            refused = await client.post(path)
+            assert (refused.status_code, said in refused.text) == (400, True), refused.text
+
+        assert (await client.post("/pause?mode=keep")).status_code == 200
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        assert (await client.post("/resume")).status_code == 200
+        assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+        call = {"method": f"{HERE}:echo", "args": [1], "kwargs": {"a": None}, "timeout": 60}
+        (result,) = (await client.post("/collective_rpc", json=call)).json()["results"]
+        assert result == {"rank": 0, "replica": 0, "args": [1], "kwargs": {"a": None}}
+        for method, status in ((f"{HERE}:many_bytes", 500), (f"{HERE}:tensor", 400), ("a b", 400)):
+            assert (await client.post("/collective_rpc", json={"method": method})).status_code == status
+
+        assert (await client.get("/get_weight_version")).json() == {"weight_version": "0"}
+        assert (await client.get("/get_world_size")).json() == {"world_size": 1}
+        body = {"folder": str(write(tmp_path / "one", changed(1))), "version": "one", "running": "keep"}
+        assert (await client.post("/update_weights_from_disk", json=body)).json() == {"weight_version": "one"}
+        assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] != first
+        assert (await client.post("/update_weight_version", json={"new_version": "two"})).status_code == 200
+        assert (await client.get("/get_weight_version")).json() == {"weight_version": "two"}
+        refused = await client.post("/update_weights_from_disk", json={"folder": "/nowhere"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "folder")
+
+
+async def test_they_are_there_only_where_they_are_asked_for(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, status in (("", 404), ("0", 404), ("1", 200)):
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
+        async with client_of(create_app(llm)) as client:
+            assert (await client.get("/is_sleeping")).status_code == status
+    with pytest.raises(ConfigError, match="--api-processes 2: the endpoints"):
+        check_processes(2, False)
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE")
+    with pytest.raises(ConfigError, match="--api-processes 2: the endpoints of --enable-dev-endpoints"):
+        check_processes(2, True)
+    check_processes(1, True)
+    check_processes(2, False)
