@@ -43,6 +43,7 @@ from actorllm.messages import (
     DRAINING,
     NO_I32,
     Abort,
+    Drafted,
     Message,
     StepFailed,
     StepPlan,
@@ -380,8 +381,19 @@ class SchedulerActor(Actor):
                 self._acknowledge(link, message)
             case Submit() | Abort() | Unblock():
                 self._inbox.append((self._frontend_of[link], message))
+            case Drafted():
+                self._take_drafts(link, message)
             case _:
                 super().on_message(link, message)
+
+    def _take_drafts(self, link: Link, message: Drafted) -> None:
+        """A step with grammars has begun, and waits for its masks: they are sent before the loop turns again."""
+        if not self.has_workers:
+            return
+        if wrong := self._constraints.tell_drafts(message):
+            self._part_with_workers(link, f"step {message.step}: {wrong}")
+            return
+        self.send_ends(self._send_late_inputs())
 
     def _acknowledge(self, link: Link, message: StepResult | StepFailed) -> None:
         """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0.

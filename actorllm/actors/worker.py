@@ -34,7 +34,7 @@ from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
-from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
+from actorllm.messages import Drafted, LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
 from actorllm.types.weight_version import WeightSource
 
@@ -104,6 +104,7 @@ class WorkerActor(Actor):
         """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
+        self.runner.tell_drafts = self._tell_drafts
         self._budget = StepBudget(config.step_timeout_s)
         if self._is_replacement and (error := self._why_unable()) is not None:
             raise error
@@ -283,6 +284,14 @@ class WorkerActor(Actor):
             except TransportError:
                 logger.debug("step %d is not reported: %s is gone", message.step, link.peer)
             self.report(link, message)
+
+    def _tell_drafts(self, drafted: Drafted) -> None:
+        """The forward is about to begin: the masks of its drafts are made meanwhile."""
+        assert self.owner is not None
+        try:
+            self.owner.send_nowait(drafted)
+        except TransportError:
+            logger.debug("the drafts of step %d are not told: %s is gone", drafted.step, self.owner.peer)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""

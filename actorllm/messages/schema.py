@@ -179,6 +179,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             ended=TIME,
         ),
         "StepFailed": _entry(WORKER, step=STEP, error=STR, rows=INDEXES, is_out_of_memory=BOOL),
+        "Drafted": _entry(WORKER, step=STEP, slots=INDEXES, counts=Field("i4", 1), tokens=INDEXES),
         "StepPlan": _entry(
             SCHEDULER,
             step=STEP,
@@ -204,7 +205,15 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             new_processed=U8,
             max_drafts=COUNT,
         ),
-        "LateInputs": _entry(SCHEDULER, step=STEP, slots=INDEXES, allowed=U32),
+        "LateInputs": _entry(
+            SCHEDULER,
+            step=STEP,
+            slots=INDEXES,
+            allowed=U32,
+            counts=Field("i4", 1),
+            forced=INDEXES,
+            forced_counts=INDEXES,
+        ),
         "Outputs": _entry(
             SCHEDULER,
             rids=I32,

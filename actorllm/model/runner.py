@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError, UnsupportedModelError
-from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
 from actorllm.model.adapters.store import Adapters
@@ -148,6 +148,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """Attributes that `close` lets go of."""
 
     batch: PersistentBatch
+    tell_drafts: Callable[[Drafted], None] | None = None
+    """Hears what late rows try before their forward runs, once for each plan with late rows and drafts; None: they try nothing."""
     adapters: Adapters | None = None
     """Of requests; made with the weights. None: there are none."""
 
