@@ -91,7 +91,13 @@ class WorkerActor(Actor):
         sizes = {"weight_bytes": self.runner.weight_bytes}
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-        return {"num_blocks": self.runner.profile_num_blocks(), **sizes}
+        return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}
+
+    def _measured(self, config: EngineConfig) -> dict[str, Any]:
+        """What steps take, where the number of drafts goes by it."""
+        if config.speculation is None or not config.speculation.goes_by_costs or self.rank:
+            return {}
+        return self.runner.measured_costs()
 
     def _load(self, config: EngineConfig) -> ModelRunner[Any, Any]:
         from actorllm.model import backends

@@ -81,6 +81,7 @@ from actorllm.types.params import (
     check_timeout,
     is_text,
 )
+from actorllm.types.speculation import draft_costs_of
 from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ class Engine:
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
-        return config.resolved(CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor)))
+        num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
+        return config.resolved(num_blocks, *draft_costs_of(facts))
 
     # Life
 

@@ -38,6 +38,7 @@ from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import Processors
 from actorllm.model.registry import Plan, check_plan, model_plan
+from actorllm.types.drafter import Costs
 from actorllm.types.logits_processors.travel import encode_errors
 from actorllm.types.model_files import overridden
 from actorllm.types.weight_version import WeightSource
@@ -255,6 +256,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
     @abstractmethod
     def _cache_bytes(self) -> int:
         """How much memory the cache may have."""
+
+    def measured_costs(self) -> dict[str, Costs]:
+        """What steps of so many tokens take (step_costs), and passes of a draft model (draft_costs); before `allocate`.
+
+        Empty: this backend measures nothing.
+        """
+        return {}
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
-from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cpu.runner import CpuRunner
@@ -386,6 +386,25 @@ def test_a_recording_replays(reference: list[Stream], tmp_path: Path) -> None:
     run(speculative_config=config("knowing", 7), topology="inline", record=str(file), num_prompts=12)
     plans = list(replay(read_recording(file), fresh_scheduler(file)))
     assert any(plan.max_drafts == 7 for plan in plans)
+
+
+def test_costs_are_measured_once_and_recorded(tmp_path: Path) -> None:
+    """A worker that takes another's place goes on with them: what is planned is what the recording says."""
+    file = tmp_path / "record"
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with LLM("storyteller", **ARGUMENTS, topology="process", record=str(file), speculative_config=drafts) as llm:
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        prompt = "One, two, one, two, one, two"
+        before = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == before
+        used = llm._engine.config.speculation
+        assert llm.stats()["workers"][0]["num_steps"] > 0
+    assert used is not None
+    assert [size for size, _ in used.step_costs][:4] == [1, 2, 4, 8]
+    assert all(seconds > 0 for _, seconds in used.step_costs)
+    assert recorded_configuration(file).speculation == used
+    assert list(replay(read_recording(file), fresh_scheduler(file)))
 
 
 # What does not go together --------------------------------------------------------------------------------------------

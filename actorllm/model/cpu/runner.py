@@ -37,9 +37,11 @@ from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_same_model, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.speculation import costs
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
 from actorllm.model.weights import Weights
+from actorllm.types.drafter import Costs
 from actorllm.types.quantization import GGUF
 from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
@@ -329,6 +331,31 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
         return peak + 3 * logits + context + adapters
 
+    @with_own_threads
+    @torch.inference_mode()
+    def measured_costs(self) -> dict[str, Costs]:
+        """By steps of its own, as `check_itself`: rows of their own stand for drafts, which cost the same products."""
+        size = self.config.cache.block_size
+        most = min(costs.SIZES[-1], self.config.scheduler.max_num_batched_tokens // CHECK_PROMPT)
+        slots = np.arange(most, dtype=np.int32)
+        per_row = -(-(CHECK_PROMPT + 1 + len(costs.SIZES) * (1 + costs.ROUNDS)) // size)
+        kept, self.processors = (self._speculator, self._draft_model, self.processors), None
+        draft_model = self._draft_model
+        self._speculator = self._draft_model = None
+        try:
+            self.allocate(most * per_row)
+            if draft_model is not None:
+                draft_model.allocate(most * per_row)
+            self.step(self._small_prompts(slots, per_row, temperature=1.0))
+            steps = costs.measured(lambda rows: self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)])))
+            drafts: Costs = ()
+            if draft_model is not None:
+                drafts = costs.measured(lambda rows: draft_model.try_pass(self.batch, slots[: min(rows, most)]))
+        finally:
+            self._speculator, self._draft_model, self.processors = kept
+            del self.cache, self.batch
+        return {"step_costs": steps, "draft_costs": drafts}
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def _zero(self, block_ids: I32) -> None:
@@ -363,21 +390,28 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         per_row = -(-(CHECK_PROMPT + 1) // size)
         self.allocate(NUM_CHECK_ROWS * per_row)
         slots = np.arange(NUM_CHECK_ROWS, dtype=np.int32)
-        num_tokens = NUM_CHECK_ROWS * CHECK_PROMPT
-        yield StepPlan(
+        yield self._small_prompts(slots, per_row, pooling=POOLING_CODES["last"] if is_pooling else 0)
+        if not is_pooling:
+            yield StepPlan(step=1, decode_slots=slots)
+
+    def _small_prompts(self, slots: I32, per_row: int, pooling: int = 0, temperature: float | None = None) -> StepPlan:
+        """Prompts from all over the vocabulary, whose rows have so many blocks each. temperature: None: of every other row."""
+        num_rows = len(slots)
+        num_tokens = num_rows * CHECK_PROMPT
+        return StepPlan(
             step=0,
             new_rows=pack_rows(
-                NewRow(slot, CHECK_PROMPT, temperature=slot % 2, pooling=POOLING_CODES["last"] if is_pooling else 0)
+                NewRow(
+                    slot, CHECK_PROMPT, temperature=slot % 2 if temperature is None else temperature, pooling=pooling
+                )
                 for slot in slots.tolist()
             ),
             new_tokens=(np.arange(num_tokens) * (self.model_config.vocab_size - 1) // num_tokens).astype(np.int32),
-            new_num_blocks=np.full(NUM_CHECK_ROWS, per_row, np.int32),
-            new_blocks=np.arange(NUM_CHECK_ROWS * per_row, dtype=np.int32),
+            new_num_blocks=np.full(num_rows, per_row, np.int32),
+            new_blocks=np.arange(num_rows * per_row, dtype=np.int32),
             prefill_slots=slots,
-            prefill_counts=np.full(NUM_CHECK_ROWS, CHECK_PROMPT, np.int32),
+            prefill_counts=np.full(num_rows, CHECK_PROMPT, np.int32),
         )
-        if not is_pooling:
-            yield StepPlan(step=1, decode_slots=slots)
 
     @with_own_threads
     @torch.inference_mode()
