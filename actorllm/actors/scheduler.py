@@ -620,7 +620,7 @@ class SchedulerActor(Actor):
         if self._constraints.has_waited_for(result.step):
             events = self._constraints.advance(events, began)
         if self._timeline is not None:
-            self._timeline.updated(result.step, result.started, result.ended, began, now())
+            self._timeline.updated(result, began, now())
         return events
 
     async def _warm_up_grammars(self) -> bool:
@@ -785,6 +785,7 @@ class SchedulerActor(Actor):
         return {
             "now": at,
             "counts": {name: counts[name] for name in shown},
+            "speculation": counts["speculation"],
             "kv_usage": counts["kv"]["usage"],
             "requests": glance(self.scheduler, at, at_most),
             "steps": self._step_log.newest(after, MAX_LIVE_STEPS),

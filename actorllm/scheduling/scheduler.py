@@ -60,6 +60,7 @@ from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
@@ -142,6 +143,7 @@ class Scheduler:
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
+        draft_counters = DraftCounters(num_lookahead_tokens, max_num_seqs)
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._intake = SubmitValidation(
             limits,
@@ -166,6 +168,7 @@ class Scheduler:
             payload=self._message_budget,
             expiry=self._expiry,
             admission=self._admission,
+            drafts=draft_counters,
         )
         self.prefilling = self._table.prefilling
         self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
@@ -180,6 +183,7 @@ class Scheduler:
             table=self._table,
             cache=self._cache,
             stopping=self._stopping,
+            drafts=draft_counters,
         )
         self._num_steps = 0
         self._num_prefill_tokens = 0

@@ -334,6 +334,27 @@ def test_structured_output_shares_steps_with_rows_that_draft(plain_and_drafting:
     assert found[0][1] == "ab" * 12
 
 
+def test_a_request_and_a_step_tell_of_their_drafts(plain_and_drafting: tuple[LLM, LLM]) -> None:
+    plain, other = plain_and_drafting
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = ["one two one two one two", "Once upon a time"]
+    assert [o.metrics.num_draft_tokens for o in plain.generate(prompts, params, use_tqdm=False) if o.metrics] == [0, 0]
+    before = other.stats()["scheduler"]["scheduler"]["speculation"]
+    other._engine.ask_scheduler("start_timeline").result()
+    metrics = [output.metrics for output in other.generate(prompts, params, use_tqdm=False)]
+    after = other.stats()["scheduler"]["scheduler"]["speculation"]
+    told = [
+        event["args"]
+        for event in other._engine.ask_scheduler("take_timeline").result()
+        if "drafts" in event.get("args", {})
+    ]
+    for name, key in (("num_draft_tokens", "drafts"), ("num_accepted_tokens", "accepted")):
+        number = after[name] - before[name]
+        assert number > 0
+        assert sum(getattr(one, name) for one in metrics) == number
+        assert sum(args[key] for args in told) == number
+
+
 def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> None:
     plain, other = plain_and_drafting
     other.generate("one two one two one two", SamplingParams(max_tokens=60, temperature=0.0), use_tqdm=False)
