@@ -342,6 +342,10 @@ NEW_ROW = np.dtype(
 _NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
+SALT_ROW = np.dtype([("slot", "<i4"), ("salt", "S16")])
+"""A slot, and a digest of the cache salt of its request."""
+
+
 def pack_rows(rows: Iterable[tuple[float, ...]]) -> U8:
     """Records with the fields of `NewRow`, because a plan with one new row should not carry a dozen arrays of one element."""
     return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
@@ -398,6 +402,8 @@ class StepPlan:
     """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
     new_processed: U8 = field(default_factory=no_u8)
     """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
+    new_salts: U8 = field(default_factory=no_u8)
+    """Of the new rows that have a cache salt, one `SALT_ROW` each; only where drafts come from outputs of other requests."""
     max_drafts: int = 0
     """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
 

@@ -203,6 +203,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             late_slots=INDEXES,
             embeds=U8,
             new_processed=U8,
+            new_salts=U8,
             max_drafts=COUNT,
         ),
         "LateInputs": _entry(

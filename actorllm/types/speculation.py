@@ -7,7 +7,6 @@ of torch.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
@@ -37,6 +36,8 @@ MAX_DRAFTS = 31
 """Most drafts of a row in a step."""
 MAX_LOOKUP = 64
 """Most tokens of an n-gram that is looked up."""
+MAX_CACHED = 10_000
+"""Of suffix_decoding_max_cached_requests where it is not given, as in vLLM."""
 SUFFIX_DRAFTS = 8
 """Of num_speculative_tokens with method 'suffix', where none is given."""
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64)
@@ -188,12 +189,7 @@ def read_speculation(given: Any) -> Speculation | None:
     most = _count("num_speculative_tokens", most, MAX_DRAFTS)
     least_lookup, most_lookup = _lookup(tree)
     cached = tree.get("suffix_decoding_max_cached_requests")
-    if cached is not None and _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0):
-        warnings.warn(
-            f"speculative_config: suffix_decoding_max_cached_requests={cached} is taken and has no effect: suffixes are looked up "
-            f"in the sequence itself",
-            stacklevel=5,
-        )
+    cached = MAX_CACHED if cached is None else _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0)
     return Speculation(
         method,
         most,
@@ -205,6 +201,7 @@ def read_speculation(given: Any) -> Speculation | None:
         model,
         drawn,
         _ranges(tree, most),
+        cached,
         tree.get("num_speculative_tokens_per_batch_size") is None,
     )
 

@@ -355,6 +355,28 @@ def test_a_request_and_a_step_tell_of_their_drafts(plain_and_drafting: tuple[LLM
         assert sum(args[key] for args in told) == number
 
 
+def test_suffixes_are_found_in_outputs_with_the_same_cache_salt() -> None:
+    drafts = {"method": "suffix", "num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": [[1, 9, 7]]}
+    params = SamplingParams(max_tokens=48, temperature=1.0, seed=8, ignore_eos=True)
+    arguments: dict[str, Any] = ARGUMENTS | {"topology": "inline"}
+    with LLM("storyteller", speculative_config=drafts, **arguments) as llm:
+
+        def accepted(salt: str | None) -> int:
+            prompt: Any = {"prompt": "Once upon a time"} | ({} if salt is None else {"cache_salt": salt})
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
+            streams.add(tuple(output.outputs[0].token_ids))
+            assert output.metrics is not None
+            return output.metrics.num_accepted_tokens
+
+        streams: set[tuple[int, ...]] = set()
+        first = accepted("one")
+        assert accepted("one") > first + 20
+        assert accepted("two") == first, "what others have written is not to be seen in how fast it is"
+        assert accepted(None) == first
+        assert accepted(None) > first + 20
+        assert len(streams) == 1
+
+
 def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> None:
     plain, other = plain_and_drafting
     other.generate("one two one two one two", SamplingParams(max_tokens=60, temperature=0.0), use_tqdm=False)

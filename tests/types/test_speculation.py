@@ -116,9 +116,11 @@ def test_suffix_decoding_has_the_options_of_vllm() -> None:
         read.suffix_decoding_min_token_prob,
     )
     assert told == (24, 1.0, 0.1)
-    given = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 100}
-    with pytest.warns(UserWarning, match="suffix_decoding_max_cached_requests=100 is taken and has no effect"):
-        assert read_speculation(given) is not None
+    assert read.suffix_decoding_max_cached_requests == 10_000
+    assert read.drafts_from_others
+    alone = read_speculation({"method": "suffix", "suffix_decoding_max_cached_requests": 0})
+    assert alone is not None
+    assert not alone.drafts_from_others
     with pytest.raises(ConfigError, match="suffix_decoding_min_token_prob=2 must be a number from 0 to 1"):
         read_speculation({"method": "suffix", "suffix_decoding_min_token_prob": 2})
 

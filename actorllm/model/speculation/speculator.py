@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import is_failure
-from actorllm.messages import I32, LateInputs, StepPlan
+from actorllm.messages import I32, SALT_ROW, LateInputs, StepPlan
 from actorllm.model.inputs import Drafts, PersistentBatch
+from actorllm.model.speculation.finished import FinishedOutputs
 from actorllm.model.speculation.histories import Histories
+from actorllm.model.speculation.suffix import SuffixDrafter
 from actorllm.types.drafter import Speculation
-from actorllm.types.speculation import make_drafter
+from actorllm.types.speculation import SUFFIX, make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class Speculator:
         self._batch_drafter = drafter
         self._drafter = make_drafter(options, vocab_size) if drafter is None else None
         self.histories = Histories(options.num_speculative_tokens)
+        max_requests = options.suffix_decoding_max_cached_requests if options.method == SUFFIX else 0
+        self._finished = FinishedOutputs(max_requests) if max_requests else None
         self._forced: dict[int, list[int]] = {}
         """By slot, what its grammar leaves it no choice about."""
         self._by_grammar: set[int] = set()
@@ -59,11 +63,14 @@ class Speculator:
     def apply(self, plan: StepPlan, known_tokens: dict[int, I32]) -> None:
         """Slots that were freed, and new ones. known_tokens: of new slots, prompt and output."""
         for slot in plan.freed.tolist():
-            self.histories.remove(slot)
+            history = self.histories.remove(slot)
             self._forced.pop(slot, None)
+            if self._finished is not None and history is not None and history.num_outputs:
+                self._finished.add(history.salt, history.output)
         if plan.new_rows.size:
-            for slot in plan.new["slot"].tolist():
-                self.histories.add(slot, known_tokens[slot])
+            salts = dict(plan.new_salts.view(SALT_ROW).tolist()) if plan.new_salts.size else {}
+            for slot, num_outputs in plan.new[["slot", "num_outputs"]].tolist():
+                self.histories.add(slot, known_tokens[slot], num_outputs, salts.get(slot, b""))
 
     def clear(self) -> None:
         """No request is there any more."""
@@ -135,7 +142,11 @@ class Speculator:
         tokens = history.tokens.view()
         tokens.flags.writeable = False
         try:
-            drafted = [int(token) for token, _ in zip(self._drafter.draft(tokens, wanted), range(wanted), strict=False)]
+            if self._finished is not None and isinstance(self._drafter, SuffixDrafter):
+                guessed = self._drafter.draft(tokens, wanted, self._finished.of(history.salt))
+            else:
+                guessed = self._drafter.draft(tokens, wanted)
+            drafted = [int(token) for token, _ in zip(guessed, range(wanted), strict=False)]
         except BaseException as error:  # of a drafter of the application: a guess that is not made costs nothing
             if not is_failure(error):
                 raise
