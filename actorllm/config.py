@@ -32,7 +32,7 @@ from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
-from actorllm.types.drafter import Speculation
+from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
@@ -44,7 +44,7 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import read_method
-from actorllm.types.speculation import read_speculation
+from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
@@ -331,11 +331,12 @@ class EngineConfig:
         """How many ranks there are."""
         return ParallelConfig(self.world_size, data_parallel_size=self.data_parallel_size)
 
-    def resolved(self, num_blocks: int) -> EngineConfig:
-        """The same engine with the number of KV blocks that every rank can hold.
+    def resolved(self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = ()) -> EngineConfig:
+        """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
 
         Arguments:
             num_blocks: of `cache.block_size` tokens each.
+            step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
 
         Raises:
             ConfigError: not even one sequence of max_model_len would fit.
@@ -350,7 +351,10 @@ class EngineConfig:
                 f"sequence of max_model_len={self.model.max_model_len}{drafts}; give more memory (kv_cache_memory_bytes, "
                 f"gpu_memory_utilization)" + (f" or set max_model_len={most} or less" if most > 0 else "")
             )
-        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+        speculation = self.speculation
+        if speculation is not None:
+            speculation = with_costs(speculation, step_costs, draft_costs)
+        return replace(self, cache=replace(self.cache, num_blocks=num_blocks), speculation=speculation)
 
     def to_json(self) -> bytes:
         """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""

@@ -5,6 +5,10 @@ A request with a grammar is blocked until its matcher is made, on a thread besid
 it samples. Late inputs are due when the results of all earlier steps are applied, since the matchers have seen their tokens
 then (`advance`). The masks are filled while the step's forward runs (`late_inputs`).
 
+A worker that may check drafts says which ones when its forward begins (`Drafted`), and the late inputs wait for that, too. A copy
+of the matcher walks over the drafts, and each gets a mask of its own. The late inputs also say what the grammar leaves no choice
+about from there on: the worker takes these tokens as the drafts of its next step.
+
 Where a grammar ends, its mask allows nothing but the ends of text. One of them is sampled like any token, and ends the request.
 With `ignore_eos` it does not, and what follows is free. Where the request's own rules forbid every end of text, or the model has
 none, the request ends without one.
@@ -29,7 +33,7 @@ from numpy.typing import NDArray
 
 from actorllm.actors.executor import FairExecutor, JobDropped
 from actorllm.clock import now
-from actorllm.messages import I32, INVALID, OVERLOADED, LateInputs, StepPlan, Submit
+from actorllm.messages import I32, INVALID, OVERLOADED, U32, Drafted, LateInputs, StepPlan, Submit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.scheduler import Scheduler
@@ -41,6 +45,7 @@ from actorllm.text.grammar import (
     Matcher,
     NotInGrammarError,
     followed,
+    walked,
 )
 from actorllm.text.reasoning.thought import matcher_of
 
@@ -49,10 +54,25 @@ logger = logging.getLogger(__name__)
 BLOCKED_ON = "grammar"
 COMPILE_TIMEOUT_S = 10.0
 """What takes longer to compile is refused."""
+MAX_DRAFT_MASK_BYTES = 4 << 20
+"""Of the masks behind drafts in one message; rows beyond them have no drafts checked."""
 LONGEST_WAIT_S = 1.0
 """At a time, where the caller waits for its matchers."""
 
 Made = list[tuple[Sequence, Matcher | GrammarError]]
+
+
+@dataclass(slots=True, eq=False)
+class Unsent:
+    """A step whose late inputs are due."""
+
+    step: int
+    slots: I32
+    sequences: NDArray[Any]
+    """Those that had these slots when it was planned."""
+    max_drafts: int
+    drafts: dict[int, list[int]] | None = None
+    """What the worker tries, by slot; None: it has not told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +135,8 @@ class Constraints:
         self._queue: FairExecutor[CompileJob] | None = None
         self._jobs: dict[tuple[int, str], CompileJob] = {}
         """Those that are not done, by frontend and grammar: requests for the same grammar wait for the same job."""
-        self._unsent: deque[tuple[int, I32, NDArray[Any]]] = deque()
-        """Steps whose late inputs are due: number, slots, and the sequences that had these when it was planned."""
+        self._unsent: deque[Unsent] = deque()
+        """Steps whose late inputs are due."""
         self._awaited: deque[int] = deque()
         """Steps with constrained rows whose results are not there."""
         self.num_failed = 0
@@ -252,20 +272,46 @@ class Constraints:
     def launched(self, plan: StepPlan, record: StepRecord) -> None:
         """A step with flagged rows."""
         rows = record.rows
-        self._unsent.append((plan.step, plan.late_slots, rows.sequences[np.isin(rows.slots, plan.late_slots)]))
+        sequences = rows.sequences[np.isin(rows.slots, plan.late_slots)]
+        self._unsent.append(Unsent(plan.step, plan.late_slots, sequences, plan.max_drafts))
         self._awaited.append(plan.step)
 
     def is_due(self, last_done: int) -> bool:
         """Whether the late inputs of the next such step can be made: all before it are done."""
-        return bool(self._unsent) and self._unsent[0][0] <= last_done + 1
+        if not self._unsent or self._unsent[0].step > last_done + 1:
+            return False
+        first = self._unsent[0]  # a step that has failed may never tell its drafts
+        return not first.max_drafts or first.drafts is not None or first.step <= last_done
+
+    def tell_drafts(self, drafted: Drafted) -> str | None:
+        """What a step tries. Returns why that cannot be; None: it can. Steps that nothing waits for are passed over."""
+        step = next((step for step in self._unsent if step.step == drafted.step), None)
+        if step is None:
+            return None
+        slots, counts, tokens = drafted.slots, drafted.counts, drafted.tokens
+        if step.drafts is not None:
+            return "drafts twice"
+        if counts.size != slots.size or not np.isin(slots, step.slots).all() or np.unique(slots).size != slots.size:
+            return f"drafts of slots {slots.tolist()} in a plan with grammars at {step.slots.tolist()}"
+        if int(counts.sum()) != tokens.size or counts.max(initial=0) > step.max_drafts:
+            return f"{tokens.size} drafts, counted {counts.tolist()}, in a plan of {step.max_drafts} at most"
+        if self._compiler is not None and tokens.max(initial=0) >= self._compiler.vocab_size:
+            return f"a draft outside the vocabulary of {self._compiler.vocab_size}"
+        ends = np.cumsum(counts).tolist()
+        step.drafts = {
+            slot: tokens[end - count : end].tolist()
+            for slot, count, end in zip(slots.tolist(), counts.tolist(), ends, strict=True)
+        }
+        return None
 
     def late_inputs(self) -> tuple[LateInputs, list[Sequence], list[tuple[Sequence, str]]]:
         """Those of the next step; the requests that end without an end of text, whose rows count for nothing; and those
         whose masks cannot be made, with the reasons."""
-        step, slots, sequences = self._unsent.popleft()
+        unsent = self._unsent.popleft()
+        step, slots = unsent.step, unsent.slots
         here = [
             (row, sequence)
-            for row, sequence in enumerate(sequences.tolist())
+            for row, sequence in enumerate(unsent.sequences.tolist())
             if sequence.grammar is not None and not sequence.grammar.is_over and sequence.state is not State.FINISHED
         ]
         if not here or self._compiler is None:
@@ -273,7 +319,7 @@ class Constraints:
         allowed, is_last = self._compiler.masks([s.grammar for _, s in here])
         over: list[Sequence] = []
         failed: list[tuple[Sequence, str]] = []
-        has_any: list[bool] = (np.bitwise_or.reduce(allowed, axis=1) != 0).tolist()
+        has_any = has_bits(allowed)
         for row, (_, sequence) in enumerate(here):
             matcher = sequence.grammar
             # The grammar is complete here: only an end of text may follow. Without one that may be sampled the request
@@ -285,7 +331,56 @@ class Constraints:
             elif not has_any[row]:
                 reason = self._compiler.failure_of(matcher) or "it leaves no token of the vocabulary"
                 failed.append((sequence, f"the grammar cannot go on here: {reason}"))
-        return LateInputs(step=step, slots=slots[[row for row, _ in here]], allowed=allowed.reshape(-1)), over, failed
+        listed = slots[[row for row, _ in here]]
+        if not unsent.max_drafts:
+            return LateInputs(step=step, slots=listed, allowed=allowed.reshape(-1)), over, failed
+        matchers = [sequence.grammar for _, sequence in here]
+        drafts = [(unsent.drafts or {}).get(slot, []) for slot in listed.tolist()]
+        return self._with_drafts(step, listed, matchers, drafts, allowed, unsent.max_drafts), over, failed
+
+    def _with_drafts(
+        self,
+        step: int,
+        slots: I32,
+        matchers: list[Matcher],
+        drafts: list[list[int]],
+        allowed: U32,
+        max_drafts: int,
+    ) -> LateInputs:
+        """Late inputs with a mask behind each draft, too, as far as there can be one.
+
+        drafts: of each slot. allowed: the first mask of each. A grammar that ends behind a draft, or cannot go on there, has
+        no mask for it: that is found again when the draft is known.
+        """
+        assert self._compiler is not None
+        room = MAX_DRAFT_MASK_BYTES // allowed[:1].nbytes
+        behind: list[list[Matcher]] = []
+        for matcher, tokens in zip(matchers, drafts, strict=True):
+            is_slow = matcher.slow_s > 0 or matcher.is_over
+            found = [] if is_slow else walked(matcher, tokens[:room])
+            room -= len(found)
+            behind.append(found)
+        masks, is_last = self._compiler.masks([copy for found in behind for copy in found])
+        is_useful = [any_ and not last for any_, last in zip(has_bits(masks), is_last, strict=True)]
+        parts: list[U32] = []
+        counts: list[int] = []
+        forced: list[list[int]] = []
+        at = 0
+        for row, (matcher, found) in enumerate(zip(matchers, behind, strict=True)):
+            matcher.slow_s += sum(copy.slow_s for copy in found)
+            kept = next((i for i in range(len(found)) if not is_useful[at + i]), len(found))
+            parts += [allowed[row : row + 1], masks[at : at + kept]]
+            counts.append(1 + kept)
+            forced.append([] if matcher.slow_s else [matcher, *found][kept].forced(1 + max_drafts))
+            at += len(found)
+        return LateInputs(
+            step=step,
+            slots=slots,
+            allowed=np.concatenate(parts).reshape(-1),
+            counts=np.array(counts, np.int32),
+            forced=np.array([token for tokens in forced for token in tokens], np.int32),
+            forced_counts=np.array([len(tokens) for tokens in forced], np.int32),
+        )
 
     def has_waited_for(self, step: int) -> bool:
         """Whether the result of this step may have tokens of constrained rows."""
@@ -346,6 +441,12 @@ class Constraints:
             FairExecutor[CompileJob]("grammars", bool).statistics() if self._queue is None else self._queue.statistics()
         )
         return {"num_compiled": 0, **counts, "num_failed": self.num_failed, **queue}
+
+
+def has_bits(masks: U32) -> list[bool]:
+    """Which masks allow anything."""
+    found: list[bool] = (np.bitwise_or.reduce(masks, axis=1) != 0).tolist()
+    return found
 
 
 def _may_end_text(sequence: Sequence, matcher: Matcher, eos_ids: Iterable[int]) -> bool:

@@ -127,6 +127,8 @@ class OutputRows:
                 sequence.num_recoveries,
                 sequence.recovery_s,
                 end.details,
+                sequence.num_draft_tokens,
+                sequence.num_accepted_tokens,
             ]
         )
 

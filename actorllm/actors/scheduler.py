@@ -45,6 +45,7 @@ from actorllm.messages import (
     DRAINING,
     NO_I32,
     Abort,
+    Drafted,
     Message,
     StepFailed,
     StepPlan,
@@ -386,8 +387,19 @@ class SchedulerActor(Actor):
                 self._acknowledge(link, message)
             case Submit() | Abort() | Unblock():
                 self._inbox.append((self._frontend_of[link], message))
+            case Drafted():
+                self._take_drafts(link, message)
             case _:
                 super().on_message(link, message)
+
+    def _take_drafts(self, link: Link, message: Drafted) -> None:
+        """A step with grammars has begun, and waits for its masks: they are sent before the loop turns again."""
+        if not self.has_workers:
+            return
+        if wrong := self._constraints.tell_drafts(message):
+            self._part_with_workers(link, f"step {message.step}: {wrong}")
+            return
+        self.send_ends(self._send_late_inputs())
 
     def _acknowledge(self, link: Link, message: StepResult | StepFailed) -> None:
         """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0.
@@ -614,7 +626,7 @@ class SchedulerActor(Actor):
         if self._constraints.has_waited_for(result.step):
             events = self._constraints.advance(events, began)
         if self._timeline is not None:
-            self._timeline.updated(result.step, result.started, result.ended, began, now())
+            self._timeline.updated(result, began, now())
         return events
 
     async def _warm_up_grammars(self) -> bool:
@@ -787,6 +799,7 @@ class SchedulerActor(Actor):
         return {
             "now": at,
             "counts": {name: counts[name] for name in shown},
+            "speculation": counts["speculation"],
             "kv_usage": counts["kv"]["usage"],
             "requests": glance(self.scheduler, at, at_most),
             "steps": self._step_log.newest(after, MAX_LIVE_STEPS),

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
+
+from actorllm.messages import StepResult
+
 SCHEDULER, WORKER = 1, 2
 
 MAX_EVENTS = 80_000
@@ -56,8 +60,12 @@ class Timeline:
     def launched(self, step: int, began: float, ended: float, num_decode: int, num_tokens: int) -> None:
         self._span(SCHEDULER, f"plan {step}", began, ended, step=step, decode_rows=num_decode, tokens=num_tokens)
 
-    def updated(self, step: int, started: float, ended: float, began: float, done: float) -> None:
-        self._span(WORKER, f"step {step}", started, ended, step=step)
+    def updated(self, result: StepResult, began: float, done: float) -> None:
+        step, num_drafts = result.step, result.num_checked
+        drafts: dict[str, int] = {}
+        if num_drafts:  # a row has one token beside its right drafts
+            drafts = {"drafts": num_drafts, "accepted": int(np.maximum(result.counts - 1, 0).sum())}
+        self._span(WORKER, f"step {step}", result.started, result.ended, step=step, **drafts)
         self._span(SCHEDULER, f"update {step}", began, done, step=step)
         self._step = step
 

@@ -35,7 +35,7 @@ from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
-from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
+from actorllm.messages import Drafted, LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
 from actorllm.types.sleep import SLEEPING_PARTS
 from actorllm.types.weight_version import WeightSource
@@ -100,7 +100,13 @@ class WorkerActor(Actor):
         sizes = {"weight_bytes": self.runner.weight_bytes}
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-        return {"num_blocks": self.runner.profile_num_blocks(), **sizes}
+        return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}
+
+    def _measured(self, config: EngineConfig) -> dict[str, Any]:
+        """What steps take, where the number of drafts goes by it."""
+        if config.speculation is None or not config.speculation.goes_by_costs or self.rank:
+            return {}
+        return self.runner.measured_costs()
 
     def _load(self, config: EngineConfig) -> ModelRunner[Any, Any]:
         from actorllm.model import backends
@@ -113,6 +119,7 @@ class WorkerActor(Actor):
         """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
+        self.runner.tell_drafts = self._tell_drafts
         self._budget = StepBudget(config.step_timeout_s)
         if self._is_replacement and (error := self._why_unable()) is not None:
             raise error
@@ -293,6 +300,14 @@ class WorkerActor(Actor):
             except TransportError:
                 logger.debug("step %d is not reported: %s is gone", message.step, link.peer)
             self.report(link, message)
+
+    def _tell_drafts(self, drafted: Drafted) -> None:
+        """The forward is about to begin: the masks of its drafts are made meanwhile."""
+        assert self.owner is not None
+        try:
+            self.owner.send_nowait(drafted)
+        except TransportError:
+            logger.debug("the drafts of step %d are not told: %s is gone", drafted.step, self.owner.peer)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""

@@ -532,6 +532,8 @@ class RequestStream:
             num_nonfinite=sum([end.num_nonfinite for end in ends]),
             num_recoveries=num_recoveries,
             recovery_time=max([end.recovery_s for end in ends]),
+            num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
+            num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
         )
 
     def abort(self) -> None:

@@ -97,5 +97,6 @@ def _live(answers: Mapping[int, Any]) -> Any:
         "counts": _sum([tree["counts"] for tree in trees]),
         "kv_usage": sum(tree["kv_usage"] for tree in trees) / len(trees),
         "slo": _sum([tree["slo"] for tree in trees]),
+        "speculation": _sum([tree.get("speculation") for tree in trees]),
         "requests": requests,
     }

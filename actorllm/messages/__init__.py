@@ -263,6 +263,20 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Drafted:
+    """What the late rows of a step try, told when its forward begins: their masks depend on it. Rank 0 sends it.
+
+    Of each plan with late rows and drafts there is one, before its result, be there drafts or not. tokens: those of slots[0],
+    then those of slots[1], counts of each.
+    """
+
+    step: int
+    slots: I32 = field(default_factory=no_i32)
+    counts: I32 = field(default_factory=no_i32)
+    tokens: I32 = field(default_factory=no_i32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepFailed:
     """The step raised: nothing of it or of later steps in flight counts. rows: those at fault (empty: not known)."""
 
@@ -328,6 +342,10 @@ NEW_ROW = np.dtype(
 _NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
+SALT_ROW = np.dtype([("slot", "<i4"), ("salt", "S16")])
+"""A slot, and a digest of the cache salt of its request."""
+
+
 def pack_rows(rows: Iterable[tuple[float, ...]]) -> U8:
     """Records with the fields of `NewRow`, because a plan with one new row should not carry a dozen arrays of one element."""
     return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
@@ -384,6 +402,8 @@ class StepPlan:
     """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
     new_processed: U8 = field(default_factory=no_u8)
     """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
+    new_salts: U8 = field(default_factory=no_u8)
+    """Of the new rows that have a cache salt, one `SALT_ROW` each; only where drafts come from outputs of other requests."""
     max_drafts: int = 0
     """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
 
@@ -399,11 +419,17 @@ class LateInputs:
 
     allowed: for every slot in `slots`, ceil(vocab_size / 32) words; bit i of word j allows id 32 * j + i. A late slot
     that is not listed samples freely.
+    counts: how many masks each slot has, none: one each; they follow each other. The i-th is for the token behind i drafts, and
+    a draft without one is not checked.
+    forced: the only tokens that a slot may go on with from its last mask on, forced_counts of each slot; none: of no slot.
     """
 
     step: int
     slots: I32 = field(default_factory=no_i32)
     allowed: U32 = field(default_factory=no_u32)
+    counts: I32 = field(default_factory=no_i32)
+    forced: I32 = field(default_factory=no_i32)
+    forced_counts: I32 = field(default_factory=no_i32)
 
 
 # To a frontend, from the scheduler ------------------------------------------------------------------------------------
@@ -522,7 +548,7 @@ class Reply:
     data: U8 = field(default_factory=no_u8)
 
 
-ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
+ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Drafted | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
 ToFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
@@ -542,6 +568,7 @@ KINDS: dict[int, type[Any]] = {
     12: ProbeGroup,
     13: Begun,
     14: WeightsChanged,
+    15: Drafted,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""
 

@@ -179,6 +179,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             ended=TIME,
         ),
         "StepFailed": _entry(WORKER, step=STEP, error=STR, rows=INDEXES, is_out_of_memory=BOOL),
+        "Drafted": _entry(WORKER, step=STEP, slots=INDEXES, counts=Field("i4", 1), tokens=INDEXES),
         "StepPlan": _entry(
             SCHEDULER,
             step=STEP,
@@ -202,9 +203,18 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             late_slots=INDEXES,
             embeds=U8,
             new_processed=U8,
+            new_salts=U8,
             max_drafts=COUNT,
         ),
-        "LateInputs": _entry(SCHEDULER, step=STEP, slots=INDEXES, allowed=U32),
+        "LateInputs": _entry(
+            SCHEDULER,
+            step=STEP,
+            slots=INDEXES,
+            allowed=U32,
+            counts=Field("i4", 1),
+            forced=INDEXES,
+            forced_counts=INDEXES,
+        ),
         "Outputs": _entry(
             SCHEDULER,
             rids=I32,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import F32, I32, U32
+from actorllm.messages import F32, I32, U32, LateInputs
 from actorllm.messages.logit_rules import MAX_COUNT, SamplingRules
 
 I64 = NDArray[np.int64]
@@ -187,6 +187,33 @@ def apply_masks(logits: F32, slots: I32, masked_slots: I32, allowed: U32) -> tup
         for row, mask in zip(rows.tolist(), bits, strict=True):
             np.copyto(logits[row], -np.inf, where=mask)
     return rows, rows[bits.all(axis=1)]
+
+
+def masks_behind(late: LateInputs, num_drafts: int, vocab_size: int) -> LateInputs:
+    """Of late inputs the masks for the token behind so many drafts, one for each slot that has one."""
+    if not late.counts.size:
+        return late if not num_drafts else LateInputs(step=late.step)
+    kept = late.counts > num_drafts
+    where = (np.cumsum(late.counts) - late.counts)[kept] + num_drafts
+    masks = late.allowed.reshape(-1, -(-vocab_size // 32))[where]
+    return LateInputs(step=late.step, slots=late.slots[kept], allowed=masks.reshape(-1))
+
+
+def only_choices(slots: I32, late: LateInputs) -> I32 | None:
+    """The one token that the mask of each slot allows; None: some slot has a choice."""
+    if late.slots.size < slots.size:
+        return None
+    masks = late.allowed.reshape(late.slots.size, -1)
+    rows, words = np.nonzero(masks)
+    if rows.size != late.slots.size or (rows != np.arange(rows.size)).any():
+        return None
+    bits = masks[rows, words]
+    if (bits & (bits - np.uint32(1))).any():
+        return None
+    tokens = 32 * words + np.log2(bits.astype(np.float64)).astype(np.int64)
+    of = dict(zip(late.slots.tolist(), tokens.tolist(), strict=True))
+    found = [of.get(slot, NO_TOKEN) for slot in slots.tolist()]
+    return None if NO_TOKEN in found else np.array(found, np.int32)
 
 
 class LogitRules:

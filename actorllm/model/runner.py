@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError, UnsupportedModelError
-from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
 from actorllm.model.adapters.store import Adapters
@@ -38,6 +38,7 @@ from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import Processors
 from actorllm.model.registry import Plan, check_plan, model_plan
+from actorllm.types.drafter import Costs
 from actorllm.types.logits_processors.travel import encode_errors
 from actorllm.types.model_files import overridden
 from actorllm.types.weight_version import WeightSource
@@ -148,6 +149,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """Attributes that `close` lets go of."""
 
     batch: PersistentBatch
+    tell_drafts: Callable[[Drafted], None] | None = None
+    """Hears what late rows try before their forward runs, once for each plan with late rows and drafts; None: they try nothing."""
     adapters: Adapters | None = None
     """Of requests; made with the weights. None: there are none."""
 
@@ -269,6 +272,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
     @abstractmethod
     def _cache_bytes(self) -> int:
         """How much memory the cache may have."""
+
+    def measured_costs(self) -> dict[str, Costs]:
+        """What steps of so many tokens take (step_costs), and passes of a draft model (draft_costs); before `allocate`.
+
+        Empty: this backend measures nothing.
+        """
+        return {}
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:

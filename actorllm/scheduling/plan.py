@@ -6,11 +6,12 @@ next plan. The worker applies freed before new, so a slot may change hands withi
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, POOLING_CODES, U8, StepPlan, pack_rows
+from actorllm.messages import I32, POOLING_CODES, SALT_ROW, U8, StepPlan, pack_rows
 from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -20,8 +21,10 @@ from actorllm.types.logits_processors.travel import encode_rows
 class PlanBuilder:
     """The next plan, as far as it is decided."""
 
-    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset(), tells_salts: bool = False) -> None:
+        """tells_salts: the workers draft from outputs of other requests with the same cache salt."""
         self._eos_ids = eos_token_ids
+        self._tells_salts = tells_salts
         self._freed: list[int] = []
         self._new: list[tuple[Sequence, int]] = []
         self._new_blocks: list[I32] = []
@@ -63,6 +66,8 @@ class PlanBuilder:
         if self._new:
             columns |= _new_columns(self._new, self._eos_ids, self._sources)
             columns["new_blocks"] = _joined(self._new_blocks)
+            if self._tells_salts and (salts := [(s.slot, digest_of(s)) for s, _ in self._new if s.submit.cache_salt]):
+                columns["new_salts"] = np.array(salts, SALT_ROW).view(np.uint8)
             self._new.clear()
             self._new_blocks.clear()
             self._sources.clear()
@@ -159,6 +164,12 @@ def _new_columns(
     if processed:
         columns["new_processed"] = encode_rows(processed)
     return columns
+
+
+def digest_of(sequence: Sequence) -> bytes:
+    """Of its cache salt, 16 bytes, none of which is 0: fields of bytes end before zeros."""
+    salt = (sequence.submit.cache_salt or "").encode(errors="surrogatepass")
+    return hashlib.blake2b(salt, digest_size=8).hexdigest().encode()
 
 
 def _joined(parts: list[I32]) -> I32:

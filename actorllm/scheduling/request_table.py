@@ -27,6 +27,7 @@ from actorllm.scheduling.policy import PlanPolicy, View
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import FINISHED, RUNNING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.supervision.blame.step_failures import StepFailures
 from actorllm.types.outputs import FinishReason
 
@@ -49,6 +50,7 @@ class RequestTable:
         payload: MessageBudget,
         expiry: Expiry,
         admission: Admission,
+        drafts: DraftCounters,
     ) -> None:
         self.alive: dict[Key, Sequence] = {}
         self.waiting: set[Sequence] = set()
@@ -78,6 +80,7 @@ class RequestTable:
         self._message_budget = payload
         self._expiry = expiry
         self._admission = admission
+        self._drafts = drafts
 
     # Into a slot ------------------------------------------------------------------------------------------------------
 
@@ -250,6 +253,10 @@ class RequestTable:
         self._kv.empty(slot, zero=zero)
         self._batch.vacate(slot)
         self._builder.free(slot)
+        if self._drafts.is_used:
+            drafted, accepted = self._drafts.take(slot)
+            sequence.num_draft_tokens += drafted
+            sequence.num_accepted_tokens += accepted
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

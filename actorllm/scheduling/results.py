@@ -70,6 +70,7 @@ class Results:
         table: RequestTable,
         cache: PrefixCache,
         stopping: Stopping,
+        drafts: DraftCounters,
     ) -> None:
         self.num_output_tokens = 0
         self.num_corrupted = 0
@@ -79,7 +80,7 @@ class Results:
         self._view = view
         self._vocab_size = vocab_size
         self._max_tokens_per_row = max_tokens_per_row
-        self.drafts = DraftCounters(max_tokens_per_row - 1)
+        self.drafts = drafts
         self._vector_size = vector_size
         self._batch = batch
         self._kv = kv
@@ -111,10 +112,14 @@ class Results:
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
+        is_whole = self._batch.has_all(rows)
         if result.num_drafted.size:
-            self.drafts.observe(result.num_drafted, result.counts)
+            here = rows.slots
+            if not is_whole:
+                here = np.where(self._batch.generation[rows.slots] == rows.generations, rows.slots, np.int32(-1))
+            self.drafts.observe(result.num_drafted, result.counts, here)
         plain = not (result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless)
-        if not plain or not self._batch.has_all(rows):
+        if not plain or not is_whole:
             events = self._append_rows(record, result)
         elif not result.counts.size:
             events = self._append_column(record, result.tokens)

@@ -60,6 +60,7 @@ from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
@@ -96,13 +97,14 @@ class Scheduler:
         pools_only: bool = False,
         vector_size: int = 0,
         weights: str = "",
+        tells_salts: bool = False,
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
-        the workers compute with (`WeightSource.identity`). is_simulated: the contents of
+        the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. is_simulated: the contents of
         plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -136,12 +138,13 @@ class Scheduler:
         self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
         self._decode = DecodeRows(batch, kv, spare)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
-        self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
+        self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
         self._cache = PrefixCache(kv, batch, self.ledger, spare, weights)
         self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
+        draft_counters = DraftCounters(num_lookahead_tokens, max_num_seqs)
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._intake = SubmitValidation(
             limits,
@@ -166,6 +169,7 @@ class Scheduler:
             payload=self._message_budget,
             expiry=self._expiry,
             admission=self._admission,
+            drafts=draft_counters,
         )
         self.prefilling = self._table.prefilling
         self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
@@ -180,6 +184,7 @@ class Scheduler:
             table=self._table,
             cache=self._cache,
             stopping=self._stopping,
+            drafts=draft_counters,
         )
         self._num_steps = 0
         self._num_prefill_tokens = 0

@@ -88,6 +88,10 @@ class Sequence:
     num_cached_tokens: int = 0
     """Known tokens that were found in the prefix cache when it was first admitted. Of a fork: those its leader found."""
     num_wasted_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Drafts of it that were checked, before it last left a slot."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right."""
     num_recoveries: int = 0
     """How often the workers died with a step of it in flight."""
     interrupted: float = 0.0

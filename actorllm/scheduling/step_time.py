@@ -164,6 +164,9 @@ class CorrectedStepTime:
 class Pace:
     """A policy's view of time: what the step in flight still takes, and the largest step that ends in time."""
 
+    DRAFT_RATE = 0.1
+    """The share of the newest step in the mean number of drafts."""
+
     def __init__(self, step_time: Predicts | None = None, safety: float = 1.2) -> None:
         self.step_time: Predicts = StepTime() if step_time is None else step_time
         self.safety = safety
@@ -172,10 +175,14 @@ class Pace:
         self.is_corrected = isinstance(step_time, CorrectedStepTime)
         """Steps without prompts tell something, too: a policy with this is to be told of all of them."""
         self._planned_at = self._planned_s = 0.0
+        self._drafts_per_row = 0.0
+        """Of the last steps: each draft takes what a decode row does, and how many there will be only the workers know."""
 
     def on_step(self, done: StepDone, view: View) -> None:
         p, slots, took = done.num_prefill_tokens, done.slots, done.ended - done.started
         d = slots.size + done.num_drafted
+        if slots.size:
+            self._drafts_per_row += self.DRAFT_RATE * (done.num_drafted / slots.size - self._drafts_per_row)
         if self._learns and isinstance(self.step_time, StepTime):
             self.step_time.observe(p, d, int(view.batch.num_computed[slots].sum()), took)
         elif isinstance(self.step_time, CorrectedStepTime):
@@ -186,9 +193,13 @@ class Pace:
         """When the worker is done with the steps in flight. The newest was planned by `largest`, or only decodes."""
         if not view.num_in_flight:
             return view.now
-        alone = self.step_time.seconds(0, view.decode_slots.size, self._context(view))
+        alone = self.step_time.seconds(0, self._rows(view), self._context(view))
         is_known = view.now - self._planned_at <= 2 * max(self._planned_s, alone)
         return view.now + (self._planned_s if is_known else alone)
+
+    def _rows(self, view: View) -> float:
+        """Decode rows, and drafts of them as far as the last steps tell."""
+        return view.decode_slots.size * (1 + self._drafts_per_row)
 
     @staticmethod
     def _context(view: View) -> int:
@@ -198,12 +209,13 @@ class Pace:
         """Tokens (decode rows and prompts) of the largest step that is over before `until`: what the engine allows, or one
         of CHUNKS; the smallest of them if none is."""
         d, context, start = view.decode_slots.size, self._context(view), self.free_at(view)
+        rows = self._rows(view)
         before = max((int(view.batch.num_computed[s.slot]) for s in view.prefilling), default=0)
         most = view.limits.max_tokens
         tokens, took = most, 0.0
         for size in (most, *(size for size in CHUNKS if size < most)):
             p = max(0, size - d)
-            tokens, took = size, self.step_time.seconds(p, d, context, before, p * (before + p / 2))
+            tokens, took = size, self.step_time.seconds(p, rows, context, before, p * (before + p / 2))
             if start + self.safety * took <= until:
                 break
         self._planned_at, self._planned_s = view.now, took

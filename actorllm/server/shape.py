@@ -296,5 +296,7 @@ def metrics_of(state: PromptState, slo: SLO | None) -> dict[str, Any] | None:
         "num_preemptions": metrics.num_preemptions,
         "num_wasted_tokens": metrics.num_wasted_tokens,
         "num_recoveries": metrics.num_recoveries,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
         "slo_met": met,
     }

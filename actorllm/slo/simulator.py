@@ -24,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
-from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.batch import Batch, Rows
 from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
@@ -51,6 +52,7 @@ from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
+from actorllm.types.drafter import Ranges
 from actorllm.types.objective import SLO
 
 VOCAB_SIZE = 1 << 16
@@ -61,6 +63,42 @@ MAX_IDLE_WAKES = 100_000
 
 MAX_SKIP = 4096
 """Decode steps that are made at once at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafts:
+    """Drafts of simulated requests: how many a step checks, and how many of them are right."""
+
+    ranges: Ranges
+    """As `num_speculative_tokens_per_batch_size` of the engine."""
+    acceptance: tuple[float, ...]
+    """By position: the share of rows whose draft is right there, among those whose drafts before it are; the last one counts for
+    all further positions."""
+
+    def __post_init__(self) -> None:
+        if not self.acceptance or not all(0 <= share <= 1 for share in self.acceptance):
+            raise ConfigError(
+                f"acceptance={self.acceptance!r:.80} must be shares from 0 to 1, by position, at least one"
+            )
+
+    @property
+    def most(self) -> int:
+        """Drafts of a row in a step."""
+        return max((drafts for _, _, drafts in self.ranges), default=0)
+
+    @classmethod
+    def of(cls, ranges: Ranges, num_drafts: int, num_accepted_per_pos: Sequence[int]) -> SimulatedDrafts:
+        """As an engine was seen to do it (`SpeculationStatistics`): num_drafts, and num_accepted_tokens_per_pos."""
+        reached = [num_drafts, *num_accepted_per_pos]
+        shares = [right / before for before, right in pairwise(reached) if before]
+        return cls(ranges, tuple(shares) or (0.0,))
+
+    def draw(self, rng: np.random.Generator, num_rows: int, num_drafts: int) -> I32:
+        """How many drafts of each row are right."""
+        shares = [self.acceptance[min(i, len(self.acceptance) - 1)] for i in range(num_drafts)]
+        is_right = rng.random((num_rows, num_drafts)) < np.array(shares)
+        found: I32 = np.logical_and.accumulate(is_right, axis=1).sum(axis=1).astype(np.int32)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +119,8 @@ class EngineShape:
     """Without effect for a workload in which no two prompts begin alike."""
     admission: str | None = None
     """The admission policy, as `admission_policy=` of the engine."""
+    drafts: SimulatedDrafts | None = None
+    """How many drafts steps check, and how many are right; None: there are none."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
@@ -116,6 +156,8 @@ class EngineShape:
             "enable_prefix_caching": self.enable_prefix_caching,
             "max_num_partial_prefills": self.max_num_partial_prefills,
             "watermark": self.watermark,
+            "num_lookahead_tokens": 0 if self.drafts is None else self.drafts.most,
+            "draft_ranges": () if self.drafts is None else self.drafts.ranges,
         }
 
     def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
@@ -158,9 +200,21 @@ class ModelledWorker:
     """Steps take what a step-time model says, times a residual that is drawn for each step in order."""
 
     def __init__(
-        self, model: StepModel, rng: np.random.Generator, *, has_tokens: bool, ends: I64 | None = None
+        self,
+        model: StepModel,
+        rng: np.random.Generator,
+        *,
+        has_tokens: bool,
+        ends: I64 | None = None,
+        drafts: SimulatedDrafts | None = None,
+        draft_rng: np.random.Generator | None = None,
     ) -> None:
-        """ends: by rid, with how many tokens a request is at its end; None: at its limit."""
+        """ends: by rid, with how many tokens a request is at its end; None: at its limit. drafts: of decode rows, drawn by
+        draft_rng."""
+        self._drafts, self._draft_rng = drafts, draft_rng
+        self._right: dict[int, tuple[I32, int]] = {}
+        """By step in flight with drafts: how many are right of each decode row, and how many each has."""
+        self._batch: Batch | None = None
         self.next_result_at = math.inf
         self._model = model
         self._gap_s = model.gap_s
@@ -209,7 +263,12 @@ class ModelledWorker:
         else:
             self._rows = None
             _, _, context, before, pairs = features_of(record, scheduler)
-        took = self._model.seconds(record.num_tokens - d, d, context, before, pairs)
+        num_checked, self._batch = 0, scheduler.batch
+        if self._drafts is not None and self._draft_rng is not None and record.max_drafts and d:
+            num_checked = d * record.max_drafts  # each takes what a decode row does
+            right = self._drafts.draw(self._draft_rng, d, record.max_drafts)
+            self._right[record.step] = right, record.max_drafts
+        took = self._model.seconds(record.num_tokens - d, d + num_checked, context, before, pairs)
         if self._residuals is not None:
             took *= self._draw(1)[0]
             del self._factors[:1]
@@ -234,10 +293,31 @@ class ModelledWorker:
         step, rows, start, end, stops = self._in_flight.popleft()
         self.next_result_at = self._in_flight[0][3] if self._in_flight else math.inf
         tokens = self._tokens(rows, step)
+        if self._drafts is not None:  # where a row stands is known only now
+            return self._with_drafts(StepResult(step=step, tokens=tokens, started=start, ended=end), rows)
         if stops is not None and stops.size:
             tokens = tokens.copy()
             tokens[stops] = END_OF_TEXT
         return StepResult(step=step, tokens=tokens, started=start, ended=end)
+
+    def _with_drafts(self, result: StepResult, rows: Rows) -> StepResult:
+        """The result with the tokens of right drafts."""
+        right, num_drafts = self._right.pop(result.step, (NO_I32, 0))
+        counts = np.ones(len(rows), np.int32)
+        counts[: right.size] += right
+        drafted = np.zeros(len(rows), np.int32)
+        drafted[: right.size] = num_drafts
+        tokens = np.repeat(result.tokens, counts)
+        if self._ends is not None and self._batch is not None:
+            known = self._batch.num_known[rows.index]
+            moved = np.flatnonzero(self._batch.generation[rows.index] != rows.generations)
+            known[moved] = [sequence.known.size for sequence in rows.sequences[moved]]
+            left = np.maximum(self._ends_by_row(rows) - known, 1)
+            is_end = counts >= left
+            tokens[(np.cumsum(counts) - counts + left - 1)[is_end]] = END_OF_TEXT
+        if not right.size:
+            return replace(result, tokens=tokens)
+        return replace(result, tokens=tokens, counts=counts, num_drafted=drafted)
 
     def _tokens(self, rows: Rows, step: int) -> I32:
         """Ids of sampled tokens: any will do, unless requests may find the KV of each other's output."""
@@ -512,6 +592,9 @@ class SimulatedReplica:
         else:
             events = scheduler.update(result, now)
         self.tokens.push(events.sequences, (now,))
+        for more in range(1, int(events.counts.max(initial=1))):  # further tokens of the same step
+            self.tokens.push(events.sequences[events.counts > more], (now,))
+            self.tokens.num_repeated += 1
         if events.ends:
             self._tell(events.ends)
         if self._finishes and (stops := self._finishes.pop(result.step, None)):
@@ -529,6 +612,8 @@ class TokenLog:
 
     def __init__(self) -> None:
         self.step_ends = array("d")
+        self.num_repeated = 0
+        """Of them, those that stand for further tokens of a step."""
         self._streaming: dict[Request, int] = {}  # what got a token in the last step, and since which step in a row
         self._last: Any = None
         self._request = array("i")
@@ -678,7 +763,14 @@ def simulate(
         else:
             scheduler = shape.scheduler(own, has_plans=on_plan is not None)
         steps = seed_stream(seed, f"steps of replica {number}")
-        worker = ModelledWorker(model, steps, has_tokens=has_prefixes, ends=ends)
+        worker = ModelledWorker(
+            model,
+            steps,
+            has_tokens=has_prefixes,
+            ends=ends,
+            drafts=shape.drafts,
+            draft_rng=seed_stream(seed, f"drafts of replica {number}"),
+        )
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
         replicas.append(
             SimulatedReplica(
@@ -687,7 +779,7 @@ def simulate(
                 number=number,
                 on_ends=outcomes.write,
                 on_plan=tell,
-                skip=skip and not has_prefixes,
+                skip=skip and not has_prefixes and shape.drafts is None,
                 step_seconds=model.seconds,
             )
         )
@@ -865,7 +957,7 @@ def _collect(
         workload,
         timeline,
         tuple(replica.scheduler.statistics() for replica in replicas),
-        sum(ends.size for ends in step_ends),
+        sum(ends.size for ends in step_ends) - sum(replica.tokens.num_repeated for replica in replicas),
         sum(replica.num_steps_skipped for replica in replicas),
         tuple(warnings),
     )

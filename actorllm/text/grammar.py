@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,11 @@ class Matcher:
     def fill(self, row: U32, at: int) -> None:
         """Write what may come next. row: of the masks, filled with zeros; at: its address."""
         self._matcher.unsafe_compute_mask_ptr(at, 4 * row.size)
+
+    def forced(self, most: int) -> list[int]:
+        """The only tokens that it may go on with before its end, `most` at most; none: there is a choice, or it is over."""
+        tokens = () if self.is_over else self._matcher.compute_ff_tokens()[:most]
+        return list(takewhile(lambda token: token not in self._eos_ids, tokens))
 
     def allows(self, token: int) -> bool:
         """Whether it may come next."""
@@ -412,6 +418,23 @@ def json_options(grammar: Mapping[str, Any]) -> dict[str, Any]:
 def num_bytes_of(num_characters: int) -> int:
     """What a compiled grammar takes, about."""
     return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * num_characters
+
+
+def walked(matcher: Matcher, token_ids: Iterable[int]) -> list[Matcher]:
+    """Copies that stand behind each of these tokens, as far as the grammar has them and goes on there. The matcher stays."""
+    found: list[Matcher] = []
+    for token in token_ids:
+        if not matcher.allows(token):
+            break
+        matcher = matcher.copy()
+        try:
+            matcher.push((token,))
+        except GrammarError:  # a limit: where the token is sampled, the request is told
+            break
+        if matcher.is_over:
+            break
+        found.append(matcher)
+    return found
 
 
 def followed(matcher: Matcher, output: I32) -> Matcher:

@@ -22,6 +22,9 @@ DEFAULT_LOOKUP = 5
 Ranges = tuple[tuple[int, int, int], ...]
 """(fewest rows, most rows, drafts of each row)."""
 
+Costs = tuple[tuple[int, float], ...]
+"""(tokens of a step, seconds)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -47,14 +50,27 @@ class Speculation:
     """'probabilistic': the draft model draws with the target's noise; 'greedy': it takes its most likely token."""
     num_speculative_tokens_per_batch_size: Ranges = ()
     """How many drafts a row may have in a step with so many decode rows; a number of rows that is in no range has none."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Finished outputs that are kept (method 'suffix'); 0: a row's own text alone is looked through."""
+    goes_by_costs: bool = False
+    """The application has given no ranges: they are those that pay, once a worker has measured what steps take."""
+    step_costs: Costs = ()
+    """Of the model; empty: not measured."""
+    draft_costs: Costs = ()
+    """Of a pass of the draft model over so many rows."""
+
+    @property
+    def drafts_from_others(self) -> bool:
+        """Whether outputs of other requests with the same cache salt are looked through."""
+        return self.method == "suffix" and self.suffix_decoding_max_cached_requests > 0
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any] | None) -> Speculation | None:
         """What `dataclasses.asdict` made of one, perhaps through JSON."""
         if tree is None:
             return None
-        ranges = tuple(tuple(entry) for entry in tree["num_speculative_tokens_per_batch_size"])
-        return cls(**tree | {"num_speculative_tokens_per_batch_size": ranges})
+        tables = ("num_speculative_tokens_per_batch_size", "step_costs", "draft_costs")
+        return cls(**tree | {name: tuple(tuple(entry) for entry in tree[name]) for name in tables})
 
 
 class Drafter(ABC):

@@ -29,6 +29,9 @@ class RequestEnd:
     """What it waited for its next token after that, in all."""
     details: dict[str, Any] | None = None
     """Of an error that is more than its message: its "kind", and what goes with that."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts that were checked, and those that were right (`speculative_config`)."""
 
 
 TIMES = tuple(

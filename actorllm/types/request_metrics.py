@@ -33,6 +33,10 @@ class RequestMetrics:
     """Its logits were not finite. Such a request fails; these are the metrics of its `RequestFailedError`."""
     num_nonfinite: int = 0
     """Values of its states and logits that were NaN or infinite."""
+    num_draft_tokens: int = 0
+    """Drafts that were checked (`speculative_config`), since the last death of the scheduler."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right."""
 
     @property
     def first_token_latency(self) -> float:

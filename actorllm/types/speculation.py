@@ -7,12 +7,15 @@ of torch.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.types.drafter import DEFAULT_LOOKUP, Drafter, Ranges, Speculation
+from actorllm.types.drafter import DEFAULT_LOOKUP, Costs, Drafter, Ranges, Speculation
 from actorllm.types.named_class import named_class
 
 NGRAM, SUFFIX, DRAFT_MODEL = "ngram", "suffix", "draft_model"
@@ -33,8 +36,16 @@ MAX_DRAFTS = 31
 """Most drafts of a row in a step."""
 MAX_LOOKUP = 64
 """Most tokens of an n-gram that is looked up."""
+MAX_CACHED = 10_000
+"""Of suffix_decoding_max_cached_requests where it is not given, as in vLLM."""
 SUFFIX_DRAFTS = 8
 """Of num_speculative_tokens with method 'suffix', where none is given."""
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64)
+"""Up to so many rows the same number of drafts is tried; more have none, unless the application says so."""
+LIKELY_ACCEPTANCE = 0.7
+"""Of a draft whose predecessors are right, where a row drafts at all: it rests where its drafts are wrong."""
+LEAST_GAIN = 1.15
+"""Of tokens a second, below which drafts are not tried: rows whose drafts are wrong pay for them."""
 MAX_ENTRIES = 64
 """Of num_speculative_tokens_per_batch_size."""
 
@@ -87,10 +98,62 @@ def default_ranges(most: int) -> Ranges:
     """Fewer drafts in larger batches.
 
     A decode step for one row mostly waits for the weights, and drafts ride along. From about eight rows on, a draft costs as
-    much as a row, and a rejected one is lost. docs/speculation.md has the figures.
+    much as a row, and a rejected one is lost. Until a worker has measured what steps take (`with_costs`).
     """
     wanted = ((1, 2, most), (3, 4, min(most, 3)), (5, 8, min(most, 1)))
     return tuple(entry for entry in wanted if entry[2])
+
+
+def with_costs(speculation: Speculation, steps: Costs, drafts: Costs) -> Speculation:
+    """The same with the ranges that pay, where the application has given none.
+
+    Arguments:
+        steps: what steps take, (tokens, seconds).
+        drafts: what passes of the draft model take, (rows, seconds); empty: drafts cost nothing beside the step.
+    """
+    if not speculation.goes_by_costs or not steps:
+        return speculation
+    most = speculation.num_speculative_tokens
+    ranges = paying_ranges(most, steps, drafts)
+    return replace(speculation, num_speculative_tokens_per_batch_size=ranges, step_costs=steps, draft_costs=drafts)
+
+
+def draft_costs_of(facts: Mapping[str, Mapping[str, Any]]) -> tuple[Costs, Costs]:
+    """What the first worker has measured of steps and of drafts; empty: nothing."""
+    for fact in facts.values():
+        if "step_costs" in fact:
+            steps, drafts = (tuple((int(n), float(s)) for n, s in fact[name]) for name in ("step_costs", "draft_costs"))
+            return steps, drafts
+    return (), ()
+
+
+def paying_ranges(most: int, steps: Costs, drafts: Costs) -> Ranges:
+    """For numbers of rows, the drafts that make most tokens a second where each is right with `LIKELY_ACCEPTANCE`."""
+    ranges: list[tuple[int, int, int]] = []
+    first = 1
+    for last in ROW_BOUNDS:
+        without = seconds_of(steps, last)
+        gains = {}
+        for number in range(1, most + 1):
+            tokens = (1 - LIKELY_ACCEPTANCE ** (number + 1)) / (1 - LIKELY_ACCEPTANCE)
+            spent = seconds_of(steps, last * (1 + number)) + number * seconds_of(drafts, last)
+            gains[number] = tokens * without / spent
+        best = max(gains, key=lambda number: gains[number])
+        if gains[best] < LEAST_GAIN:
+            break
+        ranges.append((first, last, best))
+        first = last + 1
+    return tuple(ranges)
+
+
+def seconds_of(costs: Costs, size: int) -> float:
+    """By lines between what was measured. Beyond it every token costs what one of the largest step does."""
+    if not costs:
+        return 0.0
+    # What is measured under load may seem to cost less than a smaller step does.
+    rising = list(accumulate((seconds for _, seconds in costs), max))
+    sizes = [measured for measured, _ in costs]
+    return float(np.interp(size, sizes, rising)) * max(1.0, size / sizes[-1])
 
 
 def read_speculation(given: Any) -> Speculation | None:
@@ -126,12 +189,7 @@ def read_speculation(given: Any) -> Speculation | None:
     most = _count("num_speculative_tokens", most, MAX_DRAFTS)
     least_lookup, most_lookup = _lookup(tree)
     cached = tree.get("suffix_decoding_max_cached_requests")
-    if cached is not None and _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0):
-        warnings.warn(
-            f"speculative_config: suffix_decoding_max_cached_requests={cached} is taken and has no effect: suffixes are looked up "
-            f"in the sequence itself",
-            stacklevel=5,
-        )
+    cached = MAX_CACHED if cached is None else _count("suffix_decoding_max_cached_requests", cached, 2**31 - 1, 0)
     return Speculation(
         method,
         most,
@@ -143,6 +201,8 @@ def read_speculation(given: Any) -> Speculation | None:
         model,
         drawn,
         _ranges(tree, most),
+        cached,
+        tree.get("num_speculative_tokens_per_batch_size") is None,
     )
 
 

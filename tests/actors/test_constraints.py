@@ -13,7 +13,7 @@ import pytest
 from actorllm.actors.constraints import CompileJob
 from actorllm.actors.executor import FairExecutor
 from actorllm.errors import PeerLostError
-from actorllm.messages import INVALID, OVERLOADED, Abort, LateInputs, StepPlan, StepResult, Unblock
+from actorllm.messages import INVALID, OVERLOADED, Abort, Drafted, LateInputs, StepFailed, StepPlan, StepResult, Unblock
 from actorllm.text.grammar import GrammarCompiler
 from tests.actors.scheduler_bench import VOCAB, Bench, FakeLink, running, submit
 
@@ -37,7 +37,9 @@ class Aside:
         self._is_open = False
         self.queue: FairExecutor[CompileJob] = FairExecutor("grammars", bool, has_room=lambda _: self._is_open)
         bench.actor._constraints._queue = self.queue
-        runner = SimpleNamespace(report_progress=lambda: None, waker=lambda: bool)
+        runner = SimpleNamespace(
+            report_progress=lambda: None, waker=lambda: bool, report_defect=bench.actor._runner.report_defect
+        )
         bench.actor._runner = runner  # type: ignore[assignment]
 
     @property
@@ -346,3 +348,82 @@ async def test_a_grammar_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch
                 await anyio.sleep(0.002)
     assert threads
     assert threads != [threading.get_ident()]
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+DRAFTING = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 9, 3]],
+    }
+}
+
+
+def int32(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+async def begun(bench: Bench) -> Aside:
+    """A request whose first token is to be a digit; the step of its second one is in flight and has not told its drafts."""
+    aside = Aside(bench)
+    await bench.send(submit(1, grammar=REGEX, ignore_eos=False))
+    aside.finish()
+    await bench.settle()
+    await bench.send(StepResult(step=1, tokens=int32(*ids(bench, "7"))), bench.ranks[0])
+    return aside
+
+
+async def test_masks_wait_for_drafts_and_follow_them_as_far_as_the_grammar_does() -> None:
+    async with running(**DRAFTING) as bench:
+        await begun(bench)
+        assert bench.plans[1].max_drafts == 3
+        seven, eight, x = ids(bench, "78x")
+        assert [m.step for m in late(bench)] == [1], "what the second step tries is not known yet"
+        slot = bench.plans[0].new["slot"]
+        await bench.send(Drafted(step=2, slots=slot, counts=int32(3), tokens=int32(eight, x, seven)), bench.ranks[0])
+        told = late(bench)[-1]
+        assert (told.step, told.counts.tolist()) == (2, [2]), "behind 78 there is no x"
+        masks = LateInputs(step=2, slots=int32(0, 1), allowed=told.allowed)
+        assert x not in allowed(masks, 0) | allowed(masks, 1)
+        assert told.forced.tolist() == []
+        await bench.send(
+            StepResult(step=2, tokens=int32(eight, seven), counts=int32(2), num_drafted=int32(3)), bench.ranks[0]
+        )
+        await bench.send(Drafted(step=3), bench.ranks[0])
+        told = late(bench)[-1]
+        assert told.counts.tolist() == [1]
+        assert allowed(told) == {x}
+        assert told.forced.tolist()[0] == x
+
+
+async def test_a_step_that_fails_before_it_tells_its_drafts_holds_up_no_other() -> None:
+    async with running(**DRAFTING) as bench:
+        aside = await begun(bench)
+        await bench.send(StepFailed(step=2, error="planted"), bench.ranks[0])
+        await bench.send(StepFailed(step=3, error="planted"), bench.ranks[0])
+        await bench.send(submit(2, grammar=REGEX))
+        aside.finish()
+        await bench.settle()
+        assert [m.step for m in late(bench)] == [1, 2, 3, 4]
+        await bench.send(Drafted(step=3), bench.ranks[0])  # nothing waits for it any more
+        assert bench.defects == []
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"slots": int32(5), "counts": int32(1), "tokens": int32(1)}, "drafts of slots [5] in a plan with grammars"),
+        ({"slots": int32(0, 0), "counts": int32(1, 1), "tokens": int32(1, 1)}, "drafts of slots [0, 0]"),
+        ({"slots": int32(0), "counts": int32(4), "tokens": int32(1, 1, 1, 1)}, "4 drafts, counted [4]"),
+        ({"slots": int32(0), "counts": int32(2), "tokens": int32(1)}, "1 drafts, counted [2]"),
+        ({"slots": int32(0), "counts": int32(1), "tokens": int32(VOCAB)}, "a draft outside the vocabulary"),
+    ],
+)
+async def test_a_worker_whose_drafts_cannot_be_is_replaced(said: dict[str, Any], told: str) -> None:
+    async with running(**DRAFTING) as bench:
+        await begun(bench)
+        await bench.send(Drafted(step=2, **said), bench.ranks[0])
+        ((_, what),) = bench.defects
+        assert what.startswith(f"contradicting its plans: step 2: {told}")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
-from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cpu.runner import CpuRunner
@@ -334,6 +334,49 @@ def test_structured_output_shares_steps_with_rows_that_draft(plain_and_drafting:
     assert found[0][1] == "ab" * 12
 
 
+def test_a_request_and_a_step_tell_of_their_drafts(plain_and_drafting: tuple[LLM, LLM]) -> None:
+    plain, other = plain_and_drafting
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = ["one two one two one two", "Once upon a time"]
+    assert [o.metrics.num_draft_tokens for o in plain.generate(prompts, params, use_tqdm=False) if o.metrics] == [0, 0]
+    before = other.stats()["scheduler"]["scheduler"]["speculation"]
+    other._engine.ask_scheduler("start_timeline").result()
+    metrics = [output.metrics for output in other.generate(prompts, params, use_tqdm=False)]
+    after = other.stats()["scheduler"]["scheduler"]["speculation"]
+    told = [
+        event["args"]
+        for event in other._engine.ask_scheduler("take_timeline").result()
+        if "drafts" in event.get("args", {})
+    ]
+    for name, key in (("num_draft_tokens", "drafts"), ("num_accepted_tokens", "accepted")):
+        number = after[name] - before[name]
+        assert number > 0
+        assert sum(getattr(one, name) for one in metrics) == number
+        assert sum(args[key] for args in told) == number
+
+
+def test_suffixes_are_found_in_outputs_with_the_same_cache_salt() -> None:
+    drafts = {"method": "suffix", "num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": [[1, 9, 7]]}
+    params = SamplingParams(max_tokens=48, temperature=1.0, seed=8, ignore_eos=True)
+    arguments: dict[str, Any] = ARGUMENTS | {"topology": "inline"}
+    with LLM("storyteller", speculative_config=drafts, **arguments) as llm:
+
+        def accepted(salt: str | None) -> int:
+            prompt: Any = {"prompt": "Once upon a time"} | ({} if salt is None else {"cache_salt": salt})
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
+            streams.add(tuple(output.outputs[0].token_ids))
+            assert output.metrics is not None
+            return output.metrics.num_accepted_tokens
+
+        streams: set[tuple[int, ...]] = set()
+        first = accepted("one")
+        assert accepted("one") > first + 20
+        assert accepted("two") == first, "what others have written is not to be seen in how fast it is"
+        assert accepted(None) == first
+        assert accepted(None) > first + 20
+        assert len(streams) == 1
+
+
 def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> None:
     plain, other = plain_and_drafting
     other.generate("one two one two one two", SamplingParams(max_tokens=60, temperature=0.0), use_tqdm=False)
@@ -386,6 +429,25 @@ def test_a_recording_replays(reference: list[Stream], tmp_path: Path) -> None:
     run(speculative_config=config("knowing", 7), topology="inline", record=str(file), num_prompts=12)
     plans = list(replay(read_recording(file), fresh_scheduler(file)))
     assert any(plan.max_drafts == 7 for plan in plans)
+
+
+def test_costs_are_measured_once_and_recorded(tmp_path: Path) -> None:
+    """A worker that takes another's place goes on with them: what is planned is what the recording says."""
+    file = tmp_path / "record"
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with LLM("storyteller", **ARGUMENTS, topology="process", record=str(file), speculative_config=drafts) as llm:
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        prompt = "One, two, one, two, one, two"
+        before = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == before
+        used = llm._engine.config.speculation
+        assert llm.stats()["workers"][0]["num_steps"] > 0
+    assert used is not None
+    assert [size for size, _ in used.step_costs][:4] == [1, 2, 4, 8]
+    assert all(seconds > 0 for _, seconds in used.step_costs)
+    assert recorded_configuration(file).speculation == used
+    assert list(replay(read_recording(file), fresh_scheduler(file)))
 
 
 # What does not go together --------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from actorllm.messages import LateInputs
 from actorllm.messages.logit_rules import SamplingRules
-from actorllm.model.logits import LARGEST, LogitRules, apply_masks
+from actorllm.model.logits import LARGEST, LogitRules, apply_masks, masks_behind, only_choices
 
 VOCAB = 61
 NONE = np.zeros(0, np.int32)
@@ -224,3 +225,33 @@ def test_masks_take_out_what_they_do_not_allow_and_touch_no_other_row() -> None:
         whole = before.copy()
         apply_masks(whole, slots, slots, np.tile(allowed[0], 4))
         assert (np.where(bits[0], before, -np.inf) == whole).all()
+
+
+def masks_of(*allowed: set[int]) -> Any:
+    bits = np.zeros((len(allowed), 64), np.uint8)
+    for row, ids in enumerate(allowed):
+        bits[row, list(ids)] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32).reshape(-1)
+
+
+def test_masks_by_the_number_of_drafts_before_them() -> None:
+    masks = masks_of({1}, {2, 3}, {33}, {60}, {40})
+    late = LateInputs(step=1, slots=int32([4, 2, 9]), allowed=masks, counts=int32([2, 1, 2]))
+    found = [masks_behind(late, number, VOCAB) for number in range(3)]
+    assert [one.slots.tolist() for one in found] == [[4, 2, 9], [4, 9], []]
+    assert found[0].allowed.tolist() == masks_of({1}, {33}, {60}).tolist()
+    assert found[1].allowed.tolist() == masks_of({2, 3}, {40}).tolist()
+    plain = LateInputs(step=1, slots=int32([4]), allowed=masks_of({1}))
+    assert masks_behind(plain, 0, VOCAB) is plain
+    assert not masks_behind(plain, 1, VOCAB).slots.size
+
+
+def test_a_choice_of_one_is_known_without_logits() -> None:
+    late = LateInputs(step=1, slots=int32([4, 2]), allowed=masks_of({31}, {32}))
+    found = only_choices(int32([2, 4]), late)
+    assert found is not None
+    assert found.tolist() == [32, 31]
+    assert only_choices(int32([2, 4, 5]), late) is None, "slot 5 is free"
+    assert only_choices(int32([7, 8]), late) is None
+    for masks in (masks_of({31}, {32, 33}), masks_of({31}, {1, 40}), masks_of({31}, set())):
+        assert only_choices(int32([2, 4]), LateInputs(step=1, slots=int32([4, 2]), allowed=masks)) is None

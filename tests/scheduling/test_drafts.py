@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,29 @@ def test_models_of_step_times_see_a_draft_as_a_row() -> None:
         pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, ended, drafts), scheduler)
     assert pace.step_time.seconds(0, 2, 0) == pytest.approx(0.002, rel=0.01)
     assert pace.step_time.seconds(0, 8, 0) == pytest.approx(0.005, rel=0.01)
+
+
+def test_steps_are_planned_with_the_drafts_that_they_will_have() -> None:
+    """By those of the last steps: a budget until some point in time is for prompts, rows and drafts together."""
+    from actorllm.scheduling.policy import StepDone
+    from actorllm.scheduling.step_time import Pace
+
+    class Milliseconds:
+        def seconds(self, p: float, d: float, *context: float) -> float:
+            return 1e-3 * (p + d)
+
+    slots = np.arange(40, dtype=np.int32)
+    batch = SimpleNamespace(num_computed=np.zeros(40, np.int32))
+    limits = SimpleNamespace(max_tokens=512)
+    view: Any = SimpleNamespace(decode_slots=slots, batch=batch, prefilling=(), limits=limits, num_in_flight=0, now=0.0)
+    pace = Pace(Milliseconds(), safety=1.0)
+    assert pace.largest(view, until=0.3) == 256
+    for number in range(60):
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2, 120), view)
+    assert pace.largest(view, until=0.3) == 128
+    for number in range(60):
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2, 0), view)
+    assert pace.largest(view, until=0.3) == 256
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.objectives import Promises
-from actorllm.slo.simulator import EngineShape, SimulatedRun, rerun, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedDrafts, SimulatedRun, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 from actorllm.slo.workload import (
     Workload,
@@ -490,3 +490,56 @@ def test_the_way_to_the_scheduler_and_back_is_added() -> None:
     assert far.end == pytest.approx(near.end + 0.75)
     assert far.scheduled == pytest.approx(near.scheduled + 0.25)
     assert far.token_times(3) == pytest.approx(near.token_times(3) + 0.75)
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def with_drafts(*acceptance: float, most: int = 3, **shape: Any) -> EngineShape:
+    return replace(SHAPE, drafts=SimulatedDrafts(((1, 1000, most),), acceptance), **shape)
+
+
+def test_right_drafts_are_tokens_of_the_same_step() -> None:
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 100, 10))
+    right = simulate(workload, with_drafts(1.0, depth=1), every_step(0.01))
+    times = right.timeline.token_times(0).tolist()
+    assert times == pytest.approx([0.01] + [0.02] * 4 + [0.03] * 4 + [0.04])
+    wrong = simulate(workload, with_drafts(0.0, depth=1), every_step(0.01))
+    assert wrong.timeline.token_times(0).tolist() == pytest.approx([0.01 * n for n in range(1, 11)])
+
+
+def test_a_draft_takes_what_a_row_does() -> None:
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 100, 3))
+    per_row = LinearModel((Regime(math.inf, (0.0, 0.0, 0.01, 0.0, 0.0, 0.0)),), "rows")
+    run = simulate(workload, with_drafts(0.0, depth=1), per_row)
+    assert np.diff(run.timeline.token_times(0)).tolist() == pytest.approx([0.04, 0.04])
+
+
+@pytest.mark.parametrize(("num_blocks", "depth"), [(400, 1), (130, 2)])
+def test_requests_with_drafts_get_the_tokens_that_they_want(num_blocks: int, depth: int) -> None:
+    workload = replace(mixed(120), classes=(RequestClass("a"), RequestClass("b")))
+    run = simulate(workload, with_drafts(0.7, 0.5, num_blocks=num_blocks, depth=depth), NOISY)
+    assert run.timeline.num_output.tolist() == workload.num_output.tolist()
+    assert (run.timeline.num_preemptions.sum() > 0) == (num_blocks < 400)
+    (statistics,) = run.statistics
+    assert run.num_steps == statistics.num_steps
+    drafts = statistics.speculation
+    assert drafts is not None
+    first, second, third = (n / drafts.num_drafts for n in drafts.num_accepted_tokens_per_pos)
+    assert (first, second, third) == pytest.approx((0.7, 0.35, 0.175), abs=0.02)
+    seen = SimulatedDrafts.of(((1, 1000, 3),), drafts.num_drafts, drafts.num_accepted_tokens_per_pos)
+    assert seen.acceptance == pytest.approx((0.7, 0.5, 0.5), abs=0.03)
+    assert_equal(run, simulate(workload, with_drafts(0.7, 0.5, num_blocks=num_blocks, depth=depth), NOISY))
+
+
+def test_ends_of_text_within_a_run_of_drafts_end_the_request_there() -> None:
+    classes = (RequestClass("a"), RequestClass("b"))
+    workload = replace(mixed(60), classes=classes, max_tokens=np.full(60, 500, np.int32))
+    run = simulate(workload, with_drafts(0.9), NOISY)
+    assert run.timeline.num_output.tolist() == np.minimum(workload.num_output, 500).tolist()
+
+
+def test_an_acceptance_is_a_share() -> None:
+    for wrong in ((), (1.5,), (0.5, -0.1)):
+        with pytest.raises(ConfigError, match="must be shares from 0 to 1, by position, at least one"):
+            SimulatedDrafts(((1, 1, 1),), wrong)

@@ -10,7 +10,14 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.types.drafter import Speculation
-from actorllm.types.speculation import NOT_THERE, make_drafter, read_speculation
+from actorllm.types.speculation import (
+    NOT_THERE,
+    make_drafter,
+    paying_ranges,
+    read_speculation,
+    seconds_of,
+    with_costs,
+)
 
 
 def test_a_mapping_and_its_json_say_the_same() -> None:
@@ -109,9 +116,11 @@ def test_suffix_decoding_has_the_options_of_vllm() -> None:
         read.suffix_decoding_min_token_prob,
     )
     assert told == (24, 1.0, 0.1)
-    given = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 100}
-    with pytest.warns(UserWarning, match="suffix_decoding_max_cached_requests=100 is taken and has no effect"):
-        assert read_speculation(given) is not None
+    assert read.suffix_decoding_max_cached_requests == 10_000
+    assert read.drafts_from_others
+    alone = read_speculation({"method": "suffix", "suffix_decoding_max_cached_requests": 0})
+    assert alone is not None
+    assert not alone.drafts_from_others
     with pytest.raises(ConfigError, match="suffix_decoding_min_token_prob=2 must be a number from 0 to 1"):
         read_speculation({"method": "suffix", "suffix_decoding_min_token_prob": 2})
 
@@ -125,3 +134,36 @@ def test_methods_that_are_not_there_are_refused_by_name(method: str) -> None:
 def test_a_drafter_that_cannot_be_built_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'actorllm\.types.drafter:Drafter' cannot be built: TypeError"):
         make_drafter(Speculation("actorllm.types.drafter:Drafter", 4), 10)
+
+
+def rising(tokens_for_free: int) -> tuple[tuple[int, float], ...]:
+    """Steps that take as long as one of so many tokens, or as long as they have tokens beyond that."""
+    return tuple((size, 1e-3 * max(1.0, size / tokens_for_free)) for size in (1, 2, 4, 8, 16, 32, 64))
+
+
+def test_as_many_drafts_are_tried_as_pay() -> None:
+    assert paying_ranges(7, rising(64), ())[-1] == (17, 32, 1), "beyond 64 tokens each draft costs what a row does"
+    assert paying_ranges(7, rising(64), ())[0] == (1, 1, 7), "seven drafts cost what none do"
+    assert paying_ranges(7, rising(8), ()) == ((1, 1, 7), (2, 2, 3), (3, 4, 1))
+    assert paying_ranges(7, rising(1), ()) == (), "every draft costs what a row does"
+    assert paying_ranges(7, rising(64), ((1, 1e-3), (2, 1e-3))) == (), "a pass of the draft model is as long as a step"
+    assert paying_ranges(7, rising(64), ((1, 1e-4), (2, 1e-4)))[0] == (1, 1, 4)
+    noisy = ((1, 2e-3), (2, 1e-3), (4, 5e-3))
+    assert [seconds_of(noisy, size) for size in (1, 2, 4)] == [2e-3, 2e-3, 5e-3], "more tokens never take less time"
+    assert seconds_of(noisy, 8) == pytest.approx(10e-3)
+    assert seconds_of(((2, 1e-3),), 4) == 2e-3
+
+
+def test_ranges_of_the_application_stay_whatever_is_measured() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    read = read_speculation(given)
+    assert read is not None
+    made = with_costs(read, rising(64), ())
+    assert made.num_speculative_tokens_per_batch_size[0] == (1, 1, 3)
+    assert made.step_costs == rising(64)
+    assert Speculation.from_tree(json.loads(json.dumps(asdict(made)))) == made
+    assert with_costs(read, (), ()) == read
+    given |= {"num_speculative_tokens_per_batch_size": [[1, 9, 2]]}
+    read = read_speculation(given)
+    assert read is not None
+    assert with_costs(read, rising(64), ()) == read

@@ -190,6 +190,16 @@ class DraftModel:
             self._drafted[slots[rows]] += 1
         return found
 
+    def try_pass(self, batch: PersistentBatch, slots: I32) -> None:
+        """One pass over these rows as it is made for a draft, of which nothing is used: it shows what a draft costs."""
+        self._version += 1
+        starts = batch.columns.num_computed[slots].astype(np.int64)
+        tokens = batch.columns.last_token[slots].astype(np.int64)
+        inputs, last = self._decode_inputs(batch, slots, starts, np.ones(len(slots), np.int64), tokens)
+        states = self._forward(inputs)
+        if states is not None:
+            self._sampler.sample(self._decoder.logits(self._decoder.select(states, last)), self._columns(batch, slots))
+
     def _columns(self, batch: PersistentBatch, slots: I32) -> SamplingColumns:
         if self._is_greedy:
             return SamplingColumns.greedy(len(slots))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, UnsupportedModelError
-from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
@@ -31,7 +31,7 @@ from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
-from actorllm.model.logits import apply_masks
+from actorllm.model.logits import apply_masks, masks_behind, only_choices
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
@@ -41,10 +41,13 @@ from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_same_model, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.speculation import costs
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.threads import Team
 from actorllm.model.weights import Weights
+from actorllm.types.drafter import Costs
 from actorllm.types.quantization import GGUF
+from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
@@ -370,6 +373,31 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
         return peak + 3 * logits + context + adapters
 
+    @with_own_threads
+    @torch.inference_mode()
+    def measured_costs(self) -> dict[str, Costs]:
+        """By steps of its own, as `check_itself`: rows of their own stand for drafts, which cost the same products."""
+        size = self.config.cache.block_size
+        most = min(costs.SIZES[-1], self.config.scheduler.max_num_batched_tokens // CHECK_PROMPT)
+        slots = np.arange(most, dtype=np.int32)
+        per_row = -(-(CHECK_PROMPT + 1 + len(costs.SIZES) * (1 + costs.ROUNDS)) // size)
+        kept, self.processors = (self._speculator, self._draft_model, self.processors), None
+        draft_model = self._draft_model
+        self._speculator = self._draft_model = None
+        try:
+            self.allocate(most * per_row)
+            if draft_model is not None:
+                draft_model.allocate(most * per_row)
+            self.step(self._small_prompts(slots, per_row, temperature=1.0))
+            steps = costs.measured(lambda rows: self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)])))
+            drafts: Costs = ()
+            if draft_model is not None:
+                drafts = costs.measured(lambda rows: draft_model.try_pass(self.batch, slots[: min(rows, most)]))
+        finally:
+            self._speculator, self._draft_model, self.processors = kept
+            del self.cache, self.batch
+        return {"step_costs": steps, "draft_costs": drafts}
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def _zero(self, block_ids: I32) -> None:
@@ -404,21 +432,28 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         per_row = -(-(CHECK_PROMPT + 1) // size)
         self.allocate(NUM_CHECK_ROWS * per_row)
         slots = np.arange(NUM_CHECK_ROWS, dtype=np.int32)
-        num_tokens = NUM_CHECK_ROWS * CHECK_PROMPT
-        yield StepPlan(
+        yield self._small_prompts(slots, per_row, pooling=POOLING_CODES["last"] if is_pooling else 0)
+        if not is_pooling:
+            yield StepPlan(step=1, decode_slots=slots)
+
+    def _small_prompts(self, slots: I32, per_row: int, pooling: int = 0, temperature: float | None = None) -> StepPlan:
+        """Prompts from all over the vocabulary, whose rows have so many blocks each. temperature: None: of every other row."""
+        num_rows = len(slots)
+        num_tokens = num_rows * CHECK_PROMPT
+        return StepPlan(
             step=0,
             new_rows=pack_rows(
-                NewRow(slot, CHECK_PROMPT, temperature=slot % 2, pooling=POOLING_CODES["last"] if is_pooling else 0)
+                NewRow(
+                    slot, CHECK_PROMPT, temperature=slot % 2 if temperature is None else temperature, pooling=pooling
+                )
                 for slot in slots.tolist()
             ),
             new_tokens=(np.arange(num_tokens) * (self.model_config.vocab_size - 1) // num_tokens).astype(np.int32),
-            new_num_blocks=np.full(NUM_CHECK_ROWS, per_row, np.int32),
-            new_blocks=np.arange(NUM_CHECK_ROWS * per_row, dtype=np.int32),
+            new_num_blocks=np.full(num_rows, per_row, np.int32),
+            new_blocks=np.arange(num_rows * per_row, dtype=np.int32),
             prefill_slots=slots,
-            prefill_counts=np.full(NUM_CHECK_ROWS, CHECK_PROMPT, np.int32),
+            prefill_counts=np.full(num_rows, CHECK_PROMPT, np.int32),
         )
-        if not is_pooling:
-            yield StepPlan(step=1, decode_slots=slots)
 
     @with_own_threads
     @torch.inference_mode()
@@ -482,16 +517,19 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._draft_model is not None:
             self._draft_model.apply(plan, self.batch.num_slots)
         slots = self.batch.decode_slots
-        if not plan.max_drafts or not len(slots):
+        if not plan.max_drafts:
             return None
         # The logits of all positions are there at a time.
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
         room = self.batch.draft_room(self.config.model.max_model_len)
-        if plan.late_slots.size:  # their masks are made for one token
+        if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
-        return self._speculator.draft(self.batch, room, most)
+        drafts = self._speculator.draft(self.batch, room, most)
+        if plan.late_slots.size and self.tell_drafts is not None:
+            self.tell_drafts(drafts_of(slots, drafts, plan))
+        return drafts
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -546,6 +584,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         counts = np.zeros(num_samples, np.int32)  # of values that are not finite
         errors: dict[int, str] = {}
         spans = handle.prompt_logprobs
+        first_masks = None if late is None else masks_behind(late, 0, self.model_config.vocab_size)
         for start, end, columns in sampling.how:
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
             if self.ranks.rank:
@@ -554,12 +593,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             raw = logits
             if sampling.has_logprobs and (sampling.has_rules or handle.late_slots.size):
                 raw = logits.clone()
-            is_void[start:end], bad, failed = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
+            is_void[start:end], bad, failed = self._prepare(logits, slots, first_masks, has_rules=sampling.has_rules)
             for row, count in bad.items():
                 counts[start + row] = count
             errors |= {start + row: text for row, text in failed.items()}
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
-            tokens[start:end] = self._sampler.sample(logits, columns)
+            tokens[start:end] = self._choose(logits, columns, slots, first_masks)
             if sampling.has_logprobs:
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         if self.ranks.size > 1 and num_samples:
@@ -579,8 +618,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:
-            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans)
+            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+        if self._speculator is not None and late is not None and late.counts.size:
+            self._speculator.force(late, sampling.slots, tokens, runs)
         return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)
+
+    def _choose(self, logits: torch.Tensor, columns: SamplingColumns, slots: I32, masks: LateInputs | None) -> I32:
+        """One token of each row. Where grammars leave each row a single token, nothing is sampled."""
+        if masks is not None and masks.slots.size:
+            forced = only_choices(slots, masks)
+            if forced is not None:
+                return forced
+        return self._sampler.sample(logits, columns)
 
     def _store(self, slots: I32, tokens: I32) -> None:
         """One token was sampled for each of these slots."""
@@ -597,11 +646,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         tokens: I32,
         is_void: NDArray[np.bool_],
         spans: list[LogprobSpan],
+        late: LateInputs | None,
     ) -> tuple[I32, I32, list[LogprobSpan]]:
         """Sample at the positions of drafts, as always, as long as each draft is what was sampled before it.
 
-        logits: at the drafts. tokens, is_void, spans: of the step's own samples, which are stored already. Returns the tokens
-        of all rows, how many each row has (none: one each), and the log-probabilities of all.
+        logits: at the drafts. tokens, is_void, spans: of the step's own samples, which are stored already. late: the masks.
+        Returns the tokens of all rows, how many each row has (none: one each), and the log-probabilities of all.
 
         Position by position: penalties, bad words, min_tokens and the application's processors see each token in its turn.
         """
@@ -614,9 +664,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         by_row = [[token] for token in tokens.tolist()]
         rows = np.flatnonzero((drafts.counts > 0) & ~is_void[: len(slots)])
         newest = tokens[rows]
+        checked = drafts.counts
+        if late is not None and late.slots.size:  # a row with masks goes as far as these
+            masked = dict(zip(late.slots.tolist(), late.counts.tolist() or [1] * late.slots.size, strict=True))
+            most = [masked.get(slot, MAX_DRAFTS + 1) - 1 for slot in slots.tolist()]
+            checked = np.minimum(checked, np.array(most, np.int32))
         position = 0  # of the next draft
         while True:
-            has_next = drafts.counts[rows] > position
+            has_next = checked[rows] > position
             rows, newest = rows[has_next], newest[has_next]
             rows = rows[newest == drafts.tokens[firsts[rows] + position]]
             if not rows.size:
@@ -624,7 +679,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             here = logits.index_select(0, torch.from_numpy(firsts[rows] + position))
             raw = here.clone() if handle.sampling.has_logprobs else here
             has_rules = handle.sampling.has_rules
-            void, _, _ = self._prepare(here, slots[rows], None, has_rules=has_rules)
+            masks = None if late is None else masks_behind(late, position + 1, self.model_config.vocab_size)
+            void, _, _ = self._prepare(here, slots[rows], masks, has_rules=has_rules)
             if void.any():  # such a row stops before: its next step finds the same, and reports it
                 kept = np.flatnonzero(~void)
                 rows, where = rows[kept], torch.from_numpy(kept)
@@ -632,7 +688,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 if not rows.size:
                     break
             ((_, _, columns),) = self._how(slots[rows], has_rules=has_rules, has_logprobs=False)
-            newest = self._sampler.sample(here, columns)
+            newest = self._choose(here, columns, slots[rows], masks)
             if handle.sampling.has_logprobs:
                 spans = spans + self._run_logprobs(raw, slots[rows], rows, newest)
             self.batch.accept(slots[rows])
@@ -764,3 +820,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
             chunks.append((start, start + len(part), how))
         return chunks
+
+
+def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
+    """Those of the late rows. slots: of the decode rows."""
+    if drafts is None:
+        return Drafted(step=plan.step)
+    is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
+    tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
+    return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)

@@ -21,10 +21,12 @@ LONGEST_REST = 64
 class History:
     """Of one slot. tokens: its known ones."""
 
-    __slots__ = ("_size", "_tokens", "length", "num_misses", "rest")
+    __slots__ = ("_size", "_tokens", "length", "num_misses", "num_outputs", "rest", "salt")
 
-    def __init__(self, tokens: I32, most: int) -> None:
-        """most: drafts of a step."""
+    def __init__(self, tokens: I32, most: int, num_outputs: int = 0, salt: bytes = b"") -> None:
+        """most: drafts of a step. num_outputs: how many of the tokens are output. salt: of what it may be guessed from."""
+        self.num_outputs = num_outputs
+        self.salt = salt
         kept = tokens[-HISTORY_TOKENS:]
         self._tokens: NDArray[np.int32] = np.empty(min(2 * HISTORY_TOKENS, kept.size + ROOM_AT_FIRST), np.int32)
         self._tokens[: kept.size] = kept
@@ -41,7 +43,14 @@ class History:
         """The newest tokens, as a view that is valid until the next `push`."""
         return self._tokens[max(0, self._size - HISTORY_TOKENS) : self._size]
 
+    @property
+    def output(self) -> I32:
+        """The newest tokens of the output, as `tokens`."""
+        tokens = self.tokens
+        return tokens[max(0, tokens.size - self.num_outputs) :]
+
     def push(self, token: int) -> None:
+        self.num_outputs += 1
         if self._size == self._tokens.size:
             kept = self.tokens
             room = min(2 * HISTORY_TOKENS, 2 * kept.size + ROOM_AT_FIRST)
@@ -79,11 +88,11 @@ class Histories:
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, slot: int, tokens: I32) -> None:
-        self._of[slot] = History(tokens, self._most)
+    def add(self, slot: int, tokens: I32, num_outputs: int = 0, salt: bytes = b"") -> None:
+        self._of[slot] = History(tokens, self._most, num_outputs, salt)
 
-    def remove(self, slot: int) -> None:
-        self._of.pop(slot, None)
+    def remove(self, slot: int) -> History | None:
+        return self._of.pop(slot, None)
 
     def clear(self) -> None:
         self._of.clear()

@@ -10,13 +10,16 @@ import logging
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.errors import is_failure
-from actorllm.messages import I32, StepPlan
+from actorllm.messages import I32, SALT_ROW, LateInputs, StepPlan
 from actorllm.model.inputs import Drafts, PersistentBatch
+from actorllm.model.speculation.finished import FinishedOutputs
 from actorllm.model.speculation.histories import Histories
+from actorllm.model.speculation.suffix import SuffixDrafter
 from actorllm.types.drafter import Speculation
-from actorllm.types.speculation import make_drafter
+from actorllm.types.speculation import SUFFIX, make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +51,49 @@ class Speculator:
         self._batch_drafter = drafter
         self._drafter = make_drafter(options, vocab_size) if drafter is None else None
         self.histories = Histories(options.num_speculative_tokens)
+        max_requests = options.suffix_decoding_max_cached_requests if options.method == SUFFIX else 0
+        self._finished = FinishedOutputs(max_requests) if max_requests else None
+        self._forced: dict[int, list[int]] = {}
+        """By slot, what its grammar leaves it no choice about."""
+        self._by_grammar: set[int] = set()
+        """Slots whose drafts of this step are those."""
         self.num_failures = 0
         """Calls of the drafter that raised."""
 
     def apply(self, plan: StepPlan, known_tokens: dict[int, I32]) -> None:
         """Slots that were freed, and new ones. known_tokens: of new slots, prompt and output."""
         for slot in plan.freed.tolist():
-            self.histories.remove(slot)
+            history = self.histories.remove(slot)
+            self._forced.pop(slot, None)
+            if self._finished is not None and history is not None and history.num_outputs:
+                self._finished.add(history.salt, history.output)
         if plan.new_rows.size:
-            for slot in plan.new["slot"].tolist():
-                self.histories.add(slot, known_tokens[slot])
+            salts = dict(plan.new_salts.view(SALT_ROW).tolist()) if plan.new_salts.size else {}
+            for slot, num_outputs in plan.new[["slot", "num_outputs"]].tolist():
+                self.histories.add(slot, known_tokens[slot], num_outputs, salts.get(slot, b""))
 
     def clear(self) -> None:
         """No request is there any more."""
         self.histories.clear()
+        self._forced.clear()
+
+    def force(self, late: LateInputs, slots: I32, tokens: I32, runs: I32) -> None:
+        """Keep what grammars force, of rows that have got as far as their last mask.
+
+        slots, tokens, runs: of the rows of the result, all their tokens, and how many each has; no runs: one each.
+        """
+        ends = np.cumsum(runs if runs.size else np.ones(len(slots), np.int32)).tolist()
+        of = {slot: (end, end - start) for slot, start, end in zip(slots.tolist(), [0, *ends], ends, strict=False)}
+        at = 0
+        for slot, count, size in zip(
+            late.slots.tolist(), late.counts.tolist(), late.forced_counts.tolist(), strict=True
+        ):
+            forced = late.forced[at : at + size].tolist()
+            at += size
+            end, run = of.get(slot, (0, 0))
+            self._forced.pop(slot, None)
+            if run == count and size > 1 and int(tokens[end - 1]) == forced[0]:
+                self._forced[slot] = forced[1:]
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these slots, one token each."""
@@ -76,24 +108,31 @@ class Speculator:
         """
         slots = batch.decode_slots
         wanted = np.zeros(len(slots), np.int32)
+        by_row: dict[int, list[int]] = {}
+        self._by_grammar.clear()
         for row, (slot, space) in enumerate(zip(slots.tolist(), room.tolist(), strict=True)):
+            if (forced := self._forced.pop(slot, None)) and min(most, space) > 0:
+                by_row[row] = forced[: min(most, space)]
+                self._by_grammar.add(slot)
+                continue
             history = self.histories.of(slot)
             if history is not None and not history.rest:
                 wanted[row] = max(0, min(most, space, history.length))
         rows = np.flatnonzero(wanted)
-        if not rows.size:
-            return None
-        if self._batch_drafter is not None:
-            found = self._batch_drafter.draft(batch, self.histories, slots[rows], wanted[rows])
-        else:
-            found = [
-                self._ask(slot, number)
-                for slot, number in zip(slots[rows].tolist(), wanted[rows].tolist(), strict=True)
-            ]
+        by_row |= zip(rows.tolist(), self._guess(batch, slots, rows, wanted), strict=True)
         counts = np.zeros(len(slots), np.int32)
-        counts[rows] = [len(drafted) for drafted in found]
-        tokens = [token for drafted in found for token in drafted]
+        counts[list(by_row)] = [len(drafted) for drafted in by_row.values()]
+        tokens = [token for row in sorted(by_row) for token in by_row[row]]
         return Drafts(counts, np.array(tokens, np.int32)) if tokens else None
+
+    def _guess(self, batch: PersistentBatch, slots: I32, rows: NDArray[np.intp], wanted: I32) -> list[list[int]]:
+        """The drafter's, of these rows."""
+        if not rows.size:
+            return []
+        if self._batch_drafter is not None:
+            return self._batch_drafter.draft(batch, self.histories, slots[rows], wanted[rows])
+        columns = zip(slots[rows].tolist(), wanted[rows].tolist(), strict=True)
+        return [self._ask(slot, number) for slot, number in columns]
 
     def _ask(self, slot: int, wanted: int) -> list[int]:
         """Usable drafts: at most `wanted`, all within the vocabulary."""
@@ -103,7 +142,11 @@ class Speculator:
         tokens = history.tokens.view()
         tokens.flags.writeable = False
         try:
-            drafted = [int(token) for token, _ in zip(self._drafter.draft(tokens, wanted), range(wanted), strict=False)]
+            if self._finished is not None and isinstance(self._drafter, SuffixDrafter):
+                guessed = self._drafter.draft(tokens, wanted, self._finished.of(history.salt))
+            else:
+                guessed = self._drafter.draft(tokens, wanted)
+            drafted = [int(token) for token, _ in zip(guessed, range(wanted), strict=False)]
         except BaseException as error:  # of a drafter of the application: a guess that is not made costs nothing
             if not is_failure(error):
                 raise
@@ -121,5 +164,5 @@ class Speculator:
         columns = zip(slots.tolist(), num_drafted.tolist(), num_accepted.tolist(), strict=True)
         for slot, drafted, accepted in columns:
             history = self.histories.of(slot)
-            if drafted and history is not None:
+            if drafted and history is not None and slot not in self._by_grammar:
                 history.observe(drafted, accepted, self._options.num_speculative_tokens)

@@ -12,28 +12,44 @@ FOLD = 256
 
 
 class DraftCounters:
-    """most: drafts of a row."""
+    """most: drafts of a row. num_slots: of requests that run."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, num_slots: int) -> None:
+        self.is_used = most > 0
+        """Some row may have any."""
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._by_number: I64 = np.zeros(most + 1, np.int64)
         """How often a row that had drafts had so many right ones."""
-        self._unfolded: list[tuple[I32, I32]] = []
+        self._by_slot: I64 = np.zeros((2, num_slots), np.int64)
+        """Drafts of the request that has the slot, and the right ones."""
+        self._unfolded: list[tuple[I32, I32, I32]] = []
 
-    def observe(self, num_drafted: I32, counts: I32) -> None:
-        """A result. num_drafted: drafts of each row; counts: tokens of each, or empty: one each."""
-        self._unfolded.append((num_drafted, counts if counts.size else np.ones_like(num_drafted)))
+    def observe(self, num_drafted: I32, counts: I32, slots: I32) -> None:
+        """A result. num_drafted: drafts of each row; counts: tokens of each, or empty: one each. slots: -1: of no one any more."""
+        self._unfolded.append((num_drafted, counts if counts.size else np.ones_like(num_drafted), slots))
         if len(self._unfolded) >= FOLD:
             self._fold()
 
     def _fold(self) -> None:
-        num_drafted, counts = (np.concatenate(column) for column in zip(*self._unfolded, strict=True))
+        num_drafted, counts, slots = (np.concatenate(column) for column in zip(*self._unfolded, strict=True))
         self._unfolded.clear()
+        for row, numbers in enumerate((num_drafted, np.maximum(counts - 1, 0))):
+            kept = slots >= 0
+            num_slots = self._by_slot.shape[1]
+            self._by_slot[row] += np.bincount(slots[kept], numbers[kept], minlength=num_slots).astype(np.int64)
         had = num_drafted > 0
         self._num_drafts += int(np.count_nonzero(had))
         self._num_draft_tokens += int(num_drafted.sum())
         self._by_number += np.bincount(np.maximum(counts[had] - 1, 0), minlength=self._by_number.size)
+
+    def take(self, slot: int) -> tuple[int, int]:
+        """The drafts of the request that leaves a slot, and the right ones."""
+        if self._unfolded:
+            self._fold()
+        drafted, accepted = self._by_slot[:, slot].tolist()
+        self._by_slot[:, slot] = 0
+        return drafted, accepted
 
     def statistics(self) -> SpeculationStatistics:
         if self._unfolded:

@@ -73,6 +73,7 @@ function list(requests) {
   }
   if (focused) [...body.querySelectorAll("button")].find(one => one.dataset.name === focused)?.focus();
 }
+const drafts = s => s && s.num_draft_tokens ? `, ${Math.round(100 * s.num_accepted_tokens / s.num_draft_tokens)} % of drafts right` : "";
 function show(tree) {
   const e = tree.engine, state = tree.is_draining ? "draining" : tree.state;
   $("what").dataset.model = tree.model; $("what").textContent = `${tree.model} · ${tree.version}` + (tree.num_api_processes > 1 ? ` · ${tree.num_api_processes} API processes` : "");
@@ -90,7 +91,7 @@ function show(tree) {
   put("rate", big(rate), "tokens/s"); put("prefill", big(prefill) + " prompt tokens/s");
   put("step", step == null ? "–" : (step * 1000).toFixed(step < .1 ? 1 : 0), step == null ? "" : "ms"); put("steps", big(dt ? (c.num_steps - last.counts.num_steps) / dt : 0) + " steps/s, p99 " + (recent.length ? seconds(recent[Math.floor(.99 * recent.length)]) : "–"));
   put("slo", slo == null ? "–" : (100 * slo).toFixed(slo === 1 ? 0 : 1), slo == null ? "" : "%"); put("promised", promised ? `${kept} of ${promised} with an objective` : "no objectives yet");
-  put("kv", (100 * e.kv_usage).toFixed(1), "%"); put("wasted", big(c.num_output_tokens) + " tokens made, " + c.num_wasted_tokens + " in vain");
+  put("kv", (100 * e.kv_usage).toFixed(1), "%"); put("wasted", big(c.num_output_tokens) + " tokens made, " + c.num_wasted_tokens + " in vain" + drafts(e.speculation));
   curves(); drawTimeline(e.now); list(e.requests); last = e;
 }
 const WINDOW = 300, looks = [];

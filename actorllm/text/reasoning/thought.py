@@ -223,6 +223,28 @@ class ThoughtMatcher(Matcher):
             case _:
                 row[: self._full.size] = self._full
 
+    def allows(self, token: int) -> bool:
+        match self._state:
+            case "answer":
+                return self._answer is None or self._answer.allows(token)
+            case "start":
+                return token == self.start_ids[self._num_forced]
+            case "end":
+                return token == self.forced_ids[self._num_forced]
+            case "before" if self._answer is not None:
+                return token == self.start_ids[0] or self._answer.allows(token)
+        return True
+
+    def forced(self, most: int) -> list[int]:
+        match self._state:
+            case "answer" if self._answer is not None:
+                return self._answer.forced(most)
+            case "start":
+                return self.start_ids[self._num_forced :][:most]
+            case "end":
+                return self.forced_ids[self._num_forced :][:most]
+        return []
+
     def error(self) -> str | None:
         return None if self._answer is None else self._answer.error()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ def int32(*values: int) -> Any:
 
 
 def drafted(made: Speculator, most: int = 4, room: Any = None) -> list[list[int]]:
-    found = made.draft(int32(2, 0), int32(9, 9) if room is None else room, most)
+    batch: Any = SimpleNamespace(decode_slots=int32(2, 0))
+    found = made.draft(batch, int32(9, 9) if room is None else room, most)
     if found is None:
         return [[], []]
     ends = np.cumsum(found.counts)

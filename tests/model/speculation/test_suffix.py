@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorllm.model.speculation.suffix import SuffixDrafter, longest_suffix
+from actorllm.model.speculation.finished import MAX_TOKENS_OF_SALT, FinishedOutputs
+from actorllm.model.speculation.suffix import SuffixDrafter, longest_match
 from actorllm.types.drafter import Speculation
 
 
@@ -36,7 +37,7 @@ def test_drafts_are_what_most_places_go_on_with(tokens: list[int], more: dict[st
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 6))
 def test_the_longest_suffix_is_found_at_all_its_places(tokens: list[int], most: int) -> None:
-    ends, length = longest_suffix(np.array(tokens, np.int32), most)
+    ends, length = longest_match(np.array(tokens, np.int32), np.array(tokens, np.int32), most)
 
     def places(size: int) -> list[int]:
         return [end for end in range(size - 1, len(tokens) - 1) if tokens[end + 1 - size : end + 1] == tokens[-size:]]
@@ -52,3 +53,46 @@ def test_drafts_are_tokens_of_the_sequence_and_not_too_many(tokens: list[int], m
     found = drafts(tokens, most)
     assert len(found) <= most
     assert set(found) <= set(tokens)
+
+
+def int32(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def test_finished_outputs_count_where_they_have_more_of_the_suffix() -> None:
+    drafter = SuffixDrafter(Speculation("suffix", 8), 100)
+    others = int32(1, 2, 3, 4, 5, -1, 9, 3, 7, -1)
+    assert drafter.draft(int32(50, 1, 2, 3), 8, others) == [4, 5], (
+        "as many as the suffix has tokens, up to the end of the output"
+    )
+    assert drafter.draft(int32(3, 8, 3), 8, others) == [8], "its own text has as much of it"
+    assert drafter.draft(int32(50, 5), 8, others) == [], "nothing follows"
+    assert drafter.draft(int32(50, -1), 8, others) == [9], "at most a wrong guess"
+
+
+def test_outputs_are_found_by_their_salt_alone_and_the_oldest_make_room() -> None:
+    outputs = FinishedOutputs(3)
+    outputs.add(b"a", int32(1, 2))
+    outputs.add(b"b", int32(3))
+    assert outputs.of(b"a").tolist() == [1, 2, -1]
+    assert outputs.of(b"c").tolist() == []
+    outputs.add(b"b", int32(4, 5))
+    outputs.add(b"b", int32(6))
+    assert outputs.of(b"a").tolist() == [], "its salt was used longest ago"
+    assert (outputs.num_requests, outputs.num_tokens) == (3, 7)
+    outputs.add(b"b", int32(7))
+    assert outputs.of(b"b").tolist() == [4, 5, -1, 6, -1, 7, -1]
+
+
+def test_what_is_kept_is_bounded_in_tokens() -> None:
+    outputs = FinishedOutputs(10_000)
+    for number in range(200):
+        outputs.add(b"", np.full(1000, number, np.int32))
+    tokens = outputs.of(b"")
+    assert tokens.size <= MAX_TOKENS_OF_SALT
+    assert tokens[-2] == 199
+    assert outputs.num_tokens == tokens.size == 1001 * outputs.num_requests
+    for number in range(200):
+        outputs.add(str(number).encode(), np.zeros(100_000, np.int32))
+    assert outputs.num_tokens <= 1 << 20
+    assert outputs.of(b"").size == 0

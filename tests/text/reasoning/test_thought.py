@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from actorllm.config import BUNDLED_MODELS
-from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher
+from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher, walked
 from actorllm.text.reasoning.parsers import Marks
 from actorllm.text.reasoning.thought import grammar_of, matcher_of
 from actorllm.text.tokenizer import Tokenizer
@@ -174,3 +174,18 @@ def test_marks_that_the_model_cannot_write_are_refused(tokenizer: Tokenizer) -> 
         matcher_of(
             small, {**grammar, "thought": {**grammar["thought"], "start": "!"}}, np.zeros(1, np.int32), lambda: True
         )
+
+
+def test_drafts_are_followed_through_a_thought_and_leave_the_matcher_where_it_was(compiler: GrammarCompiler) -> None:
+    matcher = made(compiler, QWEN, 2, YES)
+    drafts = [*ids_of(compiler, "<think>"), 300, 301, *ids_of(compiler, "</think>"), *ids_of(compiler, "yes")]
+    before = allowed(compiler, matcher)
+    copies = walked(matcher, [*drafts, 300])
+    assert len(copies) >= len(drafts) - 1, "as far as the answer, behind which nothing follows"
+    assert allowed(compiler, matcher) == before
+    for token, behind in zip(drafts, [matcher, *copies], strict=False):
+        assert token in allowed(compiler, behind)
+        assert behind.allows(token)
+    assert copies[len(ids_of(compiler, "<think>")) + 1].forced(64) == ids_of(compiler, "</think>")
+    assert not matcher.allows(300)
+    assert walked(matcher, [300]) == []
