@@ -172,6 +172,8 @@ class SchedulerActor(Actor):
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)
+        if self._load is not None:
+            self._load.show_cache(self.scheduler.kv)
         compiler = None
         if self._tokenizer is not None:
             compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))

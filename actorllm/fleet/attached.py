@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -58,6 +59,7 @@ class AttachedReplica:
         self.num_lives = 0
         self.last_failure: str | None = None
         self._client = client
+        self._find: Callable[[bytes], int] | None = None
         self.frontend = self._new_frontend()
 
     def _new_frontend(self) -> ReplicaFrontend:
@@ -78,6 +80,13 @@ class AttachedReplica:
     def load(self) -> tuple[int, LinearSteps] | None:
         board = self._client.board
         return None if board is None else load_of(board, self.number)
+
+    @property
+    def find(self) -> Callable[[bytes], int] | None:
+        board = self._client.board
+        if self._find is None and board is not None:
+            self._find = board.hashes(self.number).find
+        return self._find
 
     @property
     def takes_requests(self) -> bool:

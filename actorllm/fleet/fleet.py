@@ -259,6 +259,8 @@ class Fleet:
     def _on_fall(self, replica: Replica, group: str) -> None:
         """A process of a replica died, and is started again."""
         self.dispatcher.forget(replica.number)
+        if group == "scheduler":
+            self._board.hashes(replica.number).end()
         if self._tasks is not None and self._on_ready is None and not self._is_over:
             self._tasks.start_soon(self._tell_fall, replica, group, now())
 

@@ -125,6 +125,10 @@ class RoutedReplica(Protocol):
     is_lost: bool
 
     @property
+    def find(self) -> Callable[[bytes], int] | None:
+        """How many blocks of a prompt its prefix cache has, by their hashes; None: not known."""
+
+    @property
     def takes_requests(self) -> bool: ...
     @property
     def state(self) -> ReplicaState: ...
@@ -185,6 +189,7 @@ class Replica:
         self._board = board
         self._meeting_place = MeetingPlace()
         self.limits = limits_of(config)
+        self.find: Callable[[bytes], int] | None = board.hashes(number).find
         self.is_draining = False
         """It takes no new requests."""
         self.is_removed = False
