@@ -116,6 +116,7 @@ class SchedulerActor(Actor):
         "pin_adapter",
         "list_adapters",
         "expect_suspects",
+        "limit_threads",
         *("stage_weights", "discard_weights", "commit_weights"),
     )
 
@@ -723,7 +724,7 @@ class SchedulerActor(Actor):
                 return self._weights.commit(WeightSource.from_tree(arguments["source"]), arguments["running"])
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
-            case "start_profile" | "stop_profile":
+            case "limit_threads" | "start_profile" | "stop_profile":
                 return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
-from actorllm.attach.server import AttachServer
+from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
@@ -196,12 +196,17 @@ class Engine:
     def _new_service(self) -> Service:
         """The supervisor, behind a door for others if the engine has a name. Attaching needs Linux, as rings do."""
         assert isinstance(self._supervisor, Supervisor)
-        if self.config.name is None or sys.platform != "linux":
-            return self._supervisor
         supervisor = self._supervisor
+        service = self._alone(supervisor)
+        if self.config.name is None or sys.platform != "linux":
+            return service
         frontend = cast(FrontendActor, self._frontend)
-        self._attach_server = AttachServer(self.config.name, supervisor, frontend, lambda: {0: supervisor})
+        self._attach_server = AttachServer(self.config.name, service, frontend, lambda: {0: supervisor})
         return self._attach_server
+
+    def _alone(self, supervisor: Supervisor) -> Joinable:
+        """The service of the only replica."""
+        return supervisor
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
@@ -236,7 +241,7 @@ class Engine:
                 self.config = cast(EngineConfig, supervisor.config)
                 self._has_started = True
                 if self.config.log_statistics and self.stepper is None:
-                    ask = partial(self._frontend.ask_scheduler, "statistics")
+                    ask = partial(self.ask_all_schedulers, "statistics")
                     self._thread.call(self.statistics_log.report_periodically, ask, INTERVAL_S)
                 begins = self.stat_recorder
         if begins is not None:
@@ -631,15 +636,15 @@ class Engine:
         """Have so many replicas; resolved when they run. The future raises InvalidParameterError."""
         self._check()
         raise InvalidParameterError(
-            f"num_replicas={shown(num_replicas)}: this engine has no replicas to change; build it with data_parallel_size of "
-            f"2 or more"
+            f"num_replicas={shown(num_replicas)}: replicas are processes, and topology='inline' computes in this one; use "
+            f"topology='process'"
         )
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         """Let a replica take no new requests, and move its streams. The future raises InvalidParameterError."""
         self._check()
         raise InvalidParameterError(
-            f"replica {shown(number)} is the whole engine, which drain() drains; build it with data_parallel_size of 2 or more"
+            f"replica {shown(number)} is the whole engine, which drain() drains; scale it up before"
         )
 
     def default_sampling_params(self) -> SamplingParams:

@@ -320,11 +320,6 @@ class AttachedFleetEngine(AttachedEngine):
     def replica_numbers(self) -> list[int]:
         return sorted(self._fleet.replicas) or list(range(self.config.data_parallel_size))  # it is joined later
 
-    def scale(self, num_replicas: int) -> Future[None]:
-        """Raises EngineError: it is not ours."""
-        self._check()
-        raise EngineError("this engine belongs to another process, which alone can scale it")
-
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         """Raises EngineError: it is not ours."""
         self._check()

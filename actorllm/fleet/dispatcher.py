@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 
-from actorllm.actors.frontend import Consumer, JournalEntry
+from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
 from actorllm.actors.load_board import Journal, LoadBoard
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
@@ -296,6 +296,27 @@ class Dispatcher:
             consumer.host.call_soon_threadsafe(consumer.wake)
 
     # Moves
+
+    async def pause_as(self, frontend: FrontendActor) -> None:
+        """Pause the replicas if that one is paused, whose place they are about to take."""
+        while self.is_paused != frontend.is_paused:
+            if frontend.is_paused:
+                mode = "wait" if frontend.pause_mode == "wait" else "keep"
+                await self.ask_scheduler("pause_generation", mode=mode, clear_cache=False, is_restored=True)
+            else:
+                await self.ask_scheduler("resume_generation")
+
+    def take_over(self, frontend: FrontendActor) -> None:
+        """What the only frontend of the engine had goes on here. Its scheduler lives, and is told to end it."""
+        self.last_rid = frontend.last_rid
+        entries = frontend.surrender()
+        pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) is not None}
+        rest = {rid: entry for rid, entry in entries.items() if rid not in pinned}
+        first = self._replicas[0]
+        if rest and not self._candidates(first):
+            pinned, rest = entries, {}
+        first.frontend.adopt(pinned, None)  # which it begins with
+        self._rehome(first, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
 
     def can_move(self, source: RoutedReplica) -> bool:
         """Whether there is a replica that could go on with what this one has."""

@@ -36,7 +36,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     Threads, and of the memory what was asked for as a share, are divided. What was asked for in bytes, in blocks or in threads
     is each replica's own, as in vLLM.
     """
-    cache, share = config.cache, 1.0 if config.cpu_share is None else config.cpu_share
+    cache = config.cache
     if cache.memory_utilization is not None and config.device == "cpu":
         cache = replace(cache, memory_utilization=cache.memory_utilization / num_replicas)
     record = config.record
@@ -46,13 +46,18 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     return replace(
         config,
         cache=cache,
-        cpu_share=share / num_replicas,
+        cpu_share=cores_of(config, num_replicas),
         record=record,
         replica=number,
         load_board=board_path,
         first_device=config.first_device + number * config.world_size,
         log_statistics=False,
     )
+
+
+def cores_of(config: EngineConfig, num_replicas: int) -> float:
+    """The share of the cores that each of so many replicas has."""
+    return (1.0 if config.cpu_share is None else config.cpu_share) / num_replicas
 
 
 class ReplicaFrontend(FrontendActor):
@@ -225,6 +230,11 @@ class Replica:
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of its next life."""
+        return self._given
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
         """As `Supervisor.change_config`, and for its next lives."""
