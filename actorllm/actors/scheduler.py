@@ -184,7 +184,14 @@ class SchedulerActor(Actor):
         self._gate = StepGate(self)
         self._weights = WeightCommits(self, self._gate, self._outlets, config.model.weights)
         check = partial(check_policy, config)
-        self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
+        self._probes = SchedulerProbes(
+            self.scheduler,
+            self._outlets,
+            self.send_to,
+            self.report_progress,
+            check,
+            probes_alone=config.data_parallel_size > 1,
+        )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         parts = (
             PoisonIsolation(self, self._probes),

@@ -385,12 +385,19 @@ class Dispatcher:
 
     def _trial_of(self, source: RoutedReplica) -> RoutedReplica | None:
         """The one whose trial goes on, though it recovers just now; else one that can begin."""
-        named = None if self._trial_replica is None else self._replicas.get(self._trial_replica)
-        if named is not None and named is not source and now() < self._trial_until and named.takes_requests:
+        named = self._named_trial(source)
+        if named is not None:
             return named
         candidates = self._candidates(source)
         on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
         return min(on_trial or candidates, key=lambda replica: replica.frontend.num_open, default=None)
+
+    def _named_trial(self, source: RoutedReplica) -> RoutedReplica | None:
+        """Another one whose trial goes on."""
+        if self._trial_replica is None or now() >= self._trial_until:
+            return None
+        named = self._replicas.get(self._trial_replica)
+        return named if named is not None and named is not source and named.takes_requests else None
 
     def trial_after_fall(self, source: RoutedReplica, restart_s: float) -> int:
         """Where requests are tried that a process of this replica may have died of: here, or where they move.
@@ -399,7 +406,12 @@ class Dispatcher:
 
         restart_s: how long it may take until its processes run again.
         """
-        trial = None if self.is_on_trial(source) else self._trial_of(source)
+        trial = None
+        if self.is_on_trial(source):  # what is here may be to blame as well as what came here
+            for entry in source.frontend.journal().values():
+                entry.record.probe_alone()
+        else:
+            trial = self._trial_of(source)
         if trial is not None and not self.is_on_trial(trial):
             is_sooner = self.can_move(source) and self._expected_move_s(source) < restart_s
             trial = trial if is_sooner else None
@@ -409,7 +421,9 @@ class Dispatcher:
 
     def move_to_trial(self, source: RoutedReplica, group: str, lost_at: float) -> None:
         """The streams of a replica whose group of processes died at lost_at go on where its suspects are tried."""
-        if source.is_lost or self.is_on_trial(source) or not self.can_move(source):
+        if source.is_lost or self.is_on_trial(source):
+            return
+        if not self.can_move(source) and self._named_trial(source) is None:
             return
         num_moved = self.move(source, lost_at)
         if num_moved:  # else what it has is pinned

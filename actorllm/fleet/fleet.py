@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
 
-SUSPECTS_TIMEOUT_S = 1.0
+SUSPECTS_TIMEOUT_S = 3.0
 """How long programs wait at most, after a death, for the scheduler that is to take their suspects."""
 
 
