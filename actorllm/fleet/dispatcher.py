@@ -435,7 +435,7 @@ class Dispatcher:
         """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
         tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in source.frontend.journal().values())
         others = [one for one in self._others_than(source) if one.takes_requests]
-        waits = [Seconds.wait_s(view, tokens) for view in views_of(others) if view.step_seconds is not None]
+        waits = [Seconds.costs_s(view, tokens)[0] for view in views_of(others) if view.step_seconds is not None]
         return min(waits, default=0.0)
 
     def _rehome(

@@ -283,14 +283,17 @@ class Seconds(LeastLoad):
     """Where the first token is soonest, in seconds that are predicted from the replica's own step times.
 
     The wait is that for the steps which compute the prompts before this one, and what of this one no cache has; then that for
-    free blocks. Of the replicas that keep the promise of a request, it takes the one with the least to compute: that keeps
-    caches warm, and the quicker ones free for tighter requests. Cached tokens, queues and promises are in one unit, so there
-    are no weights to tune. As long as some replica's step times are not known, all waits are counted in tokens.
+    free blocks. What a request has computed delays others that come after it, so that time counts as well (`later`). Of the
+    replicas that keep the promise of a request, it takes the one with the least to compute: that keeps caches warm, and the
+    quicker ones free for tighter requests. Cached tokens, queues and promises are in one unit. As long as some replica's step
+    times are not known, all waits are counted in tokens.
 
     A cache has what its replica says (`ReplicaView.find`), and what was sent there and is not computed yet. Where replicas do
     not say, it is all that was sent.
     """
 
+    later = 2.0
+    """How long work delays later requests in all, as a multiple of itself: load / (1 - load) in a queue, at two thirds."""
     row_tokens = 16.0
     """What a decode row counts while step times are not known, in prompt tokens."""
 
@@ -300,27 +303,33 @@ class Seconds(LeastLoad):
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         keys = self._sent.keys(request)
-        if all(view.find is not None for view in views):
-            self._sent.forget_old(max(view.seen for view in views))
+        if None not in [view.find for view in views]:
+            self._sent.forget_old(views[0].seen)
         sent = self._sent.find(keys, len(request.block_hashes) // HASH_BYTES)
-        has_times = all(view.step_seconds is not None for view in views)
+        has_times = None not in [view.step_seconds for view in views]
         has_promise = has_times and request.slo is not None
         best: tuple[float, ...] | None = None
-        best_wait = 0.0
+        best_wait, later = 0.0, self.later
         number, num_prompt, chosen = views[0].number, request.num_prompt, self._chosen
         for view in views:
-            num_found = sent.get(view.number, 0)
-            if view.find is not None:
-                num_found = max(num_found, view.find(request.block_hashes))
-            num_new = max(1, num_prompt - num_found * view.block_size)
-            wait = self.wait_s(view, num_new) if has_times else self._wait_tokens(view, num_new)
+            candidate, find = view.number, view.find
+            num_found = sent.get(candidate, 0) if sent else 0
+            if find is not None and (in_cache := find(request.block_hashes)) > num_found:
+                num_found = in_cache
+            num_new = num_prompt - num_found * view.block_size
+            if num_new < 1:
+                num_new = 1
+            if has_times:
+                wait, work = self.costs_s(view, num_new)
+            else:
+                wait, work = self._wait_tokens(view, num_new), 0.0
             # First those that keep the promise, by what they have to compute; without a promise, all by their wait.
             if has_promise and self._keeps(request, view, wait):
-                key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(view.number, 0))
+                key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(candidate, 0))
             else:
-                key = (1.0, wait, num_new, chosen.get(view.number, 0))
+                key = (1.0, wait + later * work, num_new, chosen.get(candidate, 0))
             if best is None or key < best:
-                best, number, best_wait = key, view.number, wait
+                best, number, best_wait = key, candidate, wait
         if has_times:
             self._sent.expect(best_wait)
         self._sent.add(keys, number)
@@ -334,21 +343,22 @@ class Seconds(LeastLoad):
         return view.num_waiting_tokens + num_new + self.row_tokens * view.num_running
 
     @staticmethod
-    def wait_s(view: ReplicaView, num_new: int) -> float:
-        """Until a replica whose step times are known has computed so many tokens more."""
+    def costs_s(view: ReplicaView, num_new: int) -> tuple[float, float]:
+        """Until a replica whose step times are known has computed so many tokens more; and how much of that is theirs."""
         assert view.step_seconds is not None
         seconds, rows = view.step_seconds, view.num_running
         room = max(1, view.max_num_batched_tokens - rows)
         full, rest = divmod(view.num_waiting_tokens + num_new, room)
-        wait = seconds(rest, rows, view.num_context) if rest else 0.0
-        if full:
-            wait += full * seconds(room, rows, view.num_context)
+        full_step = seconds(room, rows, view.num_context)
+        wait = full * full_step
+        if rest:
+            wait += seconds(rest, rows, view.num_context)
         if view.num_free_blocks is not None:
             missing = -(-(view.num_waiting_tokens + num_new) // view.block_size) - view.num_free_blocks
             if missing > 0 and rows:  # until rows have ended; each is about as long as the mean
                 tokens = missing * view.block_size / max(1.0, view.num_context / rows)
                 wait += tokens * seconds(0, rows, view.num_context)
-        return wait
+        return wait, num_new / room * full_step
 
     @staticmethod
     def _keeps(request: Routable, view: ReplicaView, wait_s: float) -> bool:

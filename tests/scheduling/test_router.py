@@ -143,7 +143,7 @@ def test_seconds_weighs_cached_tokens_against_the_queue() -> None:
     assert route_all("seconds", [long], views) == [0]
     views[0] = timed(0, num_waiting_tokens=1000, find=lambda _: 60)
     assert route_all("seconds", [long], views) == [0], "1,000 tokens wait, and 1,920 are cached"
-    views[0] = timed(0, num_waiting_tokens=3000, find=lambda _: 60)
+    views[0] = timed(0, num_waiting_tokens=8000, find=lambda _: 60)
     assert route_all("seconds", [long], views) == [1], "computing it again is sooner"
 
 
