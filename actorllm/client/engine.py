@@ -250,23 +250,22 @@ class Engine:
     def record_for(self, stat_loggers: object) -> None:
         """Tell these loggers what the engine does; before it starts. Raises ConfigError."""
         factories = check_factories(stat_loggers)
-        if not factories:
-            return
-        if not isinstance(self._frontend, FrontendActor):
-            raise ConfigError("stat_loggers are for an engine without replicas; leave data_parallel_size at 1")
-        self.stat_recorder = StatRecorder(factories)
+        if factories:
+            self.stat_recorder = StatRecorder(factories)
 
     def _begin_recording(self, recorder: StatRecorder) -> None:
-        frontend = cast(FrontendActor, self._frontend)
-        recorder.begin(self.config)
-        frontend.observer = recorder
+        recorder.begin(self.config, self.replica_numbers)
+        self._observe(recorder)
         if self.stepper is None:
-            self._thread.call(recorder.follow, partial(frontend.ask_scheduler, "statistics"))
+            self._thread.call(recorder.follow, partial(self.ask_all_schedulers, "statistics"))
+
+    def _observe(self, recorder: StatRecorder) -> None:
+        cast(FrontendActor, self._frontend).observer = recorder.of(0)
 
     def note_step(self) -> None:
         """A step was made on the caller's stack: no task asks the scheduler then."""
         if self.stat_recorder is not None:
-            self.stat_recorder.note_scheduler(self.ask_scheduler("statistics").result())
+            self.stat_recorder.note_schedulers(self.ask_scheduler("statistics").result())
 
     def log_statistics(self, statistics: dict[str, Any]) -> None:
         """A line of the log, and what the loggers of the application write. statistics: of the scheduler actor."""

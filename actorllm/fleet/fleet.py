@@ -24,7 +24,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S
-from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.frontend import JournalEntry, OutputObserver
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer
@@ -89,6 +89,7 @@ class Fleet:
         self.attached: AttachServer | None = None
         """The door for other programs, if the engine has a name."""
         self._recorded: RecordedRouter | None = None
+        self._observer_of: Callable[[int], OutputObserver] | None = None
         self._num_wanted = config.data_parallel_size
         self._num_divided = config.data_parallel_size
         for _ in range(config.data_parallel_size):
@@ -121,6 +122,12 @@ class Fleet:
         """By number, those that were stopped for good left out."""
         return self._replicas
 
+    def observe(self, observer_of: Callable[[int], OutputObserver]) -> None:
+        """Let the outputs of each replica be looked at, of those to come as well; by its number."""
+        self._observer_of = observer_of
+        for replica in self._replicas.values():
+            replica.observe(observer_of(replica.number))
+
     def _add(self) -> Replica:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
         config = replica_config(self._given, number, self._num_divided, self._board_file.path)
@@ -128,6 +135,8 @@ class Fleet:
             number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board, self.dispatcher.publish
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
+        if self._observer_of is not None:
+            replica.observe(self._observer_of(number))
         self._replicas[number] = replica
         return replica
 

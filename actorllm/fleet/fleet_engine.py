@@ -14,6 +14,7 @@ from actorllm.actors.engine_thread import EngineThread, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client.engine import CACHE_MEMORY, Engine
+from actorllm.client.stat_recorder import StatRecorder
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDrainingError, EngineError, InvalidParameterError
 from actorllm.fleet.fleet import Fleet, check_num_replicas
@@ -84,6 +85,12 @@ class FleetEngine(Engine):
     def replica_numbers(self) -> list[int]:
         return [0] if self._fleet is None else sorted(self._fleet.replicas)
 
+    def _observe(self, recorder: StatRecorder) -> None:
+        if self._fleet is None:
+            super()._observe(recorder)
+        else:
+            self._thread.call(self._fleet.observe, recorder.of)
+
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
         if self._fleet is None:
             super().change_config(change)
@@ -136,6 +143,8 @@ class FleetEngine(Engine):
             self._given = replace(given, data_parallel_size=num_replicas)
             self.config = fleet.config
             self._take(fleet)
+            if self.stat_recorder is not None:
+                fleet.observe(self.stat_recorder.of)
             fleet.dispatcher.take_over(frontend)
             if self._attach_server is not None:
                 fleet.attached = self._attach_server

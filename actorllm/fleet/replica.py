@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast
 
 import anyio
 
-from actorllm.actors.frontend import FrontendActor, JournalEntry
+from actorllm.actors.frontend import FrontendActor, JournalEntry, OutputObserver
 from actorllm.actors.load_board import LoadBoard
 from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
@@ -211,11 +211,16 @@ class Replica:
         self.renew()
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
-        pause_mode = self.frontend.pause_mode
+        pause_mode, observer = self.frontend.pause_mode, self.frontend.observer
         self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs)
+        self.frontend.observer = observer
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
         self._on_lost(self, entries, error)
+
+    def observe(self, observer: OutputObserver) -> None:
+        """Let its outputs be looked at, in all its lives."""
+        self.frontend.observer = observer
 
     def renew(self) -> None:
         """A new supervisor, which has not started, for its next life."""
