@@ -834,6 +834,10 @@ class Engine:
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
 
+    def look(self, after: Mapping[int, int], at_most: int) -> Future[Any]:
+        """What it does now, with the steps after those that are known, by replica; at_most: requests of a kind."""
+        return self.ask_scheduler("live", after=after.get(0, 0), at_most=at_most)
+
     # Weights
 
     def read_weights(self, read: Callable[[], NewWeights], version: object, running: object) -> Future[NewWeights]:

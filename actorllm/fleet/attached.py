@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -319,6 +319,9 @@ class AttachedFleetEngine(AttachedEngine):
     @property
     def replica_numbers(self) -> list[int]:
         return sorted(self._fleet.replicas) or list(range(self.config.data_parallel_size))  # it is joined later
+
+    def look(self, after: Mapping[int, int], at_most: int) -> Future[Any]:
+        return self.ask_scheduler("live", after=dict(after), at_most=at_most)
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         """Raises EngineError: it is not ours."""

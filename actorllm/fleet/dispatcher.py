@@ -173,6 +173,8 @@ class Dispatcher:
             own = dict(arguments)
             if verb == "start_profile":
                 own["prefix"] = f"{arguments['prefix']}replica{replica.number}_"
+            elif verb == "live":
+                own["after"] = arguments["after"].get(replica.number, 0)
             try:
                 answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
             except Exception as error:  # of one replica: the caller is told below, when all have answered

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import anyio
 
@@ -84,6 +84,11 @@ class FleetEngine(Engine):
     @property
     def replica_numbers(self) -> list[int]:
         return [0] if self._fleet is None else sorted(self._fleet.replicas)
+
+    def look(self, after: Mapping[int, int], at_most: int) -> Future[Any]:
+        if self._fleet is None:
+            return super().look(after, at_most)
+        return self.ask_scheduler("live", after=dict(after), at_most=at_most)
 
     def _observe(self, recorder: StatRecorder) -> None:
         if self._fleet is None:

@@ -142,9 +142,7 @@ async def test_a_logger_that_raises_is_left_alone(kept: type[Kept], caplog: pyte
     assert len([record for record in caplog.records if "stat_loggers" in record.message]) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "told"), [("mine", "must be a list of classes"), ([3], "3 is no class of a logger")]
-)
+@pytest.mark.parametrize(("given", "told"), [("mine", "must be a list of classes"), ([3], "3 is no class of a logger")])
 def test_what_is_no_logger_is_refused_at_once(given: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         AsyncLLM.from_engine_args(AsyncEngineArgs("storyteller", **QUICK), stat_loggers=given)

@@ -65,8 +65,13 @@ def test_a_control_is_done_when_every_replica_has_done_it() -> None:
     assert merged("list_adapters", {0: ["a", "b"], 1: ["b", "c"]}) == ["a", "b", "c"]
     assert merged("remove_adapter", {0: False, 1: True}) is True
     assert merged("remove_adapter", {0: False, 1: False}) is False
-    with pytest.raises(ConfigError, match="a timeline is of one replica"):
-        merged("take_timeline", {0: [], 1: []})
+    name = {"ph": "M", "pid": 1, "tid": 1, "name": "process_name", "args": {"name": "scheduler"}}
+    told = merged("take_timeline", {0: [name], 2: [name, {"ph": "X", "pid": 2, "tid": 2, "name": "step 7"}]})
+    assert [(one["pid"], one["tid"], one["name"]) for one in told] == [
+        *[(1, 1, "process_name"), (201, 201, "process_name")],
+        (202, 202, "step 7"),
+    ]
+    assert [one["args"]["name"] for one in told[:2]] == ["replica 0 scheduler", "replica 2 scheduler"]
 
 
 def config_of(**options: object) -> EngineConfig:
