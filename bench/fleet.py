@@ -138,18 +138,23 @@ async def herd(num_programs: int, num_requests: int) -> dict:
 
 
 def route_seconds(num_decisions: int = 2000) -> float:
-    """One decision of the default router."""
+    """One decision of the default router. Each replica has the beginnings of some prompts, as long as they come."""
     import numpy as np
 
-    from actorllm.scheduling.router import ReplicaView, Routable, make_router
+    from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
+    from actorllm.scheduling.router import LinearSteps, ReplicaView, Routable, make_router
 
     router = make_router("seconds")
-    views = [
-        ReplicaView(number, 8, 2, 1000, 8000, 500, step_seconds=lambda p, d, c: 0.004 + 1e-4 * p + 2e-4 * d + 1e-7 * c)
-        for number in range(8)
-    ]
     rng = np.random.default_rng(1)
     prompts = [Routable(8192, rng.bytes(32 * 256)) for _ in range(50)]
+    views = []
+    for number in range(8):
+        table = BlockHashTable(memoryview(bytearray(8 * num_words(1 << 15))).cast("Q"))
+        table.begin(1 << 15)
+        for prompt in prompts[number::2]:
+            table.add(prompt.block_hashes[: 32 * int(rng.integers(257))])
+        steps = LinearSteps((0.004, 1e-4, 2e-4, 1e-7))
+        views.append(ReplicaView(number, 8, 2, 1000, 8000, 500, step_seconds=steps, find=table.find))
     began = time.perf_counter()
     for number in range(num_decisions):
         router.route(prompts[number % 50], views)

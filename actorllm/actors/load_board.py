@@ -1,11 +1,13 @@
 """`LoadBoard`: what routers are told by schedulers and by each other, in shared memory, and `LoadPublisher`, which writes a row.
 
-Each scheduler writes the row of its replica, after each result. Each program that routes requests writes a row as well: what it
-has on each replica, from the moment at which it sends it. So what is on its way counts for the routers of all programs.
+Each scheduler writes the row of its replica, after each result, and the table of the block hashes that its prefix cache has. Each
+program that routes requests writes a row as well: what it has on each replica, from the moment at which it sends it. So what is
+on its way counts for the routers of all programs.
 
 A writer writes its own row only, and readers take it as it is. A word is one aligned number. A row that is half of the turn
 before is a hint as good as any: a wrong one costs time, and no token. So there is no lock and no message. The owner of the
-engine makes the memory (`memory_file`); schedulers open it by path, and attached programs by descriptor.
+engine makes the memory (`memory_file`); schedulers open it by path, and attached programs by descriptor. Of the tables only the
+pages exist that were written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
+from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import StepFailed, StepResult
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.router import MAX_REPLICAS
@@ -25,6 +29,9 @@ NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
 NUM_COLUMNS = WEIGHTS + 4
 MAX_PROGRAMS = 256
 """That have rows of their own; of more, some share one, and routers know less."""
+MAX_BUCKETS = 1 << 18
+"""Of the table of a replica: with four entries each, and some 60 bytes a block."""
+PAGE_WORDS = 512
 
 Journal = tuple[int, int, int, int]
 """What a program has on a replica: sequences that wait, their prompt tokens, sequences that run, their tokens of context."""
@@ -35,20 +42,31 @@ class LoadBoard:
     """See the module docstring."""
 
     NUM_LOADS = MAX_REPLICAS * NUM_COLUMNS
-    NUM_BYTES = (NUM_LOADS + MAX_PROGRAMS * MAX_REPLICAS * len(NO_JOURNAL) + 1) * 8
+    NUM_JOURNALS = MAX_PROGRAMS * MAX_REPLICAS * len(NO_JOURNAL)
+    FIRST_TABLE = -(-(NUM_LOADS + NUM_JOURNALS + 1) // PAGE_WORDS) * PAGE_WORDS
+    TABLE_WORDS = -(-num_words(MAX_BUCKETS) // PAGE_WORDS) * PAGE_WORDS
+    NUM_BYTES = (FIRST_TABLE + MAX_REPLICAS * TABLE_WORDS) * 8
 
     def __init__(self, path: str) -> None:
         """path: of NUM_BYTES of memory, which stays mapped when the file is closed. Raises OSError: its owner has ended."""
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
-        words: NDArray[np.float64] = np.frombuffer(memory, np.float64)
+        words: NDArray[np.float64] = np.frombuffer(memory, np.float64, self.FIRST_TABLE)
+        num_before = self.NUM_LOADS + self.NUM_JOURNALS
         self._table = words[: self.NUM_LOADS].reshape(MAX_REPLICAS, NUM_COLUMNS)
-        self._journals = words[self.NUM_LOADS : -1].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_JOURNAL))
-        self._num_programs = words[-1:]
+        self._journals = words[self.NUM_LOADS : num_before].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_JOURNAL))
+        self._num_programs = words[num_before : num_before + 1]
+        self._words = memoryview(memory).cast("Q")
 
     def clear(self, row: int) -> None:
         """Its replica has ended: nothing is known of the next one."""
         self._table[row] = 0.0
+        self.hashes(row).end()
+
+    def hashes(self, row: int) -> BlockHashTable:
+        """What the prefix cache of a replica has."""
+        first = self.FIRST_TABLE + row * self.TABLE_WORDS
+        return BlockHashTable(self._words[first : first + self.TABLE_WORDS])
 
     def write(self, row: int, num_free_blocks: int, times: StepTime) -> None:
         """What the scheduler of a replica knows now."""
@@ -102,7 +120,7 @@ class LoadBoard:
 
 
 class LoadPublisher:
-    """Learns what steps take, and writes the row of its replica. A part of the scheduler actor."""
+    """Learns what steps take, and writes the row and the table of its replica. A part of the scheduler actor."""
 
     def __init__(self, path: str, row: int) -> None:
         """Raises OSError: the owner has ended."""
@@ -110,6 +128,13 @@ class LoadPublisher:
         self._row = row
         self._times = StepTime()
         self._launched: dict[int, tuple[int, int, int]] = {}
+
+    def show_cache(self, kv: KVCacheManager) -> None:
+        """From here on the table has the hashes of what this scheduler finds."""
+        if kv.index is not None:
+            table = self._board.hashes(self._row)
+            table.begin(kv.pool.num_blocks)
+            kv.index.observer = table
 
     def launched(self, record: StepRecord, scheduler: Scheduler) -> None:
         """A step is on its way, the newest of the ledger."""

@@ -119,6 +119,7 @@ class SchedulerActor(Actor):
         "pin_adapter",
         "list_adapters",
         "expect_suspects",
+        "limit_threads",
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_workers",
         *("sleep", "wake_up"),
@@ -177,6 +178,8 @@ class SchedulerActor(Actor):
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)
+        if self._load is not None:
+            self._load.show_cache(self.scheduler.kv)
         compiler = None
         if self._tokenizer is not None:
             compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
@@ -186,7 +189,14 @@ class SchedulerActor(Actor):
         self._gate = StepGate(self)
         self._weights = WeightCommits(self, self._gate, self._outlets, config.model.weights)
         check = partial(check_policy, config)
-        self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
+        self._probes = SchedulerProbes(
+            self.scheduler,
+            self._outlets,
+            self.send_to,
+            self.report_progress,
+            check,
+            probes_alone=config.data_parallel_size > 1,
+        )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         self._sleeping = Sleeping(self, self._gate, self._pausing)
         parts = (
@@ -746,7 +756,7 @@ class SchedulerActor(Actor):
                 return call_all_ranks(self, self._workers, self._gate, arguments)
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
-            case "start_profile" | "stop_profile":
+            case "limit_threads" | "start_profile" | "stop_profile":
                 return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)
 

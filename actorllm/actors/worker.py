@@ -54,7 +54,7 @@ class WorkerActor(Actor):
 
     VERBS = (
         *Actor.VERBS,
-        *("start_profile", "stop_profile"),
+        *("start_profile", "stop_profile", "limit_threads"),
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_worker",
@@ -332,6 +332,9 @@ class WorkerActor(Actor):
                 return self._take_time(self._start_profile, arguments.get("prefix", ""))
             case "stop_profile":
                 return self._take_time(self.runner.stop_profile, arguments["folder"], self._profile_prefix)
+            case "limit_threads":
+                self.runner.limit_threads(arguments["num_threads"])
+                return True
             case "load_adapter":
                 return self._load_adapter(Adapter(arguments["digest"], arguments["path"]), arguments["slot"])
             case "add_adapter" | "pin_adapter":

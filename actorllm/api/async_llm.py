@@ -953,10 +953,11 @@ class AsyncLLM:
         """Have so many replicas; starts the engine. Those that are too many are stopped, and their streams go on elsewhere.
 
         Arguments:
-            num_replicas: 1 to 64; of an engine that was built with data_parallel_size of 2 or more.
+            num_replicas: 1 to 64. With data_parallel_size=1 the first replica starts anew, when the others have its streams.
 
         Raises:
-            InvalidParameterError: no such number, or the engine has no replicas to change.
+            InvalidParameterError: no such number, or an engine with topology="inline".
+            EngineError: the engine belongs to another process, or has one replica and another program has joined it.
             EngineDeadError: a new replica did not start; the others go on.
         """
         await self.start()

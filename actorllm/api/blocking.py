@@ -380,10 +380,11 @@ class BlockingDoor(ABC):
         """Have so many replicas, as `AsyncLLM.scale`.
 
         Arguments:
-            num_replicas: 1 to 64; of an engine that was built with data_parallel_size of 2 or more.
+            num_replicas: 1 to 64.
 
         Raises:
-            InvalidParameterError: no such number, or the engine has no replicas to change.
+            InvalidParameterError: no such number, or an engine with topology="inline".
+            EngineError: the engine belongs to another process, or has one replica and another program has joined it.
             EngineDeadError: a new replica did not start; the others go on.
         """
         self._engine.start()

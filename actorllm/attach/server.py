@@ -247,6 +247,15 @@ class AttachServer:
 
     # What a fleet tells of its replicas
 
+    def serve(
+        self,
+        frontend: OwnFrontend,
+        supervisors: Callable[[], Mapping[int, Supervisor]],
+        board: tuple[LoadBoard, MemoryFile],
+    ) -> None:
+        """A fleet has taken the place of the one replica that there was, before any program joined. Arguments as at first."""
+        self._frontend, self._supervisors, self._board = frontend, supervisors, board
+
     def admit_all(self, replica: int, supervisor: Supervisor) -> None:
         """A replica runs that did not, and everything that has joined gets a link to it."""
         for visitor in list(self._visitors):

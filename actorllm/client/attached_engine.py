@@ -80,6 +80,11 @@ class AttachedEngine(Engine):
         self._check()
         raise EngineError("this engine belongs to another process, which alone can call its workers")
 
+    def scale(self, num_replicas: int) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can scale it")
+
     def unload(self, timeout: float = 5.0) -> None:
         """Raises EngineError: it is not ours."""
         self._check()

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
-from actorllm.attach.server import AttachServer
+from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
@@ -202,12 +202,17 @@ class Engine:
     def _new_service(self) -> Service:
         """The supervisor, behind a door for others if the engine has a name. Attaching needs Linux, as rings do."""
         assert isinstance(self._supervisor, Supervisor)
-        if self.config.name is None or sys.platform != "linux":
-            return self._supervisor
         supervisor = self._supervisor
+        service = self._alone(supervisor)
+        if self.config.name is None or sys.platform != "linux":
+            return service
         frontend = cast(FrontendActor, self._frontend)
-        self._attach_server = AttachServer(self.config.name, supervisor, frontend, lambda: {0: supervisor})
+        self._attach_server = AttachServer(self.config.name, service, frontend, lambda: {0: supervisor})
         return self._attach_server
+
+    def _alone(self, supervisor: Supervisor) -> Joinable:
+        """The service of the only replica."""
+        return supervisor
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
@@ -243,7 +248,7 @@ class Engine:
                 self.config = cast(EngineConfig, supervisor.config)
                 self._has_started = True
                 if self.config.log_statistics and self.stepper is None:
-                    ask = partial(self._frontend.ask_scheduler, "statistics")
+                    ask = partial(self.ask_all_schedulers, "statistics")
                     self._thread.call(self.statistics_log.report_periodically, ask, INTERVAL_S)
                 begins = self.stat_recorder
         if begins is not None:
@@ -252,23 +257,22 @@ class Engine:
     def record_for(self, stat_loggers: object) -> None:
         """Tell these loggers what the engine does; before it starts. Raises ConfigError."""
         factories = check_factories(stat_loggers)
-        if not factories:
-            return
-        if not isinstance(self._frontend, FrontendActor):
-            raise ConfigError("stat_loggers are for an engine without replicas; leave data_parallel_size at 1")
-        self.stat_recorder = StatRecorder(factories)
+        if factories:
+            self.stat_recorder = StatRecorder(factories)
 
     def _begin_recording(self, recorder: StatRecorder) -> None:
-        frontend = cast(FrontendActor, self._frontend)
-        recorder.begin(self.config)
-        frontend.observer = recorder
+        recorder.begin(self.config, self.replica_numbers)
+        self._observe(recorder)
         if self.stepper is None:
-            self._thread.call(recorder.follow, partial(frontend.ask_scheduler, "statistics"))
+            self._thread.call(recorder.follow, partial(self.ask_all_schedulers, "statistics"))
+
+    def _observe(self, recorder: StatRecorder) -> None:
+        cast(FrontendActor, self._frontend).observer = recorder.of(0)
 
     def note_step(self) -> None:
         """A step was made on the caller's stack: no task asks the scheduler then."""
         if self.stat_recorder is not None:
-            self.stat_recorder.note_scheduler(self.ask_scheduler("statistics").result())
+            self.stat_recorder.note_schedulers(self.ask_scheduler("statistics").result())
 
     def log_statistics(self, statistics: dict[str, Any]) -> None:
         """A line of the log, and what the loggers of the application write. statistics: of the scheduler actor."""
@@ -640,15 +644,15 @@ class Engine:
         """Have so many replicas; resolved when they run. The future raises InvalidParameterError."""
         self._check()
         raise InvalidParameterError(
-            f"num_replicas={shown(num_replicas)}: this engine has no replicas to change; build it with data_parallel_size of "
-            f"2 or more"
+            f"num_replicas={shown(num_replicas)}: replicas are processes, and topology='inline' computes in this one; use "
+            f"topology='process'"
         )
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         """Let a replica take no new requests, and move its streams. The future raises InvalidParameterError."""
         self._check()
         raise InvalidParameterError(
-            f"replica {shown(number)} is the whole engine, which drain() drains; build it with data_parallel_size of 2 or more"
+            f"replica {shown(number)} is the whole engine, which drain() drains; scale it up before"
         )
 
     def default_sampling_params(self) -> SamplingParams:
@@ -838,6 +842,10 @@ class Engine:
         """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    def look(self, after: Mapping[int, int], at_most: int) -> Future[Any]:
+        """What it does now, with the steps after those that are known, by replica; at_most: requests of a kind."""
+        return self.ask_scheduler("live", after=after.get(0, 0), at_most=at_most)
 
     # Weights
 

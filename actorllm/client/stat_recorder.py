@@ -48,34 +48,110 @@ def check_factories(given: object) -> tuple[Callable[..., Any], ...]:
 
 
 class StatRecorder:
+    """Of the whole engine. Each replica has loggers of its own, but for those that are of all (`AggregateStatLoggerBase`)."""
+
     def __init__(self, factories: tuple[Callable[..., Any], ...]) -> None:
         self._factories = factories
-        self._loggers: list[StatLoggerBase] = []
+        self._config: Any = None
+        self._of_all: list[StatLoggerBase] = []
+        self._of_one: dict[int, list[StatLoggerBase]] = {}
         self._takes: dict[int, frozenset[str]] = {}
         """Which arguments the `record` of each logger knows, by its id: vLLM's had fewer once."""
-        self._scheduler = SchedulerStats()
-        self._counted = (0, 0)
-        """Of the prefix cache, when the scheduler was asked last."""
+        self._engines: dict[int, ObservedEngine] = {}
 
-    def begin(self, config: Any) -> None:
-        """The engine has started, for the first time or again. config: the `EngineConfig`."""
-        factories, self._factories = self._factories, ()
+    def begin(self, config: Any, numbers: Iterable[int] = (0,)) -> None:
+        """The engine has started, for the first time or again. config: the `EngineConfig`. numbers: of its replicas."""
+        if self._config is not None:
+            return
+        self._config = config
+        all_numbers = list(numbers)
+        for number in all_numbers:
+            self.of(number)
+        self._of_all = self._made([one for one in self._factories if _is_of_all(one)], all_numbers)
+        for one in self._of_all:
+            self._call(one, "log_engine_initialized", {})
+
+    def of(self, number: int) -> ObservedEngine:
+        """What observes this replica, also one that comes later."""
+        if number not in self._engines:
+            self._engines[number] = ObservedEngine(self, number)
+            own = self._made([one for one in self._factories if not _is_of_all(one)], number)
+            self._of_one[number] = own
+            for one in own:
+                self._call(one, "log_engine_initialized", {})
+        return self._engines[number]
+
+    def _made(self, factories: Iterable[Callable[..., Any]], numbers: int | list[int]) -> list[StatLoggerBase]:
+        made = []
         for factory in factories:
-            is_of_all = isinstance(factory, type) and issubclass(factory, AggregateStatLoggerBase)
             try:
-                made = factory(config, [0] if is_of_all else 0)
-                self._takes[id(made)] = _arguments_of(made.record)
+                one = factory(self._config, numbers)
+                self._takes[id(one)] = _arguments_of(one.record)
             except Exception:  # of the application's: the engine runs without this one
                 logger.exception("%r of stat_loggers cannot be made: it is left out", factory)
             else:
-                self._loggers.append(made)
-        self._each("log_engine_initialized")
+                made.append(one)
+        return made
 
     def log(self) -> None:
         """`do_log_stats` was called."""
-        self._each("log")
+        for one in (*self._of_all, *(one for own in self._of_one.values() for one in own)):
+            self._call(one, "log", {})
 
-    # What came
+    async def follow(self, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """Ask the scheduler for its numbers, for ever."""
+        while True:
+            await anyio.sleep(INTERVAL_S)
+            try:
+                statistics = await ask()
+            except EngineError:  # it recovers, or ends, and this task with it
+                continue
+            self.note_schedulers(statistics)
+
+    def note_schedulers(self, statistics: Mapping[str, Any]) -> None:
+        """statistics: of the scheduler actor, or of those of all replicas."""
+        for number, one in statistics.get("replicas", {0: statistics}).items():
+            self.of(number).note_scheduler(one)
+
+    def record(self, number: int, scheduler: SchedulerStats, iteration: IterationStats | None) -> None:
+        """What a replica tells, to its loggers."""
+        told = {
+            "scheduler_stats": scheduler,
+            "iteration_stats": iteration,
+            "mm_cache_stats": None,
+            "engine_idx": number,
+        }
+        for one in (*self._of_all, *self._of_one[number]):
+            takes = self._takes[id(one)]
+            self._call(one, "record", {name: value for name, value in told.items() if name in takes})
+
+    def _call(self, one: StatLoggerBase, method: str, arguments: Mapping[str, Any]) -> None:
+        began = now()
+        try:
+            getattr(one, method)(**arguments)
+        except Exception:  # of the application's: no request may end of it
+            logger.exception(
+                "%s.%s raised: this logger of stat_loggers is not called any more", type(one).__name__, method
+            )
+            for known in (self._of_all, *self._of_one.values()):
+                if one in known:
+                    known.remove(one)
+        else:
+            if now() - began > INTERVAL_S:
+                logger.warning(
+                    "%s.%s took %.1f s, in which no stream went on", type(one).__name__, method, now() - began
+                )
+
+
+class ObservedEngine:
+    """One replica, or the engine if it is alone: looks at its outputs (`OutputObserver`), and hears its scheduler's numbers."""
+
+    def __init__(self, recorder: StatRecorder, number: int) -> None:
+        self._recorder = recorder
+        self._number = number
+        self._scheduler = SchedulerStats()
+        self._counted = (0, 0)
+        """Of the prefix cache, when the scheduler was asked last."""
 
     def see(self, outputs: Outputs, ends: Mapping[int, RequestEnd] | None, journal: Mapping[int, JournalEntry]) -> None:
         """A message, before it counts. ends: by its rows. journal: of the frontend, by rid."""
@@ -90,7 +166,7 @@ class StatRecorder:
                 self._see_tokens(stats, entry, number, outputs.emitted)
             if ends is not None and row in ends:
                 self._see_end(stats, entry, ends[row], number, outputs.emitted)
-        self._record(self._scheduler, stats)
+        self._recorder.record(self._number, self._scheduler, stats)
         self._forget_cache()
 
     @staticmethod
@@ -132,18 +208,6 @@ class StatRecorder:
             )
         )
 
-    # What the scheduler says
-
-    async def follow(self, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """Ask the scheduler for its numbers, for ever."""
-        while True:
-            await anyio.sleep(INTERVAL_S)
-            try:
-                statistics = await ask()
-            except EngineError:  # it recovers, or ends, and this task with it
-                continue
-            self.note_scheduler(statistics)
-
     def note_scheduler(self, statistics: Mapping[str, Any]) -> None:
         """statistics: of the scheduler actor."""
         scheduler = statistics["scheduler"]
@@ -162,7 +226,7 @@ class StatRecorder:
         )
         if found != self._scheduler:
             self._scheduler = found
-            self._record(found, None)
+            self._recorder.record(self._number, found, None)
             self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -177,37 +241,9 @@ class StatRecorder:
                 kv_cache_usage=old.kv_cache_usage,
             )
 
-    # To the loggers
 
-    def _record(self, scheduler: SchedulerStats, iteration: IterationStats | None) -> None:
-        told = {
-            "scheduler_stats": scheduler,
-            "iteration_stats": iteration,
-            "mm_cache_stats": None,
-            "engine_idx": 0,
-        }
-        for one in tuple(self._loggers):
-            takes = self._takes[id(one)]
-            self._call(one, "record", {name: value for name, value in told.items() if name in takes})
-
-    def _each(self, method: str) -> None:
-        for one in tuple(self._loggers):
-            self._call(one, method, {})
-
-    def _call(self, one: StatLoggerBase, method: str, arguments: Mapping[str, Any]) -> None:
-        began = now()
-        try:
-            getattr(one, method)(**arguments)
-        except Exception:  # of the application's: no request may end of it
-            logger.exception(
-                "%s.%s raised: this logger of stat_loggers is not called any more", type(one).__name__, method
-            )
-            self._loggers.remove(one)
-        else:
-            if now() - began > INTERVAL_S:
-                logger.warning(
-                    "%s.%s took %.1f s, in which no stream went on", type(one).__name__, method, now() - began
-                )
+def _is_of_all(factory: Callable[..., Any]) -> bool:
+    return isinstance(factory, type) and issubclass(factory, AggregateStatLoggerBase)
 
 
 def _arguments_of(record: Callable[..., Any]) -> frozenset[str]:

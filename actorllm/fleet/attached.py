@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -58,6 +59,7 @@ class AttachedReplica:
         self.num_lives = 0
         self.last_failure: str | None = None
         self._client = client
+        self._find: Callable[[bytes], int] | None = None
         self.frontend = self._new_frontend()
 
     def _new_frontend(self) -> ReplicaFrontend:
@@ -78,6 +80,13 @@ class AttachedReplica:
     def load(self) -> tuple[int, LinearSteps] | None:
         board = self._client.board
         return None if board is None else load_of(board, self.number)
+
+    @property
+    def find(self) -> Callable[[bytes], int] | None:
+        board = self._client.board
+        if self._find is None and board is not None:
+            self._find = board.hashes(self.number).find
+        return self._find
 
     @property
     def takes_requests(self) -> bool:
@@ -311,10 +320,8 @@ class AttachedFleetEngine(AttachedEngine):
     def replica_numbers(self) -> list[int]:
         return sorted(self._fleet.replicas) or list(range(self.config.data_parallel_size))  # it is joined later
 
-    def scale(self, num_replicas: int) -> Future[None]:
-        """Raises EngineError: it is not ours."""
-        self._check()
-        raise EngineError("this engine belongs to another process, which alone can scale it")
+    def look(self, after: Mapping[int, int], at_most: int) -> Future[Any]:
+        return self.ask_scheduler("live", after=dict(after), at_most=at_most)
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         """Raises EngineError: it is not ours."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 
-from actorllm.actors.frontend import Consumer, JournalEntry
+from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
 from actorllm.actors.load_board import Journal, LoadBoard
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
@@ -173,6 +173,8 @@ class Dispatcher:
             own = dict(arguments)
             if verb == "start_profile":
                 own["prefix"] = f"{arguments['prefix']}replica{replica.number}_"
+            elif verb == "live":
+                own["after"] = arguments["after"].get(replica.number, 0)
             try:
                 answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
             except Exception as error:  # of one replica: the caller is told below, when all have answered
@@ -297,6 +299,27 @@ class Dispatcher:
 
     # Moves
 
+    async def pause_as(self, frontend: FrontendActor) -> None:
+        """Pause the replicas if that one is paused, whose place they are about to take."""
+        while self.is_paused != frontend.is_paused:
+            if frontend.is_paused:
+                mode = "wait" if frontend.pause_mode == "wait" else "keep"
+                await self.ask_scheduler("pause_generation", mode=mode, clear_cache=False, is_restored=True)
+            else:
+                await self.ask_scheduler("resume_generation")
+
+    def take_over(self, frontend: FrontendActor) -> None:
+        """What the only frontend of the engine had goes on here. Its scheduler lives, and is told to end it."""
+        self.last_rid = frontend.last_rid
+        entries = frontend.surrender()
+        pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) is not None}
+        rest = {rid: entry for rid, entry in entries.items() if rid not in pinned}
+        first = self._replicas[0]
+        if rest and not self._candidates(first):
+            pinned, rest = entries, {}
+        first.frontend.adopt(pinned, None)  # which it begins with
+        self._rehome(first, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
+
     def can_move(self, source: RoutedReplica) -> bool:
         """Whether there is a replica that could go on with what this one has."""
         return any(replica.takes_requests and replica.frontend.is_linked for replica in self._others_than(source))
@@ -364,12 +387,19 @@ class Dispatcher:
 
     def _trial_of(self, source: RoutedReplica) -> RoutedReplica | None:
         """The one whose trial goes on, though it recovers just now; else one that can begin."""
-        named = None if self._trial_replica is None else self._replicas.get(self._trial_replica)
-        if named is not None and named is not source and now() < self._trial_until and named.takes_requests:
+        named = self._named_trial(source)
+        if named is not None:
             return named
         candidates = self._candidates(source)
         on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
         return min(on_trial or candidates, key=lambda replica: replica.frontend.num_open, default=None)
+
+    def _named_trial(self, source: RoutedReplica) -> RoutedReplica | None:
+        """Another one whose trial goes on."""
+        if self._trial_replica is None or now() >= self._trial_until:
+            return None
+        named = self._replicas.get(self._trial_replica)
+        return named if named is not None and named is not source and named.takes_requests else None
 
     def trial_after_fall(self, source: RoutedReplica, restart_s: float) -> int:
         """Where requests are tried that a process of this replica may have died of: here, or where they move.
@@ -378,7 +408,12 @@ class Dispatcher:
 
         restart_s: how long it may take until its processes run again.
         """
-        trial = None if self.is_on_trial(source) else self._trial_of(source)
+        trial = None
+        if self.is_on_trial(source):  # what is here may be to blame as well as what came here
+            for entry in source.frontend.journal().values():
+                entry.record.probe_alone()
+        else:
+            trial = self._trial_of(source)
         if trial is not None and not self.is_on_trial(trial):
             is_sooner = self.can_move(source) and self._expected_move_s(source) < restart_s
             trial = trial if is_sooner else None
@@ -388,7 +423,9 @@ class Dispatcher:
 
     def move_to_trial(self, source: RoutedReplica, group: str, lost_at: float) -> None:
         """The streams of a replica whose group of processes died at lost_at go on where its suspects are tried."""
-        if source.is_lost or self.is_on_trial(source) or not self.can_move(source):
+        if source.is_lost or self.is_on_trial(source):
+            return
+        if not self.can_move(source) and self._named_trial(source) is None:
             return
         num_moved = self.move(source, lost_at)
         if num_moved:  # else what it has is pinned
@@ -400,7 +437,7 @@ class Dispatcher:
         """Until the least busy of the others has computed what this one had, behind what waits there. 0.0: nothing is known."""
         tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in source.frontend.journal().values())
         others = [one for one in self._others_than(source) if one.takes_requests]
-        waits = [Seconds.wait_s(view, tokens) for view in views_of(others) if view.step_seconds is not None]
+        waits = [Seconds.costs_s(view, tokens)[0] for view in views_of(others) if view.step_seconds is not None]
         return min(waits, default=0.0)
 
     def _rehome(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S
-from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.frontend import JournalEntry, OutputObserver
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer
@@ -38,8 +39,9 @@ from actorllm.errors import (
     shown,
 )
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
+from actorllm.fleet.replica import Replica, ReplicaEvents, cores_of, replica_config
 from actorllm.fleet.route_record import RecordedRouter
+from actorllm.model.threads import num_threads
 from actorllm.scheduling.router import MAX_REPLICAS, make_router
 from actorllm.supervision.health import EngineHealth, EngineState
 from actorllm.supervision.supervisor import Supervisor
@@ -49,21 +51,36 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
 
-SUSPECTS_TIMEOUT_S = 1.0
+SUSPECTS_TIMEOUT_S = 3.0
 """How long programs wait at most, after a death, for the scheduler that is to take their suspects."""
+
+
+def check_num_replicas(num_replicas: object) -> None:
+    """Raises InvalidParameterError."""
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= MAX_REPLICAS:
+        raise InvalidParameterError(f"num_replicas={shown(num_replicas)} must be from 1 to {MAX_REPLICAS}")
 
 
 class Fleet:
     """See the module docstring. Everything but `kill`, `pids`, `health` and `statistics` is called on the engine's loop.
 
     config: of the whole engine. last_rid: of the fleet whose place it takes. on_end: hears why the engine is dead.
+    is_first_held: replica 0 is not started before `start_first`.
     """
 
-    def __init__(self, config: EngineConfig, last_rid: int, on_end: Callable[[EngineError], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        last_rid: int,
+        on_end: Callable[[EngineError], None],
+        *,
+        is_first_held: bool = False,
+    ) -> None:
         self.config = config
         """Resolved once a replica is ready: with its number of blocks."""
         self.failure: EngineError | None = None
         self._given = config
+        self._is_first_held = is_first_held
         self._board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
         self._board = LoadBoard(self._board_file.path)
         self._on_end = on_end
@@ -72,6 +89,7 @@ class Fleet:
         self.attached: AttachServer | None = None
         """The door for other programs, if the engine has a name."""
         self._recorded: RecordedRouter | None = None
+        self._observer_of: Callable[[int], OutputObserver] | None = None
         self._num_wanted = config.data_parallel_size
         self._num_divided = config.data_parallel_size
         for _ in range(config.data_parallel_size):
@@ -104,6 +122,12 @@ class Fleet:
         """By number, those that were stopped for good left out."""
         return self._replicas
 
+    def observe(self, observer_of: Callable[[int], OutputObserver]) -> None:
+        """Let the outputs of each replica be looked at, of those to come as well; by its number."""
+        self._observer_of = observer_of
+        for replica in self._replicas.values():
+            replica.observe(observer_of(replica.number))
+
     def _add(self) -> Replica:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
         config = replica_config(self._given, number, self._num_divided, self._board_file.path)
@@ -111,6 +135,8 @@ class Fleet:
             number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board, self.dispatcher.publish
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
+        if self._observer_of is not None:
+            replica.observe(self._observer_of(number))
         self._replicas[number] = replica
         return replica
 
@@ -125,7 +151,7 @@ class Fleet:
             self.dispatcher.router = self._recorded
         self._over, self._is_ready, self._on_ready = anyio.Event(), anyio.Event(), on_ready
         async with anyio.create_task_group() as self._tasks:
-            for replica in list(self._replicas.values()):
+            for replica in list(self._replicas.values())[self._is_first_held :]:
                 self._spawn(replica)
             await self._over.wait()
             self._is_ready.set()
@@ -223,7 +249,9 @@ class Fleet:
         """Whether the engine ends with the loss of this one: there is no other, or as many have failed to start."""
         if self._first_error is None:
             self._first_error = error
-        others = [one for one in self._replicas.values() if one is not replica and not one.is_lost]
+        others = [
+            one for one in self._replicas.values() if one is not replica and not one.is_lost and one.events is not None
+        ]
         is_last = not any(one.state != "lost" for one in others)
         if self._on_ready is not None:
             is_last = len(others) < min(self.config.ready_replicas, self._num_wanted)
@@ -259,6 +287,8 @@ class Fleet:
     def _on_fall(self, replica: Replica, group: str) -> None:
         """A process of a replica died, and is started again."""
         self.dispatcher.forget(replica.number)
+        if group == "scheduler":
+            self._board.hashes(replica.number).end()
         if self._tasks is not None and self._on_ready is None and not self._is_over:
             self._tasks.start_soon(self._tell_fall, replica, group, now())
 
@@ -288,8 +318,7 @@ class Fleet:
 
         Returns when the new ones are ready and the others have ended. Raises InvalidParameterError, EngineStartError.
         """
-        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= MAX_REPLICAS:
-            raise InvalidParameterError(f"num_replicas={shown(num_replicas)} must be from 1 to {MAX_REPLICAS}")
+        check_num_replicas(num_replicas)
         if self._tasks is None or self._is_over:
             raise EngineShutdownError("the engine is not running")
         self._num_wanted = num_replicas
@@ -300,11 +329,41 @@ class Fleet:
             self._spawn(added[-1])
         for number in sorted(self._replicas)[num_replicas:]:
             await self._remove(self._replicas[number])
+        await self._divide_cores(num_replicas)
         for replica in added:
-            if replica.events is not None:
-                await replica.events.is_settled.wait()
-            if replica.state == "lost":
-                raise EngineDeadError(f"replica {replica.number} did not start: {replica.last_failure}")
+            await self._settled(replica)
+
+    async def start_first(self) -> None:
+        """Replica 0 was held, and may start now; returns when it is ready. Raises EngineDeadError."""
+        self._is_first_held = False
+        replica = self._replicas.get(0)
+        if replica is not None and not self._is_over:
+            self._spawn(replica)
+            await self._settled(replica)
+
+    @staticmethod
+    async def _settled(replica: Replica) -> None:
+        """Returns when it is ready. Raises EngineDeadError: its start failed; it is tried again behind."""
+        if replica.events is not None:
+            await replica.events.is_settled.wait()
+        if replica.state == "lost":
+            raise EngineDeadError(f"replica {replica.number} did not start: {replica.last_failure}")
+
+    async def _divide_cores(self, num_replicas: int) -> None:
+        """Each has its share of the cores from now on, those that run and those that start."""
+        if self._given.num_threads is not None:
+            return
+        share = cores_of(self._given, num_replicas)
+        async with anyio.create_task_group() as group:
+            for replica in self._replicas.values():
+                replica.change_config(lambda config: replace(config, cpu_share=share))
+                if replica.supervisor.state in ("running", "recovering"):
+                    group.start_soon(self._limit_threads, replica)
+
+    @staticmethod
+    async def _limit_threads(replica: Replica) -> None:
+        with contextlib.suppress(ActorLLMError):  # it ends, or starts again with its share
+            await replica.frontend.ask_scheduler("limit_threads", num_threads=num_threads(replica.config))
 
     async def _remove(self, replica: Replica) -> None:
         replica.is_removed = True

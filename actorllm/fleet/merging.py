@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from actorllm.errors import ConfigError
 
 SAME = frozenset(("block_size", "name", "rank", "generation", "peer"))
 """Of these the first replica's value is the engine's."""
 LARGEST = frozenset(("max_recovery_s", "fill", "fill_received", "longest_aside_s"))
 """And of these the largest one."""
 MEAN = frozenset(("usage",))
+TRACKS = 100
+"""Numbers of tracks that a replica may have in a timeline."""
 
 
 def merged(verb: str, answers: Mapping[int, Any]) -> Any:
-    """What the engine answers, of what its replicas answer, by number. Raises ConfigError for what is one replica's only.
+    """What the engine answers, of what its replicas answer, by number.
 
     Counters and gauges are added up, and `replicas` has what each of them says.
     """
@@ -33,10 +33,8 @@ def merged(verb: str, answers: Mapping[int, Any]) -> Any:
             ]
         case "start_profile" | "stop_profile":
             return [path for value in values for path in (value if isinstance(value, list) else [value])]
-        case "start_timeline" | "take_timeline":
-            if len(values) > 1:
-                raise ConfigError("a timeline is of one replica; build the engine with data_parallel_size=1 for it")
-            return values[0]
+        case "take_timeline":
+            return [event for number, events in answers.items() for event in _of_replica(events, number)]
         case "list_adapters":
             return list(dict.fromkeys(digest for value in values for digest in value))
         case "call_workers":
@@ -85,15 +83,27 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[row[at] for row in rows if at < len(row)] for at in range(width)]
 
 
+def _of_replica(events: Sequence[Mapping[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+    """Events of a trace, on tracks of their own."""
+    for event in events:
+        own = {**event, **{key: TRACKS * number + event[key] for key in ("pid", "tid") if key in event}}
+        if event.get("name") == "process_name":
+            own["args"] = {"name": f"replica {number} {event['args']['name']}"}
+        yield own
+
+
 def _live(answers: Mapping[int, Any]) -> Any:
-    """What all replicas do now: their requests, each with the number of its own. The steps are those of the first."""
+    """What all replicas do now: their requests and steps, each with the number of its own."""
     trees = list(answers.values())
     requests = {
         kind: [{**one, "replica": number} for number, tree in answers.items() for one in tree["requests"][kind]]
         for kind in trees[0]["requests"]
     }
+    steps = [[*step, number] for number, tree in answers.items() for step in tree["steps"]]
     return {
         **trees[0],
+        "steps": sorted(steps, key=lambda step: step[2]),
+        "num_steps": {str(number): tree["counts"]["num_steps"] for number, tree in answers.items()},
         "counts": _sum([tree["counts"] for tree in trees]),
         "kv_usage": sum(tree["kv_usage"] for tree in trees) / len(trees),
         "slo": _sum([tree["slo"] for tree in trees]),

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast
 
 import anyio
 
-from actorllm.actors.frontend import FrontendActor, JournalEntry
+from actorllm.actors.frontend import FrontendActor, JournalEntry, OutputObserver
 from actorllm.actors.load_board import LoadBoard
 from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
@@ -37,7 +37,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     Threads, and of the memory what was asked for as a share, are divided. What was asked for in bytes, in blocks or in threads
     is each replica's own, as in vLLM.
     """
-    cache, share = config.cache, 1.0 if config.cpu_share is None else config.cpu_share
+    cache = config.cache
     if cache.memory_utilization is not None and config.device == "cpu":
         cache = replace(cache, memory_utilization=cache.memory_utilization / num_replicas)
     record = config.record
@@ -47,13 +47,18 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     return replace(
         config,
         cache=cache,
-        cpu_share=share / num_replicas,
+        cpu_share=cores_of(config, num_replicas),
         record=record,
         replica=number,
         load_board=board_path,
         first_device=config.first_device + number * config.world_size,
         log_statistics=False,
     )
+
+
+def cores_of(config: EngineConfig, num_replicas: int) -> float:
+    """The share of the cores that each of so many replicas has."""
+    return (1.0 if config.cpu_share is None else config.cpu_share) / num_replicas
 
 
 class ReplicaFrontend(FrontendActor):
@@ -126,6 +131,10 @@ class RoutedReplica(Protocol):
     is_lost: bool
 
     @property
+    def find(self) -> Callable[[bytes], int] | None:
+        """How many blocks of a prompt its prefix cache has, by their hashes; None: not known."""
+
+    @property
     def takes_requests(self) -> bool: ...
     @property
     def state(self) -> ReplicaState: ...
@@ -186,6 +195,7 @@ class Replica:
         self._board = board
         self._meeting_place = MeetingPlace()
         self.limits = limits_of(config)
+        self.find: Callable[[bytes], int] | None = board.hashes(number).find
         self.is_draining = False
         """It takes no new requests."""
         self.is_removed = False
@@ -202,11 +212,16 @@ class Replica:
         self.renew()
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
-        pause_mode = self.frontend.pause_mode
+        pause_mode, observer = self.frontend.pause_mode, self.frontend.observer
         self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs)
+        self.frontend.observer = observer
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
         self._on_lost(self, entries, error)
+
+    def observe(self, observer: OutputObserver) -> None:
+        """Let its outputs be looked at, in all its lives."""
+        self.frontend.observer = observer
 
     def renew(self) -> None:
         """A new supervisor, which has not started, for its next life."""
@@ -221,6 +236,11 @@ class Replica:
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of its next life."""
+        return self._given
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
         """As `Supervisor.change_config`, and for its next lives."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,7 +20,9 @@ from actorllm.errors import ConfigError
 from actorllm.scheduling.router import LinearSteps, ReplicaView, Routable, Router, make_router
 from actorllm.types.objective import SLO
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)
+"""Version 1 knows of no prefix caches."""
 
 
 def record_path(record: str | os.PathLike[str]) -> Path:
@@ -39,8 +41,9 @@ class RecordedRouter:
         self._write({"version": VERSION, "router": name})
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
-        shown = [_view_to_tree(view) for view in views]
-        number = self._router.route(request, views)
+        shown = [_view_to_tree(view, request) for view in views]
+        seen = [_with_found(view, tree["num_found"]) for view, tree in zip(views, shown, strict=True)]
+        number = self._router.route(request, seen)
         self._write({"request": _request_to_tree(request), "views": shown, "chosen": number})
         return number
 
@@ -86,9 +89,9 @@ def replay_routes(path: str | os.PathLike[str]) -> RouteReplay:
             try:
                 entry = orjson.loads(line)
                 if router is None:
-                    if entry["version"] != VERSION:
+                    if entry["version"] not in READABLE:
                         raise ConfigError(
-                            f"{path}: a recording of version {entry['version']!r:.20}; this reads {VERSION}"
+                            f"{path}: a recording of version {entry['version']!r:.20}; this reads {READABLE}"
                         )
                     router = make_router(entry["router"])
                 elif "forget" in entry:
@@ -129,12 +132,19 @@ VIEW_FIELDS = (
 )
 
 
-def _view_to_tree(view: ReplicaView) -> dict[str, Any]:
+def _view_to_tree(view: ReplicaView, request: Routable) -> dict[str, Any]:
     steps = view.step_seconds
     tree = {name: getattr(view, name) for name in VIEW_FIELDS}
+    tree["num_found"] = None if view.find is None else view.find(request.block_hashes)
     return {**tree, "step_seconds": steps.weights if isinstance(steps, LinearSteps) else None}
 
 
+def _with_found(view: ReplicaView, num_found: int | None) -> ReplicaView:
+    """As the recording has it: what a cache has may change while the router thinks."""
+    return view if num_found is None else replace(view, find=lambda _: num_found)
+
+
 def _view_from_tree(tree: dict[str, Any]) -> ReplicaView:
-    weights = tree.pop("step_seconds")
-    return ReplicaView(**tree, step_seconds=None if weights is None else LinearSteps(tuple(weights)))
+    weights, num_found = tree.pop("step_seconds"), tree.pop("num_found", None)
+    view = ReplicaView(**tree, step_seconds=None if weights is None else LinearSteps(tuple(weights)))
+    return _with_found(view, num_found)

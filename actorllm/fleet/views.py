@@ -31,6 +31,7 @@ def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
 
 def _view_of(replica: RoutedReplica) -> ReplicaView:
     view = ReplicaView(replica.number, seen=now(), is_on_trial=replica.frontend.has_suspects, **replica.limits)
+    view.find = replica.find
     if (load := replica.load()) is not None:
         view.num_free_blocks, view.step_seconds = load
     add_journal(view, journal_of(replica))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +122,14 @@ class PrefixIndexStatistics:
     num_resets: int
 
 
+class HashObserver(Protocol):
+    """Hears which hashes can be found. Of output that nobody has looked for there are none yet."""
+
+    def add(self, hashes: bytes) -> None: ...
+    def remove(self, hashes: bytes) -> None: ...
+    def clear(self) -> None: ...
+
+
 class PrefixIndex:
     """The tree of runs over one pool.
 
@@ -130,6 +139,7 @@ class PrefixIndex:
     def __init__(self, pool: BlockPool, block_size: int, read_token_ids: Callable[[I32], I32]) -> None:
         self.version = 0
         """Changes whenever what is found may have changed."""
+        self.observer: HashObserver | None = None
         self._pool = pool
         self._block_size = block_size
         self._read_token_ids = read_token_ids
@@ -240,7 +250,9 @@ class PrefixIndex:
             if at < run.stop:
                 break
         if at:
-            self._root.children.pop(hashes[:HASH_BYTES], None)
+            first = self._root.children.pop(hashes[:HASH_BYTES], None)
+            if first is not None and self.observer is not None:
+                self._tell_removed(first, 0)
             self._has_orphans = True
             self.version += 1
 
@@ -258,6 +270,8 @@ class PrefixIndex:
         self._runs.clear()
         self._pool.discard_all()
         self._has_orphans = False
+        if self.observer is not None:
+            self.observer.clear()
         self._num_resets += 1
         self.version += 1
 
@@ -317,6 +331,8 @@ class PrefixIndex:
         if parent.children is _NO_CHILDREN:
             parent.children = {}
         parent.children[run.key] = run
+        if self.observer is not None:
+            self.observer.add(hashes)
         self.version += 1
         return run
 
@@ -334,6 +350,8 @@ class PrefixIndex:
     def _cut(self, run: BlockRun, left: int) -> None:
         """A run loses its blocks from the one at `left` on, and with them everything that goes on behind."""
         if run.start + left < run.stop:
+            if self.observer is not None:
+                self._tell_removed(run, left)
             if run.children or run.tails:
                 run.children, run.tails = _NO_CHILDREN, _NO_TAILS
                 self._has_orphans = True
@@ -346,6 +364,8 @@ class PrefixIndex:
     def _remove(self, run: BlockRun) -> None:
         """A run that nothing is left of, or goes on behind, is found no more."""
         del self._runs[run.number]
+        if self.observer is not None:
+            self._tell_removed(run, 0)
         run.stop = run.start
         parent, key = run.parent, run.key
         if parent is None:
@@ -355,6 +375,21 @@ class PrefixIndex:
                 del parent.children[key]
         elif run in parent.tails:
             parent.tails.remove(run)
+
+    def _tell_removed(self, run: BlockRun, left: int) -> None:
+        """The observer hears that a run is not found any more from its block `left` on, nor what goes on behind.
+
+        What goes on behind has no hashes from here on: when its blocks are evicted in turn, others may be found by these.
+        """
+        assert self.observer is not None
+        self.observer.remove(run.hashes[HASH_BYTES * left : HASH_BYTES * (run.stop - run.start)])
+        run.hashes = run.hashes[: HASH_BYTES * left]
+        behind = list(run.children.values())
+        while behind:
+            one = behind.pop()
+            self.observer.remove(one.hashes[: HASH_BYTES * (one.stop - one.start)])
+            one.hashes = b""
+            behind += one.children.values()
 
     def _hash_tails(self, run: BlockRun) -> None:
         """Make ordinary children of the latest tails."""

@@ -350,6 +350,9 @@ class ModelRunner(ABC, Generic[Handle, How]):
         self._profile = torch.profiler.profile(activities=list(self.profiled))
         self._profile.start()
 
+    def limit_threads(self, num_threads: int) -> None:
+        """Compute with at most so many threads from the next step on. Nothing to do where a device computes."""
+
     def stop_profile(self, folder: str, prefix: str = "") -> str:
         """Write the trace, in the Chrome format, into a folder; returns its path. Raises EngineError."""
         profile, self._profile = self._profile, None

@@ -120,11 +120,11 @@ class PrefixCache:
         sequence.num_done += num_tokens
         num_blocks = min(sequence.num_done // self._kv.block_size, len(sequence.hashes) // HASH_BYTES)
         if num_blocks > sequence.num_published:
-            sequence.num_published = num_blocks
-            self._publish(sequence)
+            before, sequence.num_published = sequence.num_published, num_blocks
+            self._publish(sequence, before)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Have the first `num_published` blocks of a request in a slot found from now on.
+    def _publish(self, sequence: Sequence, before: int) -> None:
+        """Have the first `num_published` blocks of a request in a slot found from now on; `before` of them were already.
 
         Most prompts begin like no other. Those are put into the index when a look-up wants them, or else together with
         their output when they end.
@@ -135,6 +135,8 @@ class PrefixCache:
         owner = self._fresh.get(first)
         if owner is sequence or (owner is None and index.is_new(first)):
             self._fresh[first] = sequence
+            if index.observer is not None:
+                index.observer.add(sequence.hashes[HASH_BYTES * before : HASH_BYTES * sequence.num_published])
             index.version += 1
             return
         self._settle(first)

@@ -9,6 +9,7 @@ application's own, built without arguments.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +37,8 @@ class LinearSteps:
 
     def __call__(self, num_prompt: float, num_rows: float, num_context: float) -> float:
         fixed, prompt, decode, context = self.weights
-        return max(0.0, fixed + prompt * num_prompt + decode * num_rows + context * num_context)
+        seconds = fixed + prompt * num_prompt + decode * num_rows + context * num_context
+        return seconds if seconds > 0.0 else 0.0
 
 
 @dataclass(slots=True)
@@ -159,6 +161,12 @@ def looked_at(num_blocks: int) -> tuple[int, ...]:
     return (*range(min(num_blocks, 16)), *range(19, min(num_blocks, 128), 4), *range(143, num_blocks, 16))
 
 
+@lru_cache(maxsize=1024)
+def word_indices(num_blocks: int) -> tuple[int, ...]:
+    """Where their hashes begin, in words of 8 bytes."""
+    return tuple(at * HASH_BYTES // 8 for at in looked_at(num_blocks))
+
+
 class SentPrefixes:
     """Which replicas were sent which beginnings of prompts. What was evicted there it does not know.
 
@@ -167,29 +175,42 @@ class SentPrefixes:
 
     max_beginnings = 65_536
     """So many are remembered; then the oldest are forgotten."""
+    least_s = 1.0
+    """How long what was sent counts at least, for a router that forgets what has been computed (`forget_old`)."""
 
     def __init__(self) -> None:
-        self._replicas: dict[bytes, int] = {}  # a bit for each replica
+        self._replicas: dict[int, int] = {}  # a bit for each replica
+        self._older: dict[int, int] = {}
+        self._lifetime_s = self.least_s
+        self._turns_at = math.inf
 
     @staticmethod
-    def keys(request: Routable) -> list[tuple[int, bytes]]:
-        """Beginnings of the prompt, the shortest first: how many blocks each has, and its hash."""
+    def keys(request: Routable) -> list[int]:
+        """Those of the beginnings of the prompt that are looked at, the shortest first (`looked_at`)."""
         hashes = request.block_hashes
-        return [(at + 1, hashes[at * HASH_BYTES : at * HASH_BYTES + 8]) for at in looked_at(len(hashes) // HASH_BYTES)]
+        words = memoryview(hashes).cast("Q")
+        return [words[at] for at in word_indices(len(hashes) // HASH_BYTES)]
 
-    def find(self, keys: Sequence[tuple[int, bytes]]) -> dict[int, int]:
-        """How many blocks of a prompt each replica was sent before; of the others it is 0."""
+    def find(self, keys: Sequence[int], num_blocks: int) -> dict[int, int]:
+        """How many blocks of a prompt each replica was sent before; of the others it is 0. num_blocks: of the prompt."""
         found: dict[int, int] = {}
-        known, alive, num_blocks = self._replicas, -1, 0
-        for next_num, key in keys:
-            still = alive & known.get(key, 0)
-            if still != alive and num_blocks:
-                self._note(found, alive & ~still, num_blocks)
-            alive, num_blocks = still, next_num
+        known, older = self._replicas, self._older
+        alive = known.get(keys[0], 0) | older.get(keys[0], 0) if keys else 0
+        if not alive:
+            return found
+        lengths = looked_at(num_blocks)
+        if known.get(keys[-1], 0) | older.get(keys[-1], 0) == alive:  # all of them had all of it
+            self._note(found, alive, lengths[-1] + 1)
+            return found
+        length = 0
+        for at, key in zip(lengths, keys, strict=True):
+            still = alive & (known.get(key, 0) | older.get(key, 0))
+            if still != alive:
+                self._note(found, alive & ~still, length)
+            alive, length = still, at + 1
             if not alive:
                 return found
-        if keys:
-            self._note(found, alive, num_blocks)
+        self._note(found, alive, length)
         return found
 
     @staticmethod
@@ -199,18 +220,34 @@ class SentPrefixes:
             found[lowest.bit_length() - 1] = num_blocks
             bits ^= lowest
 
-    def add(self, keys: Sequence[tuple[int, bytes]], number: int) -> None:
+    def add(self, keys: Sequence[int], number: int) -> None:
         """A replica was sent this prompt."""
         known, bit = self._replicas, 1 << number
-        for _, key in keys:
+        if not keys or known.get(keys[-1], 0) & bit:
+            return  # so it was, not long ago
+        for key in keys:
             known[key] = known.get(key, 0) | bit
         while len(known) > self.max_beginnings:
             del known[next(iter(known))]
 
     def forget(self, number: int) -> None:
         """A replica lost its cache."""
-        for key in self._replicas:
-            self._replicas[key] &= ~(1 << number)
+        for known in (self._replicas, self._older):
+            for key in known:
+                known[key] &= ~(1 << number)
+
+    def expect(self, wait_s: float) -> None:
+        """What is sent now will be computed in so many seconds."""
+        self._lifetime_s = max(self._lifetime_s, 2 * wait_s)
+
+    def forget_old(self, at: float) -> None:
+        """Forget what was sent so long ago that it has been computed by now, or never will be. at: in seconds."""
+        if self._turns_at == math.inf:
+            self._turns_at = at + self._lifetime_s
+        elif at >= self._turns_at:
+            self._older, self._replicas = self._replicas, {}
+            self._turns_at = at + self._lifetime_s
+            self._lifetime_s = self.least_s
 
 
 class PrefixAware(LeastLoad):
@@ -229,7 +266,7 @@ class PrefixAware(LeastLoad):
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         keys = self._sent.keys(request)
-        found = self._sent.find(keys)
+        found = self._sent.find(keys, len(request.block_hashes) // HASH_BYTES)
         least = self.least(views)
         limit = self.imbalance * least.load + self.slack
         homes = [view for view in views if found.get(view.number, 0) and view.load <= limit]
@@ -246,11 +283,17 @@ class Seconds(LeastLoad):
     """Where the first token is soonest, in seconds that are predicted from the replica's own step times.
 
     The wait is that for the steps which compute the prompts before this one, and what of this one no cache has; then that for
-    free blocks. Of the replicas that keep the promise of a request, it takes the one with the least to compute: that keeps
-    caches warm, and the quicker ones free for tighter requests. Cached tokens, queues and promises are in one unit, so there
-    are no weights to tune. As long as some replica's step times are not known, all waits are counted in tokens.
+    free blocks. What a request has computed delays others that come after it, so that time counts as well (`later`). Of the
+    replicas that keep the promise of a request, it takes the one with the least to compute: that keeps caches warm, and the
+    quicker ones free for tighter requests. Cached tokens, queues and promises are in one unit. As long as some replica's step
+    times are not known, all waits are counted in tokens.
+
+    A cache has what its replica says (`ReplicaView.find`), and what was sent there and is not computed yet. Where replicas do
+    not say, it is all that was sent.
     """
 
+    later = 2.0
+    """How long work delays later requests in all, as a multiple of itself: load / (1 - load) in a queue, at two thirds."""
     row_tokens = 16.0
     """What a decode row counts while step times are not known, in prompt tokens."""
 
@@ -260,22 +303,35 @@ class Seconds(LeastLoad):
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         keys = self._sent.keys(request)
-        sent = {} if all(view.find is not None for view in views) else self._sent.find(keys)
-        has_times = all(view.step_seconds is not None for view in views)
+        if None not in [view.find for view in views]:
+            self._sent.forget_old(views[0].seen)
+        sent = self._sent.find(keys, len(request.block_hashes) // HASH_BYTES)
+        has_times = None not in [view.step_seconds for view in views]
         has_promise = has_times and request.slo is not None
         best: tuple[float, ...] | None = None
+        best_wait, later = 0.0, self.later
         number, num_prompt, chosen = views[0].number, request.num_prompt, self._chosen
         for view in views:
-            num_found = sent.get(view.number, 0) if view.find is None else view.find(request.block_hashes)
-            num_new = max(1, num_prompt - num_found * view.block_size)
-            wait = self.wait_s(view, num_new) if has_times else self._wait_tokens(view, num_new)
+            candidate, find = view.number, view.find
+            num_found = sent.get(candidate, 0) if sent else 0
+            if find is not None and (in_cache := find(request.block_hashes)) > num_found:
+                num_found = in_cache
+            num_new = num_prompt - num_found * view.block_size
+            if num_new < 1:
+                num_new = 1
+            if has_times:
+                wait, work = self.costs_s(view, num_new)
+            else:
+                wait, work = self._wait_tokens(view, num_new), 0.0
             # First those that keep the promise, by what they have to compute; without a promise, all by their wait.
             if has_promise and self._keeps(request, view, wait):
-                key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(view.number, 0))
+                key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(candidate, 0))
             else:
-                key = (1.0, wait, num_new, chosen.get(view.number, 0))
+                key = (1.0, wait + later * work, num_new, chosen.get(candidate, 0))
             if best is None or key < best:
-                best, number = key, view.number
+                best, number, best_wait = key, candidate, wait
+        if has_times:
+            self._sent.expect(best_wait)
         self._sent.add(keys, number)
         return self.choose(number)
 
@@ -287,21 +343,22 @@ class Seconds(LeastLoad):
         return view.num_waiting_tokens + num_new + self.row_tokens * view.num_running
 
     @staticmethod
-    def wait_s(view: ReplicaView, num_new: int) -> float:
-        """Until a replica whose step times are known has computed so many tokens more."""
+    def costs_s(view: ReplicaView, num_new: int) -> tuple[float, float]:
+        """Until a replica whose step times are known has computed so many tokens more; and how much of that is theirs."""
         assert view.step_seconds is not None
         seconds, rows = view.step_seconds, view.num_running
         room = max(1, view.max_num_batched_tokens - rows)
         full, rest = divmod(view.num_waiting_tokens + num_new, room)
-        wait = seconds(rest, rows, view.num_context) if rest else 0.0
-        if full:
-            wait += full * seconds(room, rows, view.num_context)
+        full_step = seconds(room, rows, view.num_context)
+        wait = full * full_step
+        if rest:
+            wait += seconds(rest, rows, view.num_context)
         if view.num_free_blocks is not None:
             missing = -(-(view.num_waiting_tokens + num_new) // view.block_size) - view.num_free_blocks
             if missing > 0 and rows:  # until rows have ended; each is about as long as the mean
                 tokens = missing * view.block_size / max(1.0, view.num_context / rows)
                 wait += tokens * seconds(0, rows, view.num_context)
-        return wait
+        return wait, num_new / room * full_step
 
     @staticmethod
     def _keeps(request: Routable, view: ReplicaView, wait_s: float) -> bool:

@@ -685,6 +685,11 @@ class Scheduler:
         """Whether the last death of the workers narrowed the search for the request that they die of."""
         return self._step_failures.is_narrowing
 
+    @property
+    def is_probing_workers(self) -> bool:
+        """Whether some requests wait while others are probed, of which the workers may have died."""
+        return self._step_failures.is_probing_workers
+
     # Simulation -------------------------------------------------------------------------------------------------------
 
     def advance(self, steps: int, now: float) -> int:

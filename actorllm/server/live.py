@@ -7,6 +7,7 @@ once a second and only while it is visible. A server whose page is not open does
 from __future__ import annotations
 
 import functools
+import re
 from importlib import resources
 from typing import Any
 
@@ -55,11 +56,12 @@ async def part(name: str) -> Response:
 
 @router.get("/live")
 async def live(request: Request) -> Response:
-    """What the engine does now. Query: after=N for the steps behind N only, the newest if there are many."""
+    """What the engine does now.
+
+    Query: after=N for the steps behind N only, the newest if there are many; after=R.N,R.N with a number for each replica.
+    """
     state = state_of(request)
-    text = request.query_params.get("after", "0")
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise InvalidParameterError(f"after={text!r:.40} must be the number of a step")
+    after = _after(request.query_params.get("after", "0"))
     model = state.engine.config.model
     tree: dict[str, Any] = {
         "model": state.model_names[0],
@@ -72,10 +74,21 @@ async def live(request: Request) -> Response:
         "engine": None,
     }
     if not state.engine.is_new:  # an engine without a request so far is not started to be looked at
-        asked = state.engine.ask_scheduler("live", after=int(text), at_most=MAX_REQUESTS)
+        asked = state.engine.look(after, MAX_REQUESTS)
         tree["engine"] = engine = await HostLoop.current().result_of(asked)
         names = {} if state.has_peers else state.names_by_number()
         for one in (*engine["requests"]["running"], *engine["requests"]["waiting"]):
             frontend, _, number = one["id"].partition(".")
             one["name"] = names.get(int(number)) if frontend == OWN_FRONTEND else None
     return JSONResponse(tree)
+
+
+def _after(text: str) -> dict[int, int]:
+    """The last step that the page knows, by replica. Raises InvalidParameterError."""
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return {0: int(text)}
+    if not re.fullmatch(r"[0-9]{1,2}\.[0-9]{1,18}(,[0-9]{1,2}\.[0-9]{1,18}){0,63}", text):
+        raise InvalidParameterError(
+            f"after={text!r:.40} must be the number of a step, or 0.N,1.N with one for each replica"
+        )
+    return {int(number): int(step) for number, _, step in (one.partition(".") for one in text.split(","))}

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
+from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
 from actorllm.scheduling.batch import Batch, Rows
@@ -41,7 +42,7 @@ from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
-from actorllm.scheduling.router import HASH_BYTES, ReplicaView, Routable, Router, StepSeconds, make_router
+from actorllm.scheduling.router import ReplicaView, Routable, Router, StepSeconds, make_router
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
@@ -433,6 +434,7 @@ class SimulatedReplica:
     ) -> None:
         self.number = number
         self._step_seconds = step_seconds
+        self._hashes: BlockHashTable | None = None
         self.scheduler = scheduler
         self.tokens = TokenLog()
         self.num_steps_skipped = 0
@@ -498,7 +500,7 @@ class SimulatedReplica:
             block_size=kv.block_size,
             max_num_batched_tokens=scheduler.limits.max_tokens,
             step_seconds=self._step_seconds,
-            find=None if kv.index is None else self._find,
+            find=None if self._hashes is None else self._hashes.find,
             seen=now,
         )
         num_computed = scheduler.batch.num_computed
@@ -513,10 +515,13 @@ class SimulatedReplica:
                 view.num_context += computed
         return view
 
-    def _find(self, hashes: bytes) -> int:
-        """How many blocks of a prompt the prefix cache has."""
-        index = self.scheduler.kv.index
-        return 0 if index is None else int(index.find(hashes, len(hashes) // HASH_BYTES).size)
+    def show_cache(self) -> None:
+        """From here on views tell what the prefix cache has, as that of a live replica does."""
+        kv = self.scheduler.kv
+        if kv.index is not None:
+            words = bytearray(8 * num_words(2 * kv.pool.num_blocks))
+            self._hashes = kv.index.observer = BlockHashTable(memoryview(words).cast("Q"))
+            self._hashes.begin(kv.pool.num_blocks)
 
     # The loop
 
@@ -814,6 +819,9 @@ def _run_all(
     needs_views = getattr(router, "needs_views", True)
     views: list[ReplicaView] = []
     next_view_at = -math.inf
+    if len(replicas) > 1 and needs_views:
+        for replica in replicas:
+            replica.show_cache()
     for row, at in enumerate(workload.arrival.tolist()):
         if len(replicas) > 1:
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.

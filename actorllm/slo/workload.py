@@ -64,7 +64,7 @@ class Prefixes:
         at = ends // self.block_tokens
         so_far = np.cumsum(_mixed(ids.astype(np.uint64) + _mixed(np.arange(ids.size, dtype=np.uint64))))
         words = np.zeros((num_blocks, 4), np.uint64)
-        words[:, 0] = so_far[at]
+        words[:, 0] = _mixed(so_far[at] + (ends % self.block_tokens).astype(np.uint64))  # routers read these alone
         words[:, 1] = ends % self.block_tokens
         words[:, 2] = ids[at]
         words[:, 3] = 0x5EED  # not what hashing token ids gives

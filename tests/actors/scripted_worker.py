@@ -63,6 +63,9 @@ class ScriptedRunner:
         assert self.is_profiling
         return f"{folder}/rank{self.rank}"
 
+    def limit_threads(self, num_threads: int) -> None:
+        pass
+
     def discard(self) -> None:
         pass
 

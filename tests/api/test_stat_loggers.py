@@ -31,7 +31,8 @@ class Kept(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        assert (mm_cache_stats, engine_idx) == (None, 0)
+        assert mm_cache_stats is None
+        assert self.engine_index in (engine_idx, [engine_idx])
         self.scheduler.append(scheduler_stats)
         if iteration_stats is not None:
             self.iterations.append(iteration_stats)
@@ -141,14 +142,36 @@ async def test_a_logger_that_raises_is_left_alone(kept: type[Kept], caplog: pyte
     assert len([record for record in caplog.records if "stat_loggers" in record.message]) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "told"),
-    [
-        ("mine", {}, "must be a list of classes"),
-        ([3], {}, "3 is no class of a logger"),
-        ([Kept], {"data_parallel_size": 2}, "leave data_parallel_size at 1"),
-    ],
-)
-def test_what_is_no_logger_is_refused_at_once(given: Any, options: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("given", "told"), [("mine", "must be a list of classes"), ([3], "3 is no class of a logger")])
+def test_what_is_no_logger_is_refused_at_once(given: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        AsyncLLM.from_engine_args(AsyncEngineArgs("storyteller", **QUICK, **options), stat_loggers=given)
+        AsyncLLM.from_engine_args(AsyncEngineArgs("storyteller", **QUICK), stat_loggers=given)
+
+
+@pytest.mark.anyio
+async def test_each_replica_has_loggers_and_some_are_of_all(kept: type[Kept]) -> None:
+    """Also a replica that comes later, when an engine of one gets others."""
+    told: list[tuple[list[int], int, int]] = []
+
+    class Total(AggregateStatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+            self.numbers = engine_indexes
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, engine_idx: int = 0) -> None:
+            if iteration_stats is not None:
+                told.append((self.numbers, engine_idx, iteration_stats.num_generation_tokens))
+
+        def log_engine_initialized(self) -> None: ...
+
+    args = AsyncEngineArgs("storyteller", **QUICK)
+    async with AsyncLLM.from_engine_args(args, stat_loggers=[kept, Total]) as llm:
+        await llm.complete("Once upon a time", PARAMS)
+        await llm.scale(2)
+        for rank in (0, 1, 1):
+            await llm.complete("Once upon a time", PARAMS, data_parallel_rank=rank)
+    first, second = kept.made
+    assert (first.engine_index, second.engine_index) == (0, 1)
+    check(first, 2)
+    check(second, 2)
+    assert {numbers[0] for numbers, _, _ in told} == {0}
+    assert [sum(count for _, at, count in told if at == number) for number in (0, 1)] == [18, 18]

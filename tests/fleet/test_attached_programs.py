@@ -11,12 +11,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM
 from actorllm.attach.rendezvous import running_engines
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, ReplicaLostError
+from actorllm.fleet.views import views_of
+from actorllm.kvcache.prefix_index import hash_blocks
+from actorllm.scheduling.router import Routable, make_router
 from actorllm.supervision.restart import RestartLimits
 from tests.fleet.streams import (
     PROMPTS,
@@ -160,6 +164,39 @@ async def test_each_program_counts_the_load_of_all(owner: AsyncLLM, guest: Async
 
 def new_program() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, GUEST, "fleet"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.anyio
+async def test_routers_of_all_programs_see_what_each_cache_has(owner: AsyncLLM, guest: AsyncLLM) -> None:
+    """They ask no process, and it is true at once: also when the cache has been emptied, or its scheduler died."""
+    tokens = np.arange(100, 200, dtype=np.int32)
+    size = owner._engine.config.cache.block_size
+    request = Routable(100, hash_blocks(tokens, size).tobytes())
+    replicas = [llm._engine._fleet.replicas for llm in (owner, guest)]  # type: ignore[attr-defined]
+
+    def found(number: int) -> list[int]:
+        return [of_program[number].find(request.block_hashes) for of_program in replicas]
+
+    async def ask() -> None:
+        prompt = {"prompt_token_ids": tokens.tolist()}
+        await owner.complete(prompt, params(1, max_tokens=2), data_parallel_rank=1)
+
+    await ask()
+    assert (found(0), found(1)) == ([0, 0], [100 // size] * 2)
+    for of_program in replicas:
+        assert make_router("seconds").route(request, views_of(list(of_program.values()))) == 1
+    await guest.reset_prefix_cache()
+    assert found(1) == [0, 0]
+    await ask()
+    assert found(1) == [100 // size] * 2
+    kill([owner.health().replicas[1].pids["scheduler"]])
+    await until(lambda: found(1) == [0, 0])
+    await all_run(owner)
+    await ask()
+    assert found(1) == [100 // size] * 2
+    kill([owner.health().replicas[1].pids["worker0"]])
+    await until(lambda: found(1) == [0, 0])
+    await all_run(owner)
 
 
 @pytest.mark.anyio

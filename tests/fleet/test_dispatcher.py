@@ -57,6 +57,7 @@ class FakeReplica:
     is_draining: bool = False
     is_lost: bool = False
     num_links: int = 0
+    find: None = None
 
     @property
     def state(self) -> str:

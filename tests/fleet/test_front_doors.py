@@ -54,6 +54,13 @@ async def test_a_server_shows_every_replica(client: httpx.AsyncClient) -> None:
     assert total == sum(per_replica.values()) == 48
     live = (await client.get("/live")).raise_for_status().json()
     assert (live["state"], live["engine"]["counts"]["num_output_tokens"]) == ("running", 48)
+    steps = live["engine"]["steps"]
+    assert {replica for *_, replica in steps} == {0, 1}, "those of all replicas, and of which"
+    known = {replica: step - 1 for step, *_, replica in steps}
+    text = ",".join(f"{replica}.{step}" for replica, step in known.items())
+    newest = (await client.get(f"/live?after={text}")).json()["engine"]["steps"]
+    assert sorted((step, replica) for step, *_, replica in newest) == sorted((n + 1, r) for r, n in known.items())
+    assert (await client.get("/live?after=0.1,x")).status_code == 400
     assert (await client.get("/health")).status_code == 200
 
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 
+import numpy as np
 import pytest
 
 from actorllm import AsyncLLM
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
-from actorllm.client.engine import Engine
 from actorllm.client.metric_families import vllm_families
+from actorllm.client.stream import Mailbox
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.fleet.fleet_engine import new_engine
+from actorllm.fleet.fleet_engine import FleetEngine, new_engine
 from actorllm.fleet.merging import merged
 from actorllm.fleet.replica import replica_config
+from actorllm.messages import Outputs, Submit
 from actorllm.model.threads import num_threads, visible_devices, worker_environment
 from actorllm.scheduling.step_time import StepTime
+from tests.actors.scheduler_bench import FakeLink
 
 
 def test_statistics_are_added_up_and_each_is_kept() -> None:
@@ -60,8 +65,13 @@ def test_a_control_is_done_when_every_replica_has_done_it() -> None:
     assert merged("list_adapters", {0: ["a", "b"], 1: ["b", "c"]}) == ["a", "b", "c"]
     assert merged("remove_adapter", {0: False, 1: True}) is True
     assert merged("remove_adapter", {0: False, 1: False}) is False
-    with pytest.raises(ConfigError, match="a timeline is of one replica"):
-        merged("take_timeline", {0: [], 1: []})
+    name = {"ph": "M", "pid": 1, "tid": 1, "name": "process_name", "args": {"name": "scheduler"}}
+    told = merged("take_timeline", {0: [name], 2: [name, {"ph": "X", "pid": 2, "tid": 2, "name": "step 7"}]})
+    assert [(one["pid"], one["tid"], one["name"]) for one in told] == [
+        *[(1, 1, "process_name"), (201, 201, "process_name")],
+        (202, 202, "step 7"),
+    ]
+    assert [one["args"]["name"] for one in told[:2]] == ["replica 0 scheduler", "replica 2 scheduler"]
 
 
 def config_of(**options: object) -> EngineConfig:
@@ -138,8 +148,31 @@ def test_metrics_of_vllm_have_the_number_of_the_replica() -> None:
 def test_one_replica_needs_no_fleet() -> None:
     """Nothing stands between the engine and its only frontend, and its scheduler tells no router of its load."""
     engine = new_engine(config_of())
-    assert type(engine) is Engine
+    assert isinstance(engine, FleetEngine)
+    assert engine._fleet is None
     assert type(engine._frontend) is FrontendActor
     assert engine.config.load_board is None
     assert [replica.state for replica in engine.health().replicas] == ["new"]
+    link, called = FakeLink("scheduler"), set()
+    engine._frontend.on_link(link)  # type: ignore[arg-type]
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        called.add(".".join(str(frame.f_globals["__name__"]).split(".")[:2]))
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.array([1, 2], np.int32), max_tokens=9)
+
+    mailbox = Mailbox()
+    sys.setprofile(note)
+    try:
+        engine._submit_on_loop(make, mailbox, 1)
+        one = np.array(mailbox.rids, np.int32)
+        engine._frontend.on_message(link, Outputs(rids=one, index=one * 0, tokens=one, emitted=1.0))  # type: ignore[arg-type]
+        engine._frontend.on_batch()
+        engine._abort_on_loop(mailbox)
+    finally:
+        sys.setprofile(None)
+    assert len(mailbox.deltas) == 1
+    assert {"actorllm.actors", "actorllm.client"} <= called
+    assert "actorllm.fleet" not in called
     engine.shutdown()

@@ -1,8 +1,12 @@
-"""A request that schedulers or workers die of, in a fleet of three: it fails, and all trials are on one replica."""
+"""Requests that schedulers or workers die of, in a fleet of three: they fail, and all trials are on one replica.
+
+Each of them costs two deaths of that replica. Before, it costs a death where the router has sent it: if it comes alone, or with
+others to one replica, that is one death for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import anyio
 import pytest
@@ -10,6 +14,7 @@ import pytest
 import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.errors import RequestFailedError
+from actorllm.scheduling.router import LeastLoad, ReplicaView, Routable
 from actorllm.supervision.restart import RestartLimits
 from tests.actors import deadly_policies
 from tests.actors.scripted_topology import with_workers
@@ -17,6 +22,8 @@ from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.scheduling.chained_tokens import reference_stream
 
 NUM_TOKENS = 25
+LONG = 40
+"""Tokens of a prompt that names replica 0; one more names the next."""
 FIRST_SEED = 200
 """Of streams without the tokens at which scripted workers sleep, fail or die."""
 
@@ -24,6 +31,14 @@ FIRST_SEED = 200
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+class ByPrompt(LeastLoad):
+    """Some prompts name their replica, and the others go where the fewest are."""
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        named = request.num_prompt - LONG
+        return named if any(view.number == named for view in views) else super().route(request, views)
 
 
 @pytest.fixture(params=["scheduler", "worker"])
@@ -34,19 +49,29 @@ def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(actorllm.client.engine_supervisor, "engine_topology", workers)
     monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: quick)
     policy = {"scheduling_policy": "tests.actors.deadly_policies:WhenItStarts"} if request.param == "scheduler" else {}
-    llm = AsyncLLM("storyteller", max_num_seqs=16, data_parallel_size=3, ready_replicas=3, name="poisoned", **policy)
+    llm = AsyncLLM(
+        "storyteller",
+        max_num_seqs=16,
+        data_parallel_size=3,
+        ready_replicas=3,
+        name="poisoned",
+        router="tests.fleet.test_poison:ByPrompt",
+        **policy,
+    )
     yield llm, deadly_policies.DEADLY if request.param == "scheduler" else DEADLY
     llm.shutdown()
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("is_attached", "num_deadly"), [(False, 1), (True, 1), (False, 3)], ids=["own", "attached", "three"]
+    ("is_attached", "homes"),
+    [(False, [0]), (False, [0, 0]), (False, [0, 0, 0]), (True, [1]), (False, [0, 1, 2])],
+    ids=["one", "two", "three", "attached", "spread"],
 )
-async def test_it_fails_alone_and_is_tried_on_one_replica(
-    fleet: tuple[AsyncLLM, int], is_attached: bool, num_deadly: int
+async def test_they_fail_alone_and_are_tried_on_one_replica(
+    fleet: tuple[AsyncLLM, int], is_attached: bool, homes: list[int]
 ) -> None:
-    """Also if it is of a program that has joined, as is half of the others."""
+    """Also if one is of a program that has joined, as is half of the others. homes: where the deadly ones go first."""
     owner, deadly = fleet
     await owner.start()
     guest = AsyncLLM.attach("poisoned") if is_attached else owner
@@ -59,9 +84,9 @@ async def test_it_fails_alone_and_is_tried_on_one_replica(
         output = await llm.complete({"prompt_token_ids": prompt}, params)
         found[number] = list(output.outputs[0].token_ids)
 
-    async def die(number: int) -> None:
+    async def die(number: int, home: int) -> None:
         with pytest.raises(RequestFailedError, match=r"died 2 times"):
-            await run(number, [5, deadly, number])
+            await run(number, [deadly, *range(10, 9 + LONG + home)])
 
     prompts = {number: [5, 6, 7 + number] for number in range(12)}
     with anyio.fail_after(90):
@@ -69,9 +94,12 @@ async def test_it_fails_alone_and_is_tried_on_one_replica(
             for number, prompt in prompts.items():
                 group.start_soon(run, number, prompt)
                 if number == 5:
-                    group.start_soon(die, 99)
+                    for at, home in enumerate(homes):
+                        group.start_soon(die, 99 + 2 * at, home)
     assert found == {n: reference_stream(prompt, FIRST_SEED + n, NUM_TOKENS, VOCAB) for n, prompt in prompts.items()}
-    deaths = sorted(sum(actor.num_restarts for actor in replica.actors.values()) for replica in owner.health().replicas)
-    assert deaths[-1], "something died"
-    assert sum(deaths[:-1]) <= 1, "it costs one death where it came first, and all trials are on one replica"
+    deaths = [sum(actor.num_restarts for actor in replica.actors.values()) for replica in owner.health().replicas]
     guest.shutdown()
+    tried, num = max(deaths), len(homes)
+    at_home = 4 if len(set(homes)) > 1 else 0  # for the one that had come to the replica of the trial before
+    assert 1 <= tried <= 2 * num + at_home, "two for each"
+    assert sum(deaths) - tried <= num, "one where it came first, and all trials are on one replica"

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, BlockRun, PrefixIndex, extra_key, hash_blocks
@@ -29,6 +30,9 @@ class Sequences:
         self.kv = KVCacheManager(num_blocks, SIZE, num_slots, num_blocks * SIZE, enable_prefix_caching=True)
         assert self.kv.index is not None
         self.index = self.kv.index
+        self.table = BlockHashTable(memoryview(bytearray(8 * num_words(64))).cast("Q"))
+        self.table.begin(64)
+        self.index.observer = self.table
         self.slots = list(range(num_slots))[::-1]
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt: dict[int, int] = {}
@@ -68,7 +72,21 @@ class Sequences:
 
     def num_found(self, tokens: list[int]) -> int:
         hashes = hashes_of(tokens)
-        return int(self.index.find(hashes, len(hashes) // HASH_BYTES).size)
+        found = int(self.index.find(hashes, len(hashes) // HASH_BYTES).size)
+        assert self.table.find(hashes) == found, "routers see what the scheduler finds"
+        return found
+
+    def check_table(self) -> None:
+        """It has the hashes of all that can be found, and no other."""
+        reachable, runs = set(), [self.index._root]
+        while runs:
+            run = runs.pop()
+            size = HASH_BYTES * (run.stop - run.start)
+            reachable |= {run.hashes[at : at + 8] for at in range(0, size, HASH_BYTES)}
+            runs += run.children.values()
+        words = self.table._entries.tolist()
+        assert {word.to_bytes(8, "little") for word in words if word} == reachable
+        assert len(words) - words.count(0) == len(reachable)
 
 
 @pytest.fixture
@@ -257,6 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
     def integrity(self) -> None:
         if hasattr(self, "sequences"):
             self.sequences.kv.check_integrity()
+            self.sequences.check_table()
 
     def teardown(self) -> None:
         if hasattr(self, "sequences"):
@@ -290,6 +309,12 @@ def _split_late(right: Any, index: PrefixIndex, run: Any, at: int) -> None:
     right(index, run, min(at + 1, run.stop - 1))
 
 
+def _tell_of_the_run_alone(right: Any, index: PrefixIndex, run: Any, left: int) -> None:
+    children, run.children = run.children, {}
+    right(index, run, left)
+    run.children = children
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -297,6 +322,7 @@ def _split_late(right: Any, index: PrefixIndex, run: Any, at: int) -> None:
         (BlockPool, "share", _keep_shared_in_line),
         (KVCacheManager, "_token_ids_of", _swap_token_ids),
         (PrefixIndex, "_split", _split_late),
+        (PrefixIndex, "_tell_removed", _tell_of_the_run_alone),
     ],
 )
 def test_the_machine_finds_planted_mistakes(

@@ -162,6 +162,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             num_products,
         )
 
+    def limit_threads(self, num_threads: int) -> None:
+        self._team.max_threads = num_threads
+
     def _tell_speed(self) -> None:
         size = self.model_config.hidden_size
         form = rounding_of(self.config.model)

@@ -2,7 +2,7 @@
 const $ = id => document.getElementById(id), root = location.pathname.replace(/\/$/, ""), history_ = [], steps = [];
 const PERIOD = 1000, HOUR = 3600;
 let KEPT = 120; // seconds that the curves show
-let last = null, skew = null, key = sessionStorage.getItem("actorllm-key") || "", after = 0, timer = null, asking = false;
+let last = null, skew = null, key = sessionStorage.getItem("actorllm-key") || "", after = {}, timer = null, asking = false;
 const headers = () => key ? { authorization: "Bearer " + key } : {};
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const seconds = s => s == null ? "–" : s < 1 ? (s * 1000).toFixed(s < .01 ? 1 : 0) + " ms" : s < 100 ? s.toFixed(1) + " s" : Math.round(s / 60) + " min";
@@ -37,11 +37,13 @@ function drawTimeline(now) {
   const most = Math.max(1, ...steps.filter(s => at(s[4]) > left).map(s => s[6]));
   g.save(); g.beginPath(); g.rect(left, 0, w - left, h); g.clip();
   const colors = [css("--violet"), css("--blue"), css("--amber")];
-  for (const [, planned, started, ended, done, decode, tokens] of steps) {
+  const lanes = [...new Set(steps.map(s => s[7] ?? 0))].sort((a, b) => a - b), high = 28 / Math.max(1, lanes.length);
+  for (const [, planned, started, ended, done, decode, tokens, replica] of steps) {
     if (at(done) < left) continue;
+    const lane = high * lanes.indexOf(replica ?? 0);
     const color = tokens > decode ? colors[2] : colors[1], width = Math.max(1, (ended - started) * scale - .6);
-    g.fillStyle = colors[0]; g.globalAlpha = .75; g.fillRect(at(planned), rows[0][0] + 4, Math.max(1, (started - planned) * scale - .6), 20);
-    g.globalAlpha = 1; g.fillStyle = color; g.fillRect(at(started), rows[1][0], width, 28);
+    g.fillStyle = colors[0]; g.globalAlpha = .75; g.fillRect(at(planned), rows[0][0] + 4 + lane * 20 / 28, Math.max(1, (started - planned) * scale - .6), high * 20 / 28);
+    g.globalAlpha = 1; g.fillStyle = color; g.fillRect(at(started), rows[1][0] + lane, width, high);
     const size = Math.max(1.5, 38 * Math.sqrt(tokens / most)); g.fillRect(at(started), rows[2][0] + 40 - size, width, size);
   }
   g.restore();
@@ -79,8 +81,8 @@ function show(tree) {
   $("what").dataset.model = tree.model; $("what").textContent = `${tree.model} · ${tree.version}` + (tree.num_api_processes > 1 ? ` · ${tree.num_api_processes} API processes` : "");
   $("state").textContent = state; $("state").className = state === "running" ? "running" : ["dead", "stopped"].includes(state) ? "bad" : "busy";
   if (!e) return;
-  for (const s of e.steps) steps.push(s);
-  if (e.steps.length) after = steps[steps.length - 1][0]; else if (e.counts.num_steps < after) { after = 0; steps.length = 0; last = null }
+  for (const s of e.steps) { steps.push(s); after[s[7] ?? 0] = s[0] }
+  for (const [replica, count] of Object.entries(e.num_steps ?? { 0: e.counts.num_steps })) if (count < after[replica]) { delete after[replica]; if (!e.num_steps) { steps.length = 0; last = null } }
   steps.splice(0, steps.length - 1500);
   const c = e.counts, dt = last ? e.now - last.now : 0, rate = dt ? (c.num_output_tokens - last.counts.num_output_tokens) / dt : 0;
   const prefill = dt ? (c.num_prefill_tokens - last.counts.num_prefill_tokens) / dt : 0, recent = e.steps.map(s => s[3] - s[2]).sort((a, b) => a - b);
@@ -127,7 +129,7 @@ async function look() {
   if (asking || document.hidden) return;
   asking = true;
   try {
-    const response = await fetch(`${root}/live?after=${after}`, { headers: headers() });
+    const response = await fetch(`${root}/live?after=${Object.entries(after).map(([replica, step]) => replica + "." + step).join() || 0}`, { headers: headers() });
     if (response.status === 401) { if (!$("ask").open) $("ask").showModal(); return }
     const tree = await response.json();
     if (response.ok) show(tree); else throw new Error(tree.error.message);

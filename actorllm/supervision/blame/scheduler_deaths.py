@@ -18,7 +18,8 @@ of them with nothing else in hand. From the second death on, a scheduler holds b
 (`begin`). Otherwise no request would be probed alone.
 
 *Several replicas* (`DeathRecord.probe_alone`). Suspects are probed one by one there. That takes a step for each of them
-while the other replicas work, and only the poison requests cost deaths, each of them `MAX_ALONE`.
+while the other replicas work, and only the poison requests cost deaths, each of them `MAX_ALONE`. To that end, a suspect that
+was a group by itself when a scheduler died is probed again before anything else is taken on.
 
 *The end.* Deaths in a row without a token end the engine (`supervision.restart`), unless each narrows the search
 (`is_narrowing`). Any number of poison requests is therefore found, and a search that does not advance ends. A scheduler
@@ -150,11 +151,14 @@ class HeldRequest:
 class SchedulerBisection:
     """What a scheduler holds back while it probes suspects, or waits to know them. Falsy while there is no reason to.
 
-    on_release: called with every request that is held no more.
+    on_release: called with every request that is held no more. probes_alone: this scheduler is one of several (see above).
     """
 
-    def __init__(self, on_release: Callable[[Key, Submit], object] | None = None) -> None:
+    def __init__(
+        self, on_release: Callable[[Key, Submit], object] | None = None, *, probes_alone: bool = False
+    ) -> None:
         self._on_release = on_release
+        self._probes_alone = probes_alone
         self.is_on = False
         self._held: dict[Key, Submit] = {}
         self._pending: set[Key] = set()
@@ -275,6 +279,8 @@ class SchedulerBisection:
             if submit.has_started or not is_pausing:
                 requests.setdefault(request_of(key, submit), HeldRequest()).sequences.append((key, submit))
         suspects = sorted((held for held in requests.values() if held.num_deaths), key=lambda held: held.order)
+        if self._probes_alone:
+            suspects.sort(key=lambda held: held.suspicion.probe_size != 1)
         others = [held for held in requests.values() if not held.num_deaths]
         others_first = self.num_losses >= LOSSES_BEFORE_OTHERS and self.num_losses % 2 == 0
         self.is_narrowing = False

@@ -42,10 +42,12 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         send: Callable[[Outlet, ProbeGroup | Begun], None],
         report_progress: Callable[[], None],
         check_itself: Callable[[], None],
+        *,
+        probes_alone: bool = False,
     ) -> None:
         """outlets: all frontends there are, by number; send: to one of them, which may be lost by it. check_itself: dies if
-        this process dies of everything."""
-        super().__init__(lambda key, message: scheduler.release(key[0], message))
+        this process dies of everything. probes_alone: as of SchedulerBisection."""
+        super().__init__(lambda key, message: scheduler.release(key[0], message), probes_alone=probes_alone)
         self._scheduler = scheduler
         self._outlets = outlets
         self._send = send
@@ -69,8 +71,10 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
             self.resubmitting.add(number)
         if self.is_on:
             self._send(self._outlets[number], ProbeGroup(size=self._told_size))
-        elif generation > 2 and self._scheduler.is_idle:
-            self._begin_within(SHORT_PATIENCE_S)  # the second death: suspects are probed alone
+        elif generation > (1 if self._probes_alone else 2) and self._scheduler.is_idle:
+            self._begin_within(
+                SHORT_PATIENCE_S
+            )  # from some death on suspects are probed alone, whichever frontend has them
 
     def drop_frontend(self, frontend: int) -> None:
         self.resubmitting.discard(frontend)
@@ -151,6 +155,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
             return False
         if self.resubmitting and now() < self.begins_at:
             return False
+        if self._probes_alone and self._scheduler.is_probing_workers:
+            return False  # the next suspect would be beside the one that workers die of
         if self._is_preparing_suspect():
             self.on_delay()
             return False

@@ -77,6 +77,11 @@ class StepFailures:
         return self._worker_bisection.is_narrowing
 
     @property
+    def is_probing_workers(self) -> bool:
+        """Whether some requests wait while others are probed, of which the workers may have died."""
+        return self._worker_bisection.is_probing
+
+    @property
     def num_suspects(self) -> int:
         """Requests that the workers may have died of."""
         return len(self._worker_bisection)

@@ -9,7 +9,7 @@ unit is a life of the workers. A retry costs a restart, and every other request 
 - A request that ended while it was in flight beside another counts as present: the other one was not alone.
 - A request may be a suspect of another replica or of a scheduler that died, which this scheduler probes
   (`scheduler_deaths`). The search begins with the first death then. If it was probed by itself, this death counts as one
-  of its two.
+  of its two, and it is probed again at once.
 - From the third death in a row on, the search rests after every death until a request beside the suspects has had a
   token. It rests only if one may run. If the workers die meanwhile, the requests that ran are suspects as well.
 
@@ -85,14 +85,18 @@ class WorkerBisection:
         again = [sequence for sequence in present if sequence in search]
         begins = not search.is_probing and (bool(again) or self._num_in_a_row > 1)
         is_alone = len(present) == 1 and not num_gone
-        if search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
-            self.is_narrowing = is_alone or search.narrows(again)
-            blamed = search.fail(again, is_alone)
-        elif probed and not search:
+        probed_first = [sequence for sequence in probed if sequence not in search]
+        if probed_first:  # also while others are searched for: of these another process has died
             self.is_narrowing = begins = True
             search.add(present)
-            blamed = search.fail(probed, len(probed) == 1)
-            search.add((), first=probed)  # while nothing runs that was cleared
+            blamed = search.fail(probed_first, len(probed_first) == 1)
+            search.add((), first=probed_first)  # while nothing runs that was cleared
+        elif search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
+            self.is_narrowing = is_alone or search.narrows(again)
+            blamed = search.fail(again, is_alone)
+            if is_alone and not blamed and again == [*probed]:  # one death more decides, and costs no other one
+                search.add((), first=again)
+                search.begin()
         else:  # no group, or the workers died without it: in contrast to new requests, `again` had no token twice
             self.is_narrowing = begins
             search.add(present, first=again)
