@@ -135,17 +135,34 @@ def measure(cut, num_active, logits_ptr, order_ptr, top, temperature, VOCAB: tl.
 
 
 @triton.jit
+def between(low, high, tried):
+    """The next pivot. Values in question are few and lie close: halving values finds them sooner than halving bits, which ends
+    sooner where they do not.
+    """
+    halves = 0.5 * tl.maximum(low, 0).to(tl.float32, bitcast=True) + 0.5 * high.to(tl.float32, bitcast=True)
+    middle = tl.where(tried < 12, halves.to(tl.int32, bitcast=True), low + (high - low) // 2)
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
 def lowest_of_top_k(key, low, high, top_k):
-    """The largest key of the `top_k` smallest, among `key`, which are in registers; low, high: it lies above, and not above."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    """The largest key of the `top_k` smallest, among `key`, which are in registers, as a bound between two keys.
+
+    low, high: it lies above the one, and not above the other.
+    """
+    num_low = high * 0
+    num_high = tl.sum(tl.sum((key <= high).to(tl.int32), 1), 0)
+    tried = high * 0
+    while (high - low > 1) & (num_high - num_low > 1) & (num_high != top_k):
+        middle = between(low, high, tried)
+        tried += 1
         count = tl.sum(tl.sum((key <= middle).to(tl.int32), 1), 0)
         if count >= top_k:
             high = middle
+            num_high = count
         else:
             low = middle
-        if count == top_k:
-            low = high - 1  # nothing lies between this pivot and the right one
+            num_low = count
     return high
 
 
@@ -157,8 +174,10 @@ def lowest_of_top_p(key, mass, low, high, above, num_high, wanted):
     other; num_high: how many keys are not above it.
     """
     num_low = num_high * 0
+    tried = num_high * 0
     while (high - low > 1) & (num_high - num_low > 1):
-        middle = low + (high - low) // 2
+        middle = between(low, high, tried)
+        tried += 1
         is_in = key <= middle
         count = tl.sum(tl.sum(is_in.to(tl.int32), 1), 0)
         if above + tl.sum(tl.sum(tl.where(is_in, mass, 0.0), 1), 0) >= wanted:
