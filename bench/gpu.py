@@ -1,7 +1,14 @@
 """What do the kernels and the engine reach on this GPU, and are they right?
 
-    python bench/gpu.py [--stage next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--limit SECONDS]
+    python bench/gpu.py [--stage hour|next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--limit SECONDS]
                         [--write-configs] [--write-readme] [--cpu-check]
+    python bench/gpu.py --predict H200|H100 [--json FILE] [--models NAME,...]
+
+Without --stage, the stages of a first hour are run (FIRST_HOUR), and a verdict says what they have shown and what to do next.
+--predict needs no GPU: it prints what the model of bytes and latency says of steps, prompts and filters.
+
+The protocol is fixed. Kernels are checked first. Each time has its interval (95 %, of the median) and the verdict of what was
+checked of it. What is compared takes turns, in an order that changes with every round. Measured steps stand beside predicted ones.
 
 Stages, in this order, each in a process of its own that is ended after --limit seconds. Each leaves DIR/STAGE.json and is not
 run again with the same GPU, sources and models. One that fails says why in its file, and the others go on; but the ceilings
@@ -37,13 +44,14 @@ if "--cpu-check" in sys.argv:
 
 import torch
 import triton
-from gpu_stages import attention, ceilings, correctness, engine, head, peers, products, small, steps
+from gpu_stages import attention, ceilings, correctness, engine, head, peers, prediction, products, small, steps
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
 from gpu_stages.readme import write_readme
 from gpu_stages.record import ROOT, Results, Work, configurations, sources
-from gpu_stages.tables import markdown, write_configs
+from gpu_stages.tables import markdown, predicted, write_configs
 from gpu_stages.targets import verdicts
+from gpu_stages.verdict import verdict
 from report import environment, write_json
 
 RESULTS = ROOT / "bench" / "results"
@@ -82,18 +90,18 @@ STAGES: dict[str, Stage] = {
     "ceilings": Stage(lambda bench, shapes, results: ceilings.run(bench), ("machine",)),
     "correctness": Stage(lambda bench, shapes, results: correctness.run(bench), KERNELS),
     "order": Stage(lambda bench, shapes, results: steps.order(bench, shapes)),
+    "steps": Stage(lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results))),
+    "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
+    "latency": Stage(lambda bench, shapes, results: engine.latency(bench, _searched(shapes))),
     "small": Stage(lambda bench, shapes, results: small.run(bench, _bandwidth(results)), KERNELS),
     "products": Stage(lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results))),
     "decode": Stage(lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)), KERNELS),
     "prefill": Stage(lambda bench, shapes, results: attention.prefill(bench, _flops(results)), KERNELS),
     "head": Stage(lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results))),
-    "steps": Stage(lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results))),
     "prompts": Stage(lambda bench, shapes, results: steps.prefill(bench, shapes, _flops(results))),
     "offline": Stage(lambda bench, shapes, results: engine.offline(bench, shapes)),
-    "latency": Stage(lambda bench, shapes, results: engine.latency(bench, _searched(shapes))),
     "idle": Stage(lambda bench, shapes, results: engine.idle(bench, shapes)),
     "start": Stage(lambda bench, shapes, results: engine.start(bench, _searched(shapes))),
-    "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
     "peers": Stage(lambda bench, shapes, results: peers.run(bench, _searched(shapes))),
     "descriptors": Stage(lambda bench, shapes, results: attention.descriptors(bench), KERNELS),
     "search-products": Stage(
@@ -106,6 +114,9 @@ STAGES: dict[str, Stage] = {
 }
 """In the order in which they are run."""
 
+FIRST_HOUR = ("ceilings", "correctness", "order", "steps", "ablations", "latency")
+"""What somebody with a GPU for an hour should run: whether all is right, how long steps take and why, and a serving run."""
+
 GATES = ("correctness", "order")
 """If one of these finds something wrong, no figure of a stage after it counts."""
 
@@ -115,14 +126,16 @@ Launch = Callable[[list[str]], str]
 
 def main() -> int:
     arguments = parse()
+    if arguments.predict:
+        return predict(arguments.predict, arguments.models, arguments.json)
     if not arguments.cpu_check and not torch.cuda.is_available():
         print(
             "this needs a GPU: torch.cuda.is_available() is false; --cpu-check walks through it without one",
             file=sys.stderr,
         )
         return 2
-    if arguments.stage not in ("next", "all", *STAGES):
-        print(f"--stage {arguments.stage} is none of next, all, {', '.join(STAGES)}", file=sys.stderr)
+    if arguments.stage not in ("hour", "next", "all", *STAGES):
+        print(f"--stage {arguments.stage} is none of hour, next, all, {', '.join(STAGES)}", file=sys.stderr)
         return 2
     bench = Bench(torch.device("cpu" if arguments.cpu_check else "cuda"), arguments.cpu_check)
     known = TINY if arguments.cpu_check else MODELS
@@ -154,12 +167,17 @@ def main() -> int:
 
         status = run_stages(arguments.stage, work, launch, together=arguments.cpu_check)
         records, results = work.records(), work.results()
+    chip_name = chip(bench)["chip"]
+    beside = prediction.beside(results, chip_name)
+    problems = {record.stage: record.complaint for record in records if record.complaint}
     result = {
         "bench": "gpu",
         "command": "python bench/gpu.py",
         "environment": {**environment(), **chip(bench)},
         "models": names,
-        "targets": verdicts(results, chip(bench)["chip"]),
+        "verdict": verdict(results, beside, problems, chip_name),
+        "beside": beside,
+        "targets": verdicts(results, chip_name),
         "stages": [
             {"stage": record.stage, "seconds": record.seconds, "date": record.date, "problem": record.complaint}
             for record in records
@@ -181,10 +199,28 @@ def main() -> int:
     return status
 
 
+def predict(name: str, models: str | None, file: str | None) -> int:
+    """Print what the model of bytes and latency says of this GPU."""
+    if name not in prediction.MACHINES:
+        print(f"--predict {name} is none of {', '.join(prediction.MACHINES)}", file=sys.stderr)
+        return 2
+    wanted = models.split(",") if models else list(MODELS)
+    if unknown := [one for one in wanted if one not in MODELS]:
+        print(f"--models {', '.join(unknown)}: the models are {', '.join(MODELS)}", file=sys.stderr)
+        return 2
+    found = prediction.table(prediction.MACHINES[name], wanted)
+    print(predicted(name, found))
+    if file:
+        write_json(Path(file), {"bench": "gpu-predicted", "machine": name, **found})
+    return 0
+
+
 def run_stages(wanted: str, work: Work, launch: Launch, *, together: bool = False) -> int:
     """0: all went well; 1: something is wrong, or a stage did not end. together: in one process, which is faster."""
-    pending = [name for name in STAGES if (record := work.read(name)) is None or (wanted == "all" and record.problem)]
-    if wanted not in ("all", "next"):
+    names = FIRST_HOUR if wanted == "hour" else tuple(STAGES)
+    again = wanted in ("all", "hour")
+    pending = [name for name in names if (record := work.read(name)) is None or (again and record.problem)]
+    if wanted not in ("all", "hour", "next"):
         pending = [wanted]
     elif wanted == "next":
         pending = pending[:1]
@@ -195,7 +231,7 @@ def run_stages(wanted: str, work: Work, launch: Launch, *, together: bool = Fals
         if batch[0] != "ceilings" and "ceilings" not in work.results():
             print(f"{batch[0]} needs the ceilings first: --stage ceilings", file=sys.stderr)
             return 1
-        if wanted in ("all", "next") and (why := complaint_before(batch[0], work)):
+        if wanted in ("all", "hour", "next") and (why := complaint_before(batch[0], work)):
             print(f"{why}: no figure after this one would count", file=sys.stderr)
             return 1
         for name in batch:
@@ -285,7 +321,8 @@ def nvidia_smi(gpu: str) -> dict[str, str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", default="all")
+    parser.add_argument("--stage", default="hour", help="default: %(default)s")
+    parser.add_argument("--predict", metavar="H200", help=f"one of {', '.join(prediction.MACHINES)}; needs no GPU")
     parser.add_argument("--work", help="where the stages leave their files; default: bench/results/gpu-work")
     parser.add_argument("--json", help="default: bench/results/gpu.json; none with --cpu-check")
     parser.add_argument("--models", help="default: all five")

@@ -135,7 +135,7 @@ def search_decode(bench: Bench) -> dict[str, Any]:
         for lens in batches
         if sum(lens) * bytes_per_token(shape) <= MAX_BYTES
     ]
-    cases = [Case(case.name, f"d{triton.next_power_of_2(case.shape[2])}", case.calls) for case in found]
+    cases = [Case(case.name, f"d{triton.next_power_of_2(case.shape[2])}", case.calls, sum(case.lens)) for case in found]
     rows = measure(bench, "attn_decode", cases, decode_candidates(bench))
     names = ("PER_SM", "TILE", "num_warps", "num_stages", "maxnreg")
     return result("attn_decode", rows, choose(rows, names))

@@ -7,6 +7,7 @@ sizes are tiny and no time means anything.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,11 @@ class Bench:
         """Whether kernels are launched as dependents of each other; the interpreter cannot."""
         return not self.is_check
 
+    @property
+    def chip(self) -> str:
+        """The name of the GPU."""
+        return "" if self.is_check else str(torch.cuda.get_device_name())
+
     def pick(self, real: Any, tiny: Any) -> Any:
         """The sizes of this run."""
         return tiny if self.is_check else real
@@ -60,24 +66,37 @@ class Bench:
 
     def eager_seconds(self, call: Call, rounds: int = ROUNDS, before: Call = lambda: None) -> float:
         """The same without a graph, one call a round: for what cannot be captured. before: comes first, and is not timed."""
+        return statistics.median(self.samples(call, rounds, before))
+
+    def samples(self, call: Call, rounds: int = ROUNDS, before: Call = lambda: None) -> list[float]:
+        """The time of every round, behind one that is not counted."""
+        self.once(call, before)
+        return [self.once(call, before) for _ in range(1 if self.is_check else rounds)]
+
+    def paired(self, ways: tuple[Call, Call], befores: tuple[Call, Call], rounds: int = ROUNDS) -> list[float]:
+        """The second way's time by the first's, round by round; the order changes with every round, so that drift cancels."""
+        for call, before in zip(ways, befores, strict=True):
+            self.once(call, before)
+        ratios = []
+        for i in range(1 if self.is_check else rounds):
+            times = {way: self.once(ways[way], befores[way]) for way in ((0, 1) if i % 2 == 0 else (1, 0))}
+            ratios.append(times[1] / times[0])
+        return ratios
+
+    def once(self, call: Call, before: Call = lambda: None) -> float:
+        """Seconds of one call."""
         before()
-        call()
         if self.is_check:
-            before()
             began = time.perf_counter()
             call()
             return time.perf_counter() - began
         torch.cuda.synchronize()
-        times = []
-        for _ in range(rounds):
-            before()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-        return statistics.median(times)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
 
     def synchronize(self) -> None:
         """Wait for the GPU. Raises where it is lost to this process, as it is after an illegal access."""
@@ -97,6 +116,13 @@ class Bench:
         if not self.is_check:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Between which two samples the median lies with 95 %, whatever the distribution."""
+    ordered, count = sorted(samples), len(samples)
+    below = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[below], ordered[count - 1 - below]
 
 
 def captured(calls: Sequence[Call]) -> Any:

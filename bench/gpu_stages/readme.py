@@ -43,6 +43,7 @@ FIGURES: dict[str, tuple[Figure, str]] = {
     ),
     "edit_logits.py": _small("edit_logits", "32 x 151936", "us"),
     "sample_topk_topp.py": _small("sample_topk_topp", "32 x 151936", "us"),
+    "nucleus.py": _small("find_cutoffs", "32 x 151936, top_p alone", "us"),
     "sample_pick.py": _small("sample_pick", "32 x 151936", "us"),
     "top_logprobs.py": _small("top_logprobs", "32 x 151936", "us"),
     "kv_clear.py": _small("kv_clear", "256 rows", "us"),

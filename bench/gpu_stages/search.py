@@ -1,16 +1,18 @@
-"""Which configuration of a kernel is the fastest: all candidates on all cases, and for each class of shapes the one that loses
-least against the best of every case.
+"""Which configuration of a kernel is the fastest: candidates on all cases, and for each class of shapes the one that loses
+least against the best of every case. Where there are many, those are tried that the model of bytes and latency puts first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from actorllm_kernels.configs import trying
+from actorllm_kernels.cost import MACHINES, Machine, of_launch, seconds
+from actorllm_kernels.launches import recording
 
 from .clock import Bench, Call
 
@@ -25,23 +27,52 @@ class Case:
     shape_class: str
     calls: Callable[[], Sequence[Call]]
     """Made anew for every candidate: what a launch needs may depend on it."""
+    kv_tokens: int = 0
+    """Whose keys and values are read."""
 
 
-def measure(bench: Bench, kernel: str, cases: Iterable[Case], candidates: Sequence[Config]) -> list[dict[str, Any]]:
+KEPT = 24
+"""Candidates for a class of shapes that are tried, of those that are predicted."""
+PREDICTED = ("skinny_gemm", "attn_decode", "lm_head_sample")
+
+
+def ranked(
+    kernel: str, cases: Sequence[Case], candidates: Sequence[Config], machine: Machine
+) -> dict[str, list[Config]]:
+    """By class of shapes, the candidates by the times that are predicted for its cases, the shortest first."""
+    scores: dict[str, list[float]] = {}
+    for case in cases:
+        score = scores.setdefault(case.shape_class, [0.0] * len(candidates))
+        for i, config in enumerate(candidates):
+            with trying(kernel, **config), recording() as launches:
+                case.calls()[0]()
+            works = (of_launch(launch, machine, kv_tokens=case.kv_tokens) for launch in launches)
+            score[i] += math.log(sum(seconds(work, machine) for work in works) or 1.0)
+    return {
+        shape_class: [candidates[i] for i in sorted(range(len(candidates)), key=score.__getitem__)]
+        for shape_class, score in scores.items()
+    }
+
+
+def measure(bench: Bench, kernel: str, cases: Sequence[Case], candidates: Sequence[Config]) -> list[dict[str, Any]]:
     """A row per case and candidate that runs. Raises when the GPU is lost, or when a case has none that runs."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    tried = {case.shape_class: candidates for case in cases}
+    if kernel in PREDICTED and len(candidates) > KEPT:
+        machine = next((one for name, one in MACHINES.items() if name in bench.chip), MACHINES["H200"])
+        tried = {name: order[:KEPT] for name, order in ranked(kernel, cases, candidates, machine).items()}
     for case in cases:
         before = len(rows)
-        for config in candidates:
+        for config in tried[case.shape_class]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(trying(kernel, **config))
                 try:
-                    seconds = bench.seconds(case.calls())
+                    taken = bench.seconds(case.calls())
                 except Exception as problem:  # does not fit: too much shared memory, or too many registers
                     bench.synchronize()
                     print(f"  {kernel} {case.name} {dict(config)}: {type(problem).__name__}", flush=True)
                     continue
-            rows.append({"class": case.shape_class, "case": case.name, "us": seconds * 1e6, **config})
+            rows.append({"class": case.shape_class, "case": case.name, "us": taken * 1e6, **config})
         if len(rows) == before:
             raise RuntimeError(f"{kernel} {case.name}: no candidate runs")
         bench.empty_cache()

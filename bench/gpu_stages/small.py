@@ -22,7 +22,7 @@ from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, sample_pick
-from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp, tile_maxima
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, find_cutoffs, sample_topk_topp, tile_maxima
 from actorllm_kernels.silu_mul import activation_mul
 from actorllm_kernels.step_prep import step_prep
 from actorllm_kernels.top_logprobs import top_logprobs
@@ -175,6 +175,8 @@ def _sampling(bench: Bench) -> Iterator[Small]:
     tokens, is_finite, ranks = (torch.zeros(rows, dtype=I32, device=device) for _ in range(3))
     filtered = partial(sample_topk_topp, logits, slots, state, filters, scratch, offers)
     yield Small("sample_topk_topp", case, [filtered])
+    alone = FilterState(torch.zeros_like(filters.top_k), filters.top_p, torch.zeros_like(filters.min_p))
+    yield Small("find_cutoffs", f"{case}, top_p alone", [partial(find_cutoffs, logits, slots, state, alone, scratch)])
     yield Small("sample_pick", case, [partial(sample_pick, offers, slots, state, tokens, is_finite, pdl=bench.pdl)])
     num_top = bench.pick(20, 3)
     ids = torch.zeros(rows, num_top + 1, dtype=I32, device=device)

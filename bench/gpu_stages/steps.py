@@ -17,12 +17,13 @@ import torch
 
 from actorllm.config import EngineConfig
 from actorllm.messages import NewRow, StepPlan, pack_rows
+from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import CudaDevice, HostDevice
 from actorllm.model.cuda.rehearsal import compiling
-from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.runner import MEASURED_STEPS, CudaRunner
 from actorllm_kernels.configs import trying
 
-from .clock import Bench
+from .clock import Bench, interval
 from .models import Shape
 
 CONTEXT = 1024
@@ -76,17 +77,32 @@ def prepared(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> 
         bench.empty_cache()
 
 
-def step_seconds(bench: Bench, runner: CudaRunner, batch: int, context: int, *, is_recorded: bool = True) -> float:
+def step_samples(bench: Bench, runner: CudaRunner, batch: int, context: int) -> list[float]:
     """Of a decode step over so many tokens, from events around several of them with that mean length."""
-    count = bench.pick(STEPS, 1)
     with torch.inference_mode(), runner.device.active():
-        step = runner.steady_step(batch, context, is_recorded=is_recorded)
-        fill(runner, batch)
+        call, before, count = step_calls(bench, runner, batch, context)
+        return [seconds / count for seconds in bench.samples(call, before=before)]
 
-        def again() -> None:
-            runner.state.num_computed[:batch] = context - 1 - count // 2  # a step attends to one more than are computed
 
-        return bench.eager_seconds(lambda: [step() for _ in range(count)], before=again) / count
+def step_calls(
+    bench: Bench, runner: CudaRunner, batch: int, context: int, *, is_recorded: bool = True
+) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+    """Several steps, what must be done before them, and how many they are. On the runner's device."""
+    count = bench.pick(STEPS, 1)
+    step = runner.steady_step(batch, context, is_recorded=is_recorded)
+    fill(runner, batch)
+
+    def again() -> None:
+        runner.state.num_computed[:batch] = context - 1 - count // 2  # a step attends to one more than are computed
+
+    return lambda: [step() for _ in range(count)], again, count
+
+
+def verdict_of(runner: CudaRunner) -> str:
+    """Whether what is timed computes what it should: kernels and a recorded step were checked when the runner was made."""
+    if replaced := ops.replaced():
+        return f"computed by torch: {', '.join(replaced)}"
+    return "right" if runner.graphs.is_on or runner.config.enforce_eager else "its graph is wrong"
 
 
 def fill(runner: CudaRunner, batch: int) -> None:
@@ -105,10 +121,11 @@ def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) ->
             for batch in bench.pick((1, 8, 32, 64, 128, 256), (3,)):
                 context = bench.pick(CONTEXT, 5)
                 try:
-                    seconds = step_seconds(bench, runner, batch, context)
+                    samples = step_samples(bench, runner, batch, context)
                 except ValueError as error:  # the cache has no room for that
                     print(f"  {shape.name} {batch}: {error}", flush=True)
                     continue
+                seconds, (low, high) = statistics.median(samples), interval(samples)
                 limit = shape.decode_limit_s(batch, context, bandwidth, flops)
                 rows.append(
                     {
@@ -116,6 +133,9 @@ def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) ->
                         "batch": batch,
                         "context": context,
                         "step, ms": seconds * 1e3,
+                        "from, ms": low * 1e3,
+                        "to, ms": high * 1e3,
+                        "verdict": verdict_of(runner),
                         "limit, ms": limit * 1e3,
                         "share": limit / seconds,
                         "tokens/s": batch / seconds,
@@ -182,41 +202,33 @@ def _prefill_seconds(bench: Bench, runner: CudaRunner) -> float:
 
 
 def ablations(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
-    """The same step with one trick left out at a time."""
+    """The same step with one trick left out at a time, in pairs: both ways take turns on the same machine."""
     rows = []
     ways: dict[str, tuple[bool, Callable[[], Any]]] = {
-        "as it is": (True, contextlib.nullcontext),
         "no dependent launches": (False, contextlib.nullcontext),
         "no prefetch of weights": (True, lambda: _both("PREFETCH", 0)),
         "no fused products": (True, lambda: trying("skinny_gemm", MAX_ROWS=0)),
+        "no graph": (True, contextlib.nullcontext),
     }
+    context, batches = bench.pick(CONTEXT, 5), bench.pick((1, 32), (1,))
     for shape in shapes[: bench.pick(None, 1)]:
-        base: dict[int, float] = {}
-        for name, (uses_pdl, changed) in ways.items():
-            with changed(), runner_of(bench, shape, uses_pdl) as runner:
-                for batch in bench.pick((1, 32), (1,)):
-                    seconds = step_seconds(bench, runner, batch, bench.pick(CONTEXT, 5))
-                    base.setdefault(batch, seconds)
-                    rows.append(
-                        {
-                            "model": shape.name,
-                            "batch": batch,
-                            "way": name,
-                            "step, ms": seconds * 1e3,
-                            "ratio": seconds / base[batch],
-                        }
-                    )
-                    if name == "as it is":
-                        eager = step_seconds(bench, runner, batch, bench.pick(CONTEXT, 5), is_recorded=False)
-                        rows.append(
-                            {
-                                "model": shape.name,
-                                "batch": batch,
-                                "way": "no graph",
-                                "step, ms": eager * 1e3,
-                                "ratio": eager / seconds,
-                            }
-                        )
+        room = -(-(CONTEXT + MEASURED_STEPS) // 64 + 1) * 64 * max(batches) * shape.kv_bytes_per_token
+        more = {} if bench.is_check else {"kv_cache_memory_bytes": room, "max_num_seqs": max(batches)}
+        with runner_of(bench, shape, **more) as base:
+            for name, (uses_pdl, changed) in ways.items():
+                with changed(), runner_of(bench, shape, uses_pdl, **more) as other:
+                    for batch in batches:
+                        is_recorded = name != "no graph"
+                        with torch.inference_mode(), base.device.active():  # one stream, which the clock is on
+                            first, second = (
+                                step_calls(bench, runner, batch, context, is_recorded=recorded)
+                                for runner, recorded in ((base, True), (other, is_recorded))
+                            )
+                            ratios = bench.paired((first[0], second[0]), (first[1], second[1]))
+                        low, high = interval(ratios)
+                        row = {"model": shape.name, "batch": batch, "way": name, "ratio": statistics.median(ratios)}
+                        verdict = verdict_of(base if verdict_of(base) != "right" else other)
+                        rows.append({**row, "from": low, "to": high, "verdict": verdict})
     return {"ablations": rows}
 
 

@@ -25,7 +25,7 @@ TITLES = {
     "small": "Small kernels",
     "order": "Dependent launches give the tokens of plain ones",
     "offline": "Offline throughput, the workload of nano-vllm",
-    "latency": "Latencies of requests that come together",
+    "latency": "A serving run: latencies of requests that come together",
     "idle": "Between two steps",
     "start": "The start, until the first token",
     "ablations": "What each trick of a step is worth",
@@ -51,6 +51,9 @@ def markdown(result: dict[str, Any], missing: list[str]) -> str:
         lines += [f"Not measured: {', '.join(missing)}.", ""]
     if problems := [f"- {row['stage']}: {row['problem']}" for row in result["stages"] if row["problem"]]:
         lines += ["What went wrong:", "", *problems, ""]
+    lines += ["## Verdict", "", *(f"- {line}" for line in result["verdict"]), ""]
+    if result["beside"]:
+        lines += ["## Measured beside predicted", "", *_table(result["beside"]), ""]
     lines += [f"## What is wanted of an {CHIP}", "", *_table(result["targets"]), ""]
     for name, title in TITLES.items():
         if name not in result:
@@ -65,6 +68,14 @@ def markdown(result: dict[str, Any], missing: list[str]) -> str:
                 lines += [key, "", *_table([{"class": name, **_columns(one)} for name, one in value.items()]), ""]
             elif not isinstance(value, list):
                 lines += [f"{key}: {cell(value)}", ""]
+    return "\n".join(lines)
+
+
+def predicted(machine: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """What `--predict` prints."""
+    lines = [f"# Predicted for an {machine}", "", "By a model of bytes and latency; nothing here was measured.", ""]
+    for what, rows in found.items():
+        lines += [f"## {what.capitalize()}", "", *_table(rows), ""]
     return "\n".join(lines)
 
 

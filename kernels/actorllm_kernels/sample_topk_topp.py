@@ -3,11 +3,12 @@
 
 For steps whose logits are changed, filtered or reported, and for batches too large for `lm_head_sample`. Nothing is sorted but
 the maxima of the tiles. A filter keeps what is at least a pivot. The pivot is searched by bisection of the bits of the logits.
-They are those of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values. A pass looks only at
-tiles whose largest logit is above the pivot in question. These are few where a filter is worth its name.
+They are those of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values. Only tiles whose
+largest logit is above a bound of the pivot are looked at. Where these are few, as with top_k, they are read once, and pivots
+are tried in registers. Where top_p is alone, `nucleus` leaves few ids that are in question. Else each pivot is a pass.
 
-Three launches, then `sample_pick`. They are the maxima of the tiles, the cutoff of each row (one program per row), and the draw.
-It looks at the tiles in which something is kept.
+Five launches, then `sample_pick`: the maxima of the tiles, two of `nucleus` that do nothing for other rows, the cutoff of each
+row (one program per row), and the draw. It looks at the tiles in which something is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ import triton
 import triton.language as tl
 
 from actorllm_kernels.configs import lookup
+from actorllm_kernels.nucleus import (
+    CAPACITY,
+    GROUP,
+    NucleusScratch,
+    collect_kernel,
+    is_nucleus,
+    key_of,
+    weigh_kernel,
+)
 from actorllm_kernels.sample_pick import TILE, Offers, SamplingState, tile_offer
 
 KEEP_ALL = tl.constexpr(0x7F7FFFFF)
@@ -49,21 +59,25 @@ class FilterScratch:
     """int32 [num_rows, num_tiles]: tiles, those with the largest maxima first"""
     cutoff: torch.Tensor
     """int32 [num_rows]: the largest key that is kept"""
+    nucleus: NucleusScratch
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> FilterScratch:
         shape = (num_rows, -(-vocab_size // TILE))
         floats = torch.empty(2, *shape, device=device)
         order = torch.empty(shape, dtype=torch.int32, device=device)
-        return cls(floats[0], floats[1], order, torch.empty(num_rows, dtype=torch.int32, device=device))
+        cutoff = torch.empty(num_rows, dtype=torch.int32, device=device)
+        return cls(floats[0], floats[1], order, cutoff, NucleusScratch.empty(num_rows, shape[1], device))
 
-
-@triton.jit
-def key_of(logits, top, temperature):
-    """y, and its key: the smaller the key, the larger y. The same bits in every kernel, or a pivot would not be found."""
-    y = tl.div_rn(logits - top, tl.zeros_like(logits) + temperature)
-    y = tl.where(logits == -float("inf"), -float("inf"), y)
-    return y, (0.0 - y).to(tl.int32, bitcast=True)
+    def first(self, num_rows: int) -> FilterScratch:
+        """The same for fewer rows."""
+        return FilterScratch(
+            self.highest[:num_rows],
+            self.mass[:num_rows],
+            self.order[:num_rows],
+            self.cutoff[:num_rows],
+            self.nucleus.first(num_rows),
+        )
 
 
 @triton.jit
@@ -121,11 +135,71 @@ def measure(cut, num_active, logits_ptr, order_ptr, top, temperature, VOCAB: tl.
 
 
 @triton.jit
+def between(low, high, tried):
+    """The next pivot. Values in question are few and lie close: halving values finds them sooner than halving bits, which ends
+    sooner where they do not.
+    """
+    halves = 0.5 * tl.maximum(low, 0).to(tl.float32, bitcast=True) + 0.5 * high.to(tl.float32, bitcast=True)
+    middle = tl.where(tried < 12, halves.to(tl.int32, bitcast=True), low + (high - low) // 2)
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def lowest_of_top_k(key, low, high, top_k):
+    """The largest key of the `top_k` smallest, among `key`, which are in registers, as a bound between two keys.
+
+    low, high: it lies above the one, and not above the other.
+    """
+    num_low = high * 0
+    num_high = tl.sum(tl.sum((key <= high).to(tl.int32), 1), 0)
+    tried = high * 0
+    while (high - low > 1) & (num_high - num_low > 1) & (num_high != top_k):
+        middle = between(low, high, tried)
+        tried += 1
+        count = tl.sum(tl.sum((key <= middle).to(tl.int32), 1), 0)
+        if count >= top_k:
+            high = middle
+            num_high = count
+        else:
+            low = middle
+            num_low = count
+    return high
+
+
+@triton.jit
+def lowest_of_top_p(key, mass, low, high, above, num_high, wanted):
+    """The least key at which the masses of all keys up to it are as much as is wanted, as a bound between two keys.
+
+    key, mass: in registers. above: the mass of what comes before them. low, high: there is less up to the one, and not up to the
+    other; num_high: how many keys are not above it.
+    """
+    num_low = num_high * 0
+    tried = num_high * 0
+    while (high - low > 1) & (num_high - num_low > 1):
+        middle = between(low, high, tried)
+        tried += 1
+        is_in = key <= middle
+        count = tl.sum(tl.sum(is_in.to(tl.int32), 1), 0)
+        if above + tl.sum(tl.sum(tl.where(is_in, mass, 0.0), 1), 0) >= wanted:
+            high = middle
+            num_high = count
+        else:
+            low = middle
+            num_low = count
+    return high
+
+
+@triton.jit
 def cutoff_kernel(
     logits_ptr,
     highest_ptr,
     order_ptr,
     cutoff_ptr,
+    bins_ptr,
+    sums_ptr,
+    counts_ptr,
+    keys_ptr,
+    sums_stride,
     rows_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -135,6 +209,9 @@ def cutoff_kernel(
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + i).to(tl.int64)
@@ -146,60 +223,103 @@ def cutoff_kernel(
         min_p = tl.load(min_p_ptr + slot)
         has_filter = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
         if (temperature > 0.0) & has_filter:
-            row_ptr = logits_ptr + i * VOCAB
-            tiles_ptr = order_ptr + i * NUM_TILES
-            tile = tl.arange(0, BLOCK)
-            highest = tl.load(highest_ptr + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=-float("inf"))
-            highest = tl.where(highest != highest, -float("inf"), highest)
-            top = tl.max(highest, 0)
-            top = tl.where(top > -float("inf"), top, 0.0)
-            _y, key = key_of(highest, top, temperature)
-            key = tl.where(tile < NUM_TILES, key, 0x7FFFFFFF)
-            packed = tl.sort((key.to(tl.int64) << 32) | tile.to(tl.int64))
-            keys = (packed >> 32).to(tl.int32)  # of the maxima, ascending
-            tl.store(tiles_ptr + tile, (packed & 0xFFFFFFFF).to(tl.int32), mask=tile < NUM_TILES)
-            tl.debug_barrier()  # the order is read by other threads of this program
+            is_found = cut < 0
+            if is_nucleus(temperature, top_k, top_p, min_p, VOCAB):
+                tl.store(
+                    bins_ptr + i * 256 + tl.arange(0, 256), tl.zeros([256], tl.int64)
+                )  # as the next step must find them
+                group = tl.arange(0, GROUPS)
+                at = i * NUM_GROUPS + group
+                is_group = group < NUM_GROUPS
+                count = tl.load(counts_ptr + at, mask=is_group, other=0)
+                above = tl.sum(tl.load(sums_ptr + at, mask=is_group, other=0.0), 0)
+                wanted = top_p * tl.sum(tl.load(sums_ptr + sums_stride + at, mask=is_group, other=0.0), 0)
+                place = tl.arange(0, CAPACITY)
+                is_key = place[None, :] < count[:, None]
+                key = tl.load(keys_ptr + at[:, None] * CAPACITY + place[None, :], mask=is_key, other=0x7FFFFFFF)
+                mass = tl.where(is_key, tl.exp(0.0 - key.to(tl.float32, bitcast=True)), 0.0)
+                upto = above + tl.sum(tl.sum(mass, 1), 0)
+                is_found = (tl.max(count, 0) <= CAPACITY) & (above < wanted) & (upto >= wanted)
+                if is_found:
+                    num = tl.sum(count, 0)
+                    low = tl.min(tl.min(key, 1), 0) - 1
+                    high = tl.max(tl.max(tl.where(is_key, key, 0), 1), 0)
+                    cut = lowest_of_top_p(key, mass, low, high, above, num, wanted)
+            if not is_found:
+                row_ptr = logits_ptr + i * VOCAB
+                tiles_ptr = order_ptr + i * NUM_TILES
+                tile = tl.arange(0, BLOCK)
+                highest = tl.load(highest_ptr + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=-float("inf"))
+                highest = tl.where(highest != highest, -float("inf"), highest)
+                top = tl.max(highest, 0)
+                top = tl.where(top > -float("inf"), top, 0.0)
+                _y, maxima = key_of(highest, top, temperature)
+                maxima = tl.where(tile < NUM_TILES, maxima, 0x7FFFFFFF)
+                packed = tl.sort((maxima.to(tl.int64) << 32) | tile.to(tl.int64))
+                keys = (packed >> 32).to(tl.int32)  # of the maxima, ascending
+                tl.store(tiles_ptr + tile, (packed & 0xFFFFFFFF).to(tl.int32), mask=tile < NUM_TILES)
+                tl.debug_barrier()  # the order is read by other threads of this program
 
-            if min_p > 0.0:
-                distance = 0.0 - tl.log(min_p)
-                distance = tl.where(distance > 0.0, distance, 0.0)  # never -0.0, whose bits are negative
-                cut = tl.minimum(cut, distance.to(tl.int32, bitcast=True))
-            if (top_k > 0) & (top_k < VOCAB):
-                low = cut * 0 - 1
-                high = cut
-                if top_k <= NUM_TILES:  # as many maxima are at least this, so as many ids are
-                    high = tl.minimum(high, tl.sum(tl.where(tile == top_k - 1, keys, 0), 0))
-                while high - low > 1:
-                    middle = low + (high - low) // 2
-                    active = tl.sum((keys <= middle).to(tl.int32), 0)
-                    count, _mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
-                    if count >= top_k:
-                        high = middle
-                    else:
-                        low = middle
-                    if count == top_k:
-                        low = high - 1  # nothing lies between this pivot and the right one
-                cut = high
-            if top_p < 1.0:
-                active = tl.sum((keys <= cut).to(tl.int32), 0)
-                num_high, total = measure(cut, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
-                wanted = top_p * total
-                # What is below this value is, all ids together, less than half of what may be missing.
-                floor = tl.minimum(tl.log((1.0 - top_p) * total * (0.5 / VOCAB)), 0.0)
-                low = cut * 0 - 1
-                num_low = num_high * 0
-                high = tl.minimum(cut, (0.0 - floor).to(tl.int32, bitcast=True))
-                while (high - low > 1) & (num_high - num_low > 1):
-                    middle = low + (high - low) // 2
-                    active = tl.sum((keys <= middle).to(tl.int32), 0)
-                    count, mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
-                    if mass >= wanted:
-                        high = middle
-                        num_high = count
-                    else:
-                        low = middle
-                        num_low = count
-                cut = high
+                if min_p > 0.0:
+                    distance = 0.0 - tl.log(min_p)
+                    distance = tl.where(distance > 0.0, distance, 0.0)  # never -0.0, whose bits are negative
+                    cut = tl.minimum(cut, distance.to(tl.int32, bitcast=True))
+                has_k = (top_k > 0) & (top_k < VOCAB)
+                bound = cut
+                if has_k & (top_k <= NUM_TILES):  # as many maxima are at least this, so as many ids are
+                    bound = tl.minimum(bound, tl.sum(tl.where(tile == top_k - 1, keys, 0), 0))
+                num_active = tl.sum((keys <= bound).to(tl.int32), 0)
+                if num_active <= CHUNK:
+                    # All that can be kept is read once, and the pivots are tried in registers.
+                    j = tl.arange(0, CHUNK)
+                    few = tl.load(tiles_ptr + j, mask=j < num_active, other=0)
+                    id = few[:, None] * 256 + tl.arange(0, 256)[None, :]
+                    is_there = (j < num_active)[:, None] & (id < VOCAB)
+                    x = tl.load(row_ptr + id, mask=is_there, other=-float("inf")).to(tl.float32)
+                    y, key = key_of(x, top, temperature)
+                    if has_k:
+                        cut = lowest_of_top_k(key, cut * 0 - 1, bound, top_k)
+                    if top_p < 1.0:
+                        is_in = key <= cut
+                        mass = tl.where(is_in, tl.exp(y), 0.0)
+                        num = tl.sum(tl.sum(is_in.to(tl.int32), 1), 0)
+                        wanted = top_p * tl.sum(tl.sum(mass, 1), 0)
+                        cut = lowest_of_top_p(key, mass, cut * 0 - 1, cut, wanted * 0.0, num, wanted)
+                else:
+                    if has_k:
+                        low = cut * 0 - 1
+                        high = bound
+                        while high - low > 1:
+                            middle = low + (high - low) // 2
+                            active = tl.sum((keys <= middle).to(tl.int32), 0)
+                            count, _mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                            if count >= top_k:
+                                high = middle
+                            else:
+                                low = middle
+                            if count == top_k:
+                                low = high - 1
+                        cut = high
+                    if top_p < 1.0:
+                        active = tl.sum((keys <= cut).to(tl.int32), 0)
+                        num_high, total = measure(cut, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                        wanted = top_p * total
+                        # What is below this value is, all ids together, less than half of what may be missing.
+                        floor = tl.minimum(tl.log((1.0 - top_p) * total * (0.5 / VOCAB)), 0.0)
+                        low = cut * 0 - 1
+                        num_low = num_high * 0
+                        high = tl.minimum(cut, (0.0 - floor).to(tl.int32, bitcast=True))
+                        while (high - low > 1) & (num_high - num_low > 1):
+                            middle = low + (high - low) // 2
+                            active = tl.sum((keys <= middle).to(tl.int32), 0)
+                            count, mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                            if mass >= wanted:
+                                high = middle
+                                num_high = count
+                            else:
+                                low = middle
+                                num_low = count
+                        cut = high
     tl.store(cutoff_ptr + i, cut)
 
 
@@ -290,24 +410,80 @@ def tile_maxima(
 def find_cutoffs(
     logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
 ) -> None:
-    """Fills scratch.cutoff; scratch.highest must be there."""
+    """Fills scratch.cutoff; scratch.highest must be there. Three launches."""
+    for launch in (weigh, collect, cut):
+        launch(logits, rows, state, filters, scratch)
+
+
+def weigh(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
+) -> None:
+    """The first launch of `find_cutoffs`."""
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
+    config = lookup("weigh", "*", logits.device)
+    weigh_kernel[(num_rows, triton.cdiv(vocab_size, config["IDS"]))](
+        logits,
+        scratch.highest,
+        scratch.nucleus.bins,
+        *_wishes(rows, state, filters),
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        BLOCK=triton.next_power_of_2(num_tiles),
+        **config,
+    )
+
+
+def collect(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
+) -> None:
+    """The second."""
+    num_rows, vocab_size = logits.shape
+    num_tiles, nucleus = scratch.highest.shape[1], scratch.nucleus
+    collect_kernel[(num_rows, nucleus.counts.shape[1])](
+        logits,
+        scratch.highest,
+        *_found(nucleus),
+        *_wishes(rows, state, filters),
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        BLOCK=triton.next_power_of_2(num_tiles),
+        GROUP=GROUP,
+        NUM_GROUPS=nucleus.counts.shape[1],
+        CAPACITY=CAPACITY,
+        **lookup("collect", "*", logits.device),
+    )
+
+
+def cut(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
+) -> None:
+    """The third, which decides."""
+    num_rows, vocab_size = logits.shape
+    num_tiles, nucleus = scratch.highest.shape[1], scratch.nucleus
     cutoff_kernel[(num_rows,)](
         logits,
         scratch.highest,
         scratch.order,
         scratch.cutoff,
-        rows,
-        state.temperature,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
+        *_found(nucleus),
+        *_wishes(rows, state, filters),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),
+        NUM_GROUPS=nucleus.counts.shape[1],
+        GROUPS=triton.next_power_of_2(nucleus.counts.shape[1]),
+        CAPACITY=CAPACITY,
         **lookup("cutoff", "*", logits.device),
     )
+
+
+def _found(nucleus: NucleusScratch) -> tuple[torch.Tensor | int, ...]:
+    return nucleus.bins, nucleus.sums, nucleus.counts, nucleus.keys, nucleus.sums.stride(0)
+
+
+def _wishes(rows: torch.Tensor, state: SamplingState, filters: FilterState) -> tuple[torch.Tensor, ...]:
+    return rows, state.temperature, filters.top_k, filters.top_p, filters.min_p
 
 
 def draw_tiles(
@@ -346,7 +522,7 @@ def sample_topk_topp(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> None:
-    """The three launches; `sample_pick` must follow. rows: int32 [num_rows] slots, or -1; logits, masks: see `tile_maxima`."""
+    """All launches; `sample_pick` must follow. rows: int32 [num_rows] slots, or -1; logits, masks: see `tile_maxima`."""
     tile_maxima(logits, scratch, masks, mask_rows)
     find_cutoffs(logits, rows, state, filters, scratch)
     draw_tiles(logits, rows, state, scratch, offers)

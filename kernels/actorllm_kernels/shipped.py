@@ -23,7 +23,7 @@ from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
-from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, draw_tiles, find_cutoffs, tile_maxima
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, collect, cut, draw_tiles, tile_maxima, weigh
 from actorllm_kernels.silu_mul import activation_mul
 from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
 from actorllm_kernels.step_prep import step_prep
@@ -249,6 +249,9 @@ SHIPPED["sample_pick-151936-pdl"] = partial(_sample_pick, 32, 151936, True)
 SHIPPED["sample_pick-128256"] = partial(_sample_pick, 32, 128256, False)
 
 
+CUTOFF = {"weigh": weigh, "collect": collect, "cutoff": cut}
+
+
 def _sample_topk_topp(vocab_size: int, what: str) -> None:
     meta, logits, rows = torch.device("meta"), _meta(32, vocab_size, dtype=F32), _meta(32, dtype=I32)
     offers, scratch = Offers.empty(32, vocab_size, meta), FilterScratch.empty(32, vocab_size, meta)
@@ -256,13 +259,14 @@ def _sample_topk_topp(vocab_size: int, what: str) -> None:
         tile_maxima(logits, scratch, _meta(8, vocab_size // 32, dtype=I32), rows)
     elif what == "mass":
         tile_maxima(logits, scratch, has_mass=True)
-    elif what == "cutoff":
-        find_cutoffs(logits, rows, _state(), FilterState(_meta(600, dtype=I32), *(_meta(600, dtype=F32),) * 2), scratch)
+    elif what in CUTOFF:
+        filters = FilterState(_meta(600, dtype=I32), *(_meta(600, dtype=F32),) * 2)
+        CUTOFF[what](logits, rows, _state(), filters, scratch)
     else:
         draw_tiles(logits, rows, _state(), scratch, offers)
 
 
-for what in ("maxima", "mass", "cutoff", "draw"):
+for what in ("maxima", "mass", *CUTOFF, "draw"):
     SHIPPED[f"sample_topk_topp-151936-{what}"] = partial(_sample_topk_topp, 151936, what)
 
 

@@ -33,6 +33,8 @@ MAX_ROWS = 64
 """Of x, in one launch."""
 PREFETCH_BYTES = 16 << 20
 """That the programs of a launch ask for before they wait; the second-level cache has 40 MiB or more where they can wait."""
+UNROLLED = tl.constexpr(4)
+"""Parts of a split product that are added up with all their reads under way; more would be too much code."""
 MAX_RESIDENT = 3
 """Programs of a product on a multiprocessor, roughly."""
 
@@ -88,6 +90,29 @@ def finish(
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_part(
+    acc,
+    acc_up,
+    squares,
+    part,
+    inside,
+    m,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """A part is not read from the cache of this multiprocessor, which may have what was there before."""
+    acc += tl.load(part + inside, cache_modifier=".cg")
+    if IS_GATED:
+        acc_up += tl.load(part + TILE + inside, cache_modifier=".cg")
+    if HAS_NORM:
+        squares += tl.load(part + (PART - BLOCK_M) + m, cache_modifier=".cg")
+    return acc, acc_up, squares
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -189,12 +214,16 @@ def skinny_gemm_kernel(
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
-            for i in range(SPLIT):  # not from the cache of this multiprocessor, which may have what was there before
-                acc += tl.load(parts + i * PART + inside, cache_modifier=".cg")
-                if IS_GATED:
-                    acc_up += tl.load(parts + i * PART + TILE + inside, cache_modifier=".cg")
-                if HAS_NORM:
-                    squares += tl.load(parts + i * PART + (PART - BLOCK_M) + m, cache_modifier=".cg")
+            if SPLIT <= UNROLLED:
+                for i in tl.static_range(SPLIT):  # all parts are on their way before the first is there
+                    acc, acc_up, squares = add_part(
+                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
+                    )
+            else:
+                for i in range(SPLIT):
+                    acc, acc_up, squares = add_part(
+                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
+                    )
             finish(
                 acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
                 N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from actorllm_kernels import reference
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, find_cutoffs, tile_maxima
 from tests.kernels.cases import Columns
 from tests.kernels.cases import draw_filtered as draw
 from tests.kernels.sampling import make_state, on_the_cpu
@@ -90,3 +92,27 @@ def test_rows_with_nothing_left_or_bad_logits_are_reported_and_padding_is_not() 
     assert is_finite == [1, 1, 0, 0, 1]
     assert [tokens[0], tokens[4]] == expected.tolist()
     assert all(0 <= token < 300 for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_walked", "bins"),
+    [("usual", False, 0), ("peaked", False, 0), ("flat", True, 0), ("usual", True, 1 << 40)],
+)
+def test_top_p_alone_is_decided_from_few_ids_where_it_can_be(kind: str, is_walked: bool, bins: int) -> None:
+    """And rightly where it cannot, or where the choice of these ids was wrong. bins: what was there before, normally 0."""
+    torch.manual_seed(0)
+    logits = {"usual": 2.0, "peaked": 20.0, "flat": 0.001}[kind] * torch.randn(2, 9_000)
+    state, rows = make_state(2), torch.arange(2, dtype=torch.int32)
+    top_k, top_p, min_p = map(torch.from_numpy, filters(2, 0, 0.9, 0))
+    scratch = FilterScratch.empty(2, 9_000, logits.device)
+    tile_maxima(logits, scratch)
+    scratch.order.fill_(-1)
+    scratch.nucleus.bins.fill_(bins)
+    find_cutoffs(logits, rows, state, FilterState(top_k, top_p, min_p), scratch)
+    for row in range(2):
+        y = reference.scaled(logits[row].double(), float(state.temperature[row]))
+        right = int(reference.kept(y, top_p=float(top_p[row])).sum())
+        key = (0.0 - (logits[row] - logits[row].max()) / state.temperature[row]).view(torch.int32)
+        assert abs(int((key <= scratch.cutoff[row]).sum()) - right) <= 1
+    assert scratch.nucleus.bins.count_nonzero() == 0
+    assert bool((scratch.order != -1).any()) == is_walked

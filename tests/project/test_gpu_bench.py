@@ -28,8 +28,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import gpu  # noqa: E402
-from gpu_stages import attention, correctness, engine, products, readme, search, steps, tables, targets  # noqa: E402
-from gpu_stages.clock import Bench  # noqa: E402
+from gpu_stages import (  # noqa: E402
+    attention,
+    correctness,
+    engine,
+    prediction,
+    products,
+    readme,
+    search,
+    steps,
+    tables,
+    targets,
+    verdict,
+)
+from gpu_stages.clock import Bench, interval  # noqa: E402
 from gpu_stages.inputs import Paged  # noqa: E402
 from gpu_stages.models import MODELS, TINY  # noqa: E402
 from gpu_stages.record import Work  # noqa: E402
@@ -60,7 +72,7 @@ def test_the_kernels_are_checked_and_measured(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     work, result = tmp_path / "work", tmp_path / "gpu.json"
-    done = run("--cpu-check", "--work", str(work), "--json", str(result))
+    done = run("--cpu-check", "--stage", "all", "--work", str(work), "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
     assert found["correctness"]["num_wrong"] == 0
@@ -83,7 +95,7 @@ def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cpu-check", "--stage", "tail"], "--stage tail is none of next, all, ceilings"),
+        (["--cpu-check", "--stage", "tail"], "--stage tail is none of hour, next, all, ceilings"),
         (["--cpu-check", "--models", "gpt"], "--models gpt: the models are tiny-qwen3"),
     ],
 )
@@ -267,17 +279,17 @@ def test_the_timed_steps_have_the_context_that_their_limit_is_of(bench: Bench, m
             run(*key)
             lengths.append(int(runner._decode_rows.seq_lens[0]))
 
-        def rounds(_: Bench, call: Callable[[], None], before: Callable[[], None]) -> float:
+        def rounds(_: Bench, call: Callable[[], None], before: Callable[[], None]) -> list[float]:
             lengths.clear()
             for _ in range(3):
                 before()
                 call()
-            return 1.0
+            return [1.0]
 
         monkeypatch.setattr(runner.graphs, "run", noted)
-        monkeypatch.setattr(Bench, "eager_seconds", rounds)
+        monkeypatch.setattr(Bench, "samples", rounds)
         monkeypatch.setattr(Bench, "pick", lambda _, real, tiny: real if real == steps.STEPS else tiny)
-        steps.step_seconds(bench, runner, 2, 40)
+        steps.step_samples(bench, runner, 2, 40)
         assert runner._pool.pool[:, :1].any(), "zeros would be no work"
     assert len(lengths) == 3 * steps.STEPS
     assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
@@ -484,3 +496,76 @@ def test_the_idle_time_between_steps_is_that_without_work() -> None:
     mixed = step(100, "attn_prefill_kernel")
     assert engine.between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
     assert engine.between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None
+
+
+# Before there is a GPU ---------------------------------------------------------------------------------------------------
+
+
+def test_predictions_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is between its limit and three times that, and what it says of filters is what it was built for."""
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--predict", "H200", "--models", "Qwen3-0.6B", "--json", str(tmp_path / "p")]
+    )
+    assert gpu.main() == 0
+    found = json.loads((tmp_path / "p").read_text())
+    shares = {row["batch"]: row["share"] for row in found["steps"]}
+    assert set(shares) == {1, 8, 32, 64, 128, 256}
+    assert all(1 / 3 < share < 1 for share in shares.values())
+    assert all(row["from, ms"] < row["predicted, ms"] < row["to, ms"] for row in found["steps"])
+    assert 1 / 3 < found["prompts"][0]["share"] < 1
+    assert all(row["predicted, ms"] < 0.025 for row in found["filters"])
+
+
+def test_a_machine_that_is_not_known_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--predict", "TPU"])
+    assert gpu.main() == 2
+    assert "--predict TPU is none of H200, H100" in capsys.readouterr().err
+
+
+def _first_hour(**changes: Any) -> dict[str, dict[str, Any]]:
+    step = {"model": "Qwen3-0.6B", "batch": 1, "context": 1024, "step, ms": 2.0, "from, ms": 1.9, "to, ms": 2.1}
+    kernels = [{"model": "Qwen3-0.6B", "batch": 1, "kernel": "attn_decode_kernel", "us": 900.0}]
+    return {
+        "correctness": {"checks": [1, 2, 3]},
+        "order": {"order": []},
+        "steps": {"steps": [step | {"verdict": "right", "share": 0.16} | changes], "by kernel": kernels},
+        "ablations": {"ablations": [{"way": "no prefetch of weights", "to": 0.9}, {"way": "no graph", "to": 3.0}]},
+    }
+
+
+def test_the_verdict_says_what_to_do_next() -> None:
+    results = _first_hour()
+    beside = prediction.beside(results, "NVIDIA H200")
+    (row,) = beside
+    assert row["measured / predicted"] > 3
+    lines = verdict.verdict(results, beside, {}, "NVIDIA H200")
+    assert lines[:2] == [
+        "Kernels are right: 3 launches agree with torch in bfloat16.",
+        "Dependent launches give the tokens of plain ones, bit for bit.",
+    ]
+    assert "Decode steps of Qwen3-0.6B reach 16% at batch 1 of what the memory allows." in lines
+    assert any("most of it in attn_decode" in line and "--stage search-decode" in line for line in lines)
+    assert any("faster with no prefetch of weights" in line for line in lines)
+
+
+def test_no_time_counts_without_its_verdict() -> None:
+    results = _first_hour(verdict="computed by torch: embed")
+    lines = verdict.verdict(results, [], {"correctness": "wrong kernels: embed"}, "NVIDIA H100")
+    assert lines[0].startswith("WRONG: wrong kernels: embed. No time below counts.")
+    assert any("Those at batch 1 do not count" in line for line in lines)
+    assert any("this is another GPU" in line for line in lines)
+    assert verdict.verdict({}, [], {}, "NVIDIA H200")[0].startswith("Whether the kernels are right was not checked")
+
+
+def test_what_is_compared_takes_turns_and_has_an_interval() -> None:
+    ran: list[str] = []
+    bench = Bench(torch.device("cpu"), False)
+    times = iter(range(1, 100))
+    object.__setattr__(bench, "once", lambda call, before: (call(), float(next(times)))[1])
+    ratios = bench.paired((lambda: ran.append("a"), lambda: ran.append("b")), (lambda: None, lambda: None), rounds=4)
+    assert "".join(ran) == "ab" + "abbaabba"
+    assert len(ratios) == 4
+    assert interval([float(n) for n in range(15)]) == (3.0, 11.0)
+    assert interval([1.0]) == (1.0, 1.0)

@@ -34,7 +34,7 @@ from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
-from actorllm.model.cuda import ops
+from actorllm.model.cuda import experimental, ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
 from actorllm.model.cuda.decoder import (
@@ -167,6 +167,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """device: None for the GPU of this rank. Raises ConfigError when there is none that can be used."""
         self.device = device if device is not None else own_device(config, rank)
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
+        self._experiments = experimental.enabled()
         self.collectives = Collectives()
         self.model: DeviceModel
         self.state: StateTable
@@ -327,8 +328,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             rows, tokens = self._max_rows, self.config.scheduler.max_num_batched_tokens
             logits = LOGITS_COPIES * rows * self.model_config.vocab_size * self.dtype.itemsize
             of_step = max(0, peak - before) * min(rows, SIZES[-1]) // tokens
-            room -= logits if self.config.enforce_eager else 2 * logits + of_step
-        if not self.config.enforce_eager:
+            room -= 2 * logits + of_step if self._records else logits
+        if self._records:
             room -= GRAPH_BYTES
         return room - self._logprobs_bytes
 
@@ -347,6 +348,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
         self._allocate(num_blocks)
+        if missing := self._missing_experiments:
+            told = "decode steps are launched kernel by kernel; %s=%s would record them, which no GPU has shown to work"
+            logger.info(told, experimental.VARIABLE, ",".join(missing))
         if self.graphs.is_on and (self.model.needs_trial or self.device.proves_itself):
             self._try_recording()
         smallest, *others = self.graphs.sizes
@@ -393,7 +397,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
             self.model.allocate(self._max_rows, self._attention)
-        is_on = not config.enforce_eager and self.collectives.all_agree(not ops.replaced())
+        is_on = self._records and self.collectives.all_agree(not ops.replaced())
         self.graphs = DecodeGraphs(
             self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
         )
@@ -439,6 +443,20 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         return self.graphs.statistics() | {"num_replaced_kernels": len(ops.replaced())}
 
     # Graphs -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _records(self) -> bool:
+        """Whether decode steps are to be graphs. Those that no GPU has shown to work are only on request."""
+        return not self.config.enforce_eager and not self._missing_experiments
+
+    @property
+    def _missing_experiments(self) -> list[str]:
+        """Those that a graph of this model would be, and that are not asked for."""
+        needed = {
+            experimental.RECORDED_RANKS: self.collectives.size > 1,
+            experimental.RECORDED_MODULES: self.model.needs_trial,
+        }
+        return [name for name, is_so in needed.items() if is_so and name not in self._experiments]
 
     @property
     def wants_to_record(self) -> bool:

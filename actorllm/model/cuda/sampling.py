@@ -137,7 +137,7 @@ class DeviceSampler:
     def _draw(self, rows: torch.Tensor, masks: torch.Tensor | None, mask_rows: torch.Tensor | None) -> None:
         count = len(rows)
         if not self._collectives.rank:
-            logits, scratch, offers = self.logits[:count], self._scratch_of(count), self._offers_of(count)
+            logits, scratch, offers = self.logits[:count], self._scratch.first(count), self._offers_of(count)
             ops.tile_maxima(logits, scratch, masks, mask_rows)
             ops.find_cutoffs(logits, rows, self._state.sampling, self._state.filters, scratch)
             ops.draw_tiles(logits, rows, self._state.sampling, scratch, offers)
@@ -151,10 +151,6 @@ class DeviceSampler:
     def _offers_of(self, count: int) -> Offers:
         o = self._offers
         return Offers(o.highest[:count], o.weight[:count], o.id[:count])
-
-    def _scratch_of(self, count: int) -> FilterScratch:
-        s = self._scratch
-        return FilterScratch(s.highest[:count], s.mass[:count], s.order[:count], s.cutoff[:count])
 
     # Edits ------------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,12 @@ BLOCK = 64 * 2 * 2 * 2 * 32 * 4
 """Bytes of one block of the tiny model."""
 
 
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several ranks are graphs here, which they are not unless it is asked for."""
+    monkeypatch.setenv("ACTORLLM_EXPERIMENTAL", "recorded-ranks")
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"

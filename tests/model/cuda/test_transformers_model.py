@@ -35,6 +35,12 @@ GPT2: dict[str, Any] = {
 QWEN3: dict[str, Any] = {"model_type": "qwen3"}
 
 
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of modules are graphs here, which they are not unless it is asked for."""
+    monkeypatch.setenv("ACTORLLM_EXPERIMENTAL", "recorded-modules")
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("differences", [QWEN3, GPT2, GEMMA2, GPT_OSS], ids=["qwen3", "gpt2", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_the_cpu(make_twins: Callable[..., Twins], differences: dict[str, Any]) -> None:
