@@ -35,7 +35,7 @@ class ScenarioOptions:
     """What is simulated."""
 
     workload: str = "sample"
-    """sample (bundled), synthetic, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, vLLM's timed traces)."""
+    """sample (bundled), synthetic, sessions, agents, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, timed)."""
     format: str | None = None
     """Of the trace: azure, vidur, burstgpt, mooncake, timed, servegen; seen from the file if not given."""
     block_tokens: int | None = None
@@ -61,6 +61,8 @@ class ScenarioOptions:
     router: str = "round-robin"
     view_interval: float = 0.0
     """How old what a router knows may be, in seconds."""
+    max_concurrency: int | None = None
+    """Requests under way at a time; others are sent when one has ended."""
 
     def scenario(self) -> Scenario:
         """Tells of the rows of the trace that cannot be used. Raises ConfigError naming what is wrong."""
@@ -95,6 +97,7 @@ class ScenarioOptions:
             num_replicas=self.num_replicas,
             router=self.router,
             view_interval_s=self.view_interval,
+            max_concurrency=self.max_concurrency,
         )
         scenario.check_files()
         read = scenario.trace_report()

@@ -36,6 +36,7 @@ def replay(
     mix: str | None = None,
     seed: int = 0,
     until: float | None = None,
+    max_concurrency: int | None = None,
     num_warmups: int = 1,
     output_json: Path | None = None,
     save_detailed: bool = False,
@@ -73,6 +74,8 @@ def replay(
         Classes with their objectives, drawn by the seed: "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120".
     until
         Cut the run off so many seconds after the first arrival.
+    max_concurrency
+        Requests under way at a time; others are due when one has ended.
     num_warmups
         Requests before the first one.
     output_json
@@ -100,7 +103,12 @@ def replay(
     elif served_model_name is not None or vocab_size is not None:
         raise ConfigError("--served-model-name and --vocab-size are for a server (--url)")
     steps: RecordedSteps | None = None
-    arguments = {"seed": seed, "until": float("inf") if until is None else until, "num_warmups": num_warmups}
+    arguments = {
+        "seed": seed,
+        "until": float("inf") if until is None else until,
+        "num_warmups": num_warmups,
+        "max_concurrency": max_concurrency,
+    }
 
     async def run() -> LiveRun:
         nonlocal steps

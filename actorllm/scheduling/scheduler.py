@@ -692,13 +692,15 @@ class Scheduler:
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
-    def advance(self, steps: int, now: float) -> int:
+    def advance(self, steps: int, now: float, token_ids: I32 | None = None) -> int:
         """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
 
         Only while nothing happens: none waiting or prefilling, none at its end, enough blocks, room for a step, every
         step in flight of the same rows, and a policy that need not be asked (`ignores_decode_steps`). As many steps are in
-        flight afterwards as before, the last ones. Returns how many were run; 0 when the next one is not steady. Ids of
-        sampled tokens are not simulated.
+        flight afterwards as before, the last ones. Returns how many were run; 0 when the next one is not steady.
+
+        token_ids: of every row, the id that it samples in all of these steps. None: there are none, and later requests do not
+        find the output.
         """
         self.now = now
         if (
@@ -734,8 +736,13 @@ class Scheduler:
             grown, times = np.nonzero(when < steps)
             kv.extend_in_order(slots[grown[np.lexsort((grown, when[grown, times]))]])
         batch.num_computed[index] += steps
+        if token_ids is None:
+            batch.is_simulated[index] = True
+        else:
+            positions: I32 = batch.num_known[index].repeat(steps)
+            positions += np.tile(np.arange(steps, dtype=np.int32), index.size)
+            kv.write_token_ids(index.repeat(steps), positions, token_ids.repeat(steps))
         batch.num_known[index] += steps
-        batch.is_simulated[index] = True
         self._num_steps += steps
         self._results.num_output_tokens += steps * slots.size
         self.ledger.skip(steps)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
-from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages import F64, I32, I64, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.cost_model import MeasuredSteps, StepModel
 from actorllm.scheduling.events import End, Events
@@ -275,12 +275,12 @@ class WatchedScheduler(Scheduler):
             hold = "policy"
         return Wait(now, entry.step, hold, entry.num_prompt, free, needed, others)
 
-    def advance(self, steps: int, now: float) -> int:
+    def advance(self, steps: int, now: float, token_ids: I32 | None = None) -> int:
         rows = self.batch.rows()
         first = self.ledger.next_step
         context = int(self.batch.num_computed[rows.index].sum()) if len(rows) else 0
         before, began = self.kv.num_free, self.now
-        done = super().advance(steps, now)
+        done = super().advance(steps, now, token_ids)
         if done:
             # Steps in flight are moved behind the ones that are skipped, so these come right after what has been done.
             num_blocks = self.kv.pool.num_blocks

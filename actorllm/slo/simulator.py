@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
-from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
 from actorllm.scheduling.batch import Batch, Rows
 from actorllm.scheduling.cost_model import StepModel
@@ -49,6 +49,7 @@ from actorllm.scheduling.sequence import Sequence as Request
 from actorllm.scheduling.step_time import features_of
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
+from actorllm.slo.closed_loop import ClosedLoop, Contexts
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
@@ -197,6 +198,11 @@ class Worker(Protocol):
         ...
 
 
+def output_id(number: int) -> int:
+    """The id of all tokens that a request puts out; number: of the request, in the order of their arrival."""
+    return number * 40_503 & ((VOCAB_SIZE >> 1) - 1)
+
+
 class ModelledWorker:
     """Steps take what a step-time model says, times a residual that is drawn for each step in order."""
 
@@ -235,7 +241,7 @@ class ModelledWorker:
         self._left = 0
         """How many tokens the row that is closest to its end can still be given."""
         self._tokens_of: Rows | None = None
-        self._first_ids: I32 = NO_I32
+        self._ids: I32 = NO_I32
         self._ends = ends
         self._ends_of: Rows | None = None
         self._row_ends: I64 = np.zeros(0, np.int64)
@@ -293,7 +299,7 @@ class ModelledWorker:
     def pop(self) -> StepResult:
         step, rows, start, end, stops = self._in_flight.popleft()
         self.next_result_at = self._in_flight[0][3] if self._in_flight else math.inf
-        tokens = self._tokens(rows, step)
+        tokens = self._tokens(rows)
         if self._drafts is not None:  # where a row stands is known only now
             return self._with_drafts(StepResult(step=step, tokens=tokens, started=start, ended=end), rows)
         if stops is not None and stops.size:
@@ -320,7 +326,7 @@ class ModelledWorker:
             return replace(result, tokens=tokens)
         return replace(result, tokens=tokens, counts=counts, num_drafted=drafted)
 
-    def _tokens(self, rows: Rows, step: int) -> I32:
+    def _tokens(self, rows: Rows) -> I32:
         """Ids of sampled tokens: any will do, unless requests may find the KV of each other's output."""
         num = len(rows)
         if not self._has_tokens:
@@ -329,8 +335,8 @@ class ModelledWorker:
             return self._no_tokens[:num]
         if self._tokens_of is not rows:
             self._tokens_of = rows
-            self._first_ids = np.array([s.key[1] * 40_503 for s in rows.sequences.tolist()], np.int64).astype(np.int32)
-        return (self._first_ids + np.int32(step * 7 % VOCAB_SIZE)) & np.int32((VOCAB_SIZE >> 1) - 1)
+            self._ids = np.array([output_id(s.key[1]) for s in rows.sequences.tolist()], np.int32)
+        return self._ids
 
     def turn_after(self, at: float) -> float:
         return at
@@ -368,7 +374,7 @@ class ModelledWorker:
             num += 1
         if num < 2:
             return []
-        done = scheduler.advance(num, ends[num - 1])
+        done = scheduler.advance(num, ends[num - 1], self._tokens(rows) if self._has_tokens else None)
         if not done:
             return []
         del self._factors[:done]
@@ -439,8 +445,10 @@ class SimulatedReplica:
         self.tokens = TokenLog()
         self.num_steps_skipped = 0
         self.is_stalled = False
+        self.horizon = math.inf
+        """`run_until` stops here at the latest; what is told of ends may bring it forward."""
         self._worker = worker
-        self._on_ends = on_ends
+        self.on_ends = on_ends
         self._on_plan = on_plan
         self._can_skip = skip and on_plan is None
         self._turn_at = math.inf
@@ -531,8 +539,9 @@ class SimulatedReplica:
 
     def run_until(self, until: float) -> None:
         """Everything that happens before this time."""
-        worker, aborts = self._worker, self._aborts
+        worker, aborts, latest = self._worker, self._aborts, until
         while True:
+            until = min(latest, self.horizon)
             at = worker.next_result_at
             turn_at = min(self._turn_at, self._timer_at)
             if aborts and aborts[0][0] <= min(at, turn_at):
@@ -548,6 +557,12 @@ class SimulatedReplica:
                 self._complete(at)
             else:
                 return
+
+    @property
+    def next_event_at(self) -> float:
+        """When something happens next, if nothing arrives."""
+        aborted_at = self._aborts[0][0] if self._aborts else math.inf
+        return min(self._worker.next_result_at, self._turn_at, self._timer_at, aborted_at)
 
     def _turn(self, now: float, until: float) -> None:
         """Plan what there is room for."""
@@ -608,8 +623,8 @@ class SimulatedReplica:
         self._turn_at = min(self._turn_at, self._worker.turn_after(now))
 
     def _tell(self, ends: Iterable[End]) -> None:
-        if self._on_ends is not None:
-            self._on_ends(self.number, ends)
+        if self.on_ends is not None:
+            self.on_ends(self.number, ends)
 
 
 class TokenLog:
@@ -697,6 +712,12 @@ class _Outcomes:
         self.num_failed = 0
         self.now: Callable[[int], float] = lambda replica: math.nan
 
+    def cut(self, num: int) -> None:
+        """Only so many requests were sent."""
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                setattr(self, name, column[:num])
+
     def write(self, replica: int, ends: Iterable[End]) -> None:
         for end in ends:
             sequence = end.sequence
@@ -738,25 +759,31 @@ def simulate(
     skip: bool = True,
     on_plan: Callable[[int, StepPlan], None] | None = None,
     make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None,
+    max_concurrency: int | None = None,
 ) -> SimulatedRun:
     """Run a workload through `num_replicas` engines of one shape.
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
     `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
     are exact. until: cut the run off at this time; what comes later is left out. skip: make steady decode steps many at a
-    time; not with shared prefixes, where output is to be found later by its token ids, nor with on_plan(replica, plan), which
-    gets every plan. make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises
-    what a policy raises, with its name.
+    time; not with on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of
+    `EngineShape.scheduler` (a `RecordedScheduler`, say). max_concurrency: requests under way at a time; others are sent,
+    and arrive, when one has ended. Raises what a policy raises, with its name.
+
+    Of a workload with turns, requests arrive when they are sent, and are numbered in that order. Those whose turn never came
+    are in no row of the run.
     """
+    # What is simulated: the requests that come in time, and the client that sends those which wait for others.
     admission = shape.admission if admission is None else admission
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
     num_given, workload = len(workload), workload.before(until)
     outcomes = _Outcomes(len(workload))
-    ends = None
-    if workload.max_tokens is not None:
-        ends = workload.num_prompt.astype(np.int64) + np.minimum(workload.num_output, workload.max_tokens)
-    has_prefixes = workload.prefixes is not None and shape.enable_prefix_caching
+    ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
+    client = None
+    if workload.turns is not None or max_concurrency is not None:
+        client = ClosedLoop(workload, max_concurrency)
+    has_prefixes = workload.has_shared_prompts and shape.enable_prefix_caching
     replicas: list[SimulatedReplica] = []
     shape = replace(shape, enable_prefix_caching=has_prefixes)
     for number in range(num_replicas):
@@ -784,87 +811,177 @@ def simulate(
                 number=number,
                 on_ends=outcomes.write,
                 on_plan=tell,
-                skip=skip and not has_prefixes and shape.drafts is None,
+                skip=skip and shape.drafts is None,
                 step_seconds=model.seconds,
             )
         )
+    # Requests with turns are sent when others end, all others when they are due.
     outcomes.now = lambda replica: replicas[replica].scheduler.now
     route = make_router(router, seed) if isinstance(router, str) else router
+    sender = _Sender(workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends)
+    num_unsent = 0
     try:
-        _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes, model.submit_s)
+        if client is None:
+            for row, at in enumerate(workload.arrival.tolist()):
+                sender.send(row, row, at)
+            for replica in replicas:
+                replica.run_until(until)
+        else:
+            sent, arrival = _run_closed_loop(workload, client, sender, replicas, outcomes, until, model.deliver_s)
+            num_unsent = 0 if until < math.inf else len(workload) - sent.size
+            workload = workload.sent_at(sent, arrival)
+            outcomes.cut(sent.size)
     except Exception as error:
         beside = "" if admission is None else f" and the admission policy {admission!r}"
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
     run = _collect(workload, replicas, outcomes, model, policy)
-    cut = told_of_cut(run.timeline, workload.promises, num_given - len(workload), until)
+    cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
+    if num_unsent:
+        cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
     return replace(run, warnings=(*cut, *run.warnings))
 
 
-def _run_all(
-    workload: Workload,
-    shape: EngineShape,
-    replicas: list[SimulatedReplica],
-    router: Router,
-    outcomes: _Outcomes,
-    view_interval_s: float,
-    until: float,
-    has_prefixes: bool,
-    submit_s: float,
-) -> None:
-    make = _submits(workload, shape, has_prefixes)
-    patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
-    class_ids = workload.class_ids.tolist()
-    request_of = _routables(workload, shape)
-    needs_views = getattr(router, "needs_views", True)
-    views: list[ReplicaView] = []
-    next_view_at = -math.inf
-    if len(replicas) > 1 and needs_views:
-        for replica in replicas:
-            replica.show_cache()
-    for row, at in enumerate(workload.arrival.tolist()):
+class _Sender:
+    """Sends requests of a workload to the replicas that the router chooses."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        shape: EngineShape,
+        replicas: list[SimulatedReplica],
+        router: Router,
+        outcomes: _Outcomes,
+        view_interval_s: float,
+        has_prefixes: bool,
+        submit_s: float,
+        ends: I64 | None,
+    ) -> None:
+        """ends: is filled with how many tokens a request has at its end, by its number."""
+        self._replicas = replicas
+        self._router = router
+        self._outcomes = outcomes
+        self._view_interval_s = view_interval_s
+        self._submit_s = submit_s
+        self._make = _submits(workload)
+        self._patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
+        self._class_ids = workload.class_ids.tolist()
+        self._num_prompt = workload.num_prompt.tolist()
+        self._num_output = workload.num_output.tolist()
+        self._slos = [kind.slo for kind in workload.classes]
+        # A router looks at hashes also where engines do not.
+        needs_hashes = has_prefixes or len(replicas) > 1
+        self._prefixes = workload.prefixes if needs_hashes else None
+        self._block_size = shape.block_size
+        self.contexts = Contexts(workload, shape.block_size) if needs_hashes and workload.turns is not None else None
+        self._has_prefixes = has_prefixes
+        self._needs_views = getattr(router, "needs_views", True)
+        self._views: list[ReplicaView] = []
+        self._next_view_at = -math.inf
+        self._ends = ends
+        if len(replicas) > 1 and self._needs_views:
+            for replica in replicas:
+                replica.show_cache()
+        if workload.max_tokens is not None:
+            asked = np.minimum(workload.num_output, workload.max_tokens)
+            self._last = (workload.num_prompt.astype(np.int64) + asked).tolist()
+
+    def send(self, row: int, number: int, at: float) -> None:
+        """Send a request; number: by which the replicas know it."""
+        replicas = self._replicas
+        hashes, salt = NO_U8, None
+        if self.contexts is not None:
+            hashes, salt = np.frombuffer(self.contexts.hashes(row, number), np.uint8), self.contexts.salt(row)
+        elif self._prefixes is not None:
+            hashes, salt = self._prefixes.block_hashes(row, self._num_prompt[row], self._block_size), str(row)
+        if self._ends is not None:
+            self._ends[number] = self._last[row]
+        chosen = 0
         if len(replicas) > 1:
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
-            if at >= next_view_at and (needs_views or not views):
+            if at >= self._next_view_at and (self._needs_views or not self._views):
                 for replica in replicas:
                     replica.run_until(at)
-                views = [replica.view(at) for replica in replicas]
-                next_view_at = at + view_interval_s
-            request = request_of(row)
-            number = router.route(request, views)
-            if not 0 <= number < len(replicas):
+                self._views = [replica.view(at) for replica in replicas]
+                self._next_view_at = at + self._view_interval_s
+            request = Routable(
+                self._num_prompt[row],
+                hashes.tobytes(),
+                max_tokens=self._num_output[row],
+                slo=self._slos[self._class_ids[row]],
+            )
+            chosen = self._router.route(request, self._views)
+            if not 0 <= chosen < len(replicas):
                 raise ConfigError(
-                    f"router {type(router).__name__} sent a request to replica {number} of {len(replicas)}"
+                    f"router {type(self._router).__name__} sent a request to replica {chosen} of {len(replicas)}"
                 )
-            views[number].add(request)
-        else:
-            number = 0
-        replica = replicas[number]
-        there = at + submit_s
+            self._views[chosen].add(request)
+        replica = replicas[chosen]
+        there = at + self._submit_s
         replica.run_until(there)
-        outcomes.replica[row] = number
-        replica.submit(0, make(row, at), there)
-        limit = patience[class_ids[row]]
+        self._outcomes.replica[number] = chosen
+        if not self._has_prefixes:
+            hashes, salt = NO_U8, None
+        replica.submit(0, self._make(row, at, number, hashes, salt), there)
+        limit = self._patience[self._class_ids[row]]
         if limit < math.inf:
-            replica.abort_at(max(at + limit, there), (0, row))
+            replica.abort_at(max(at + limit, there), (0, number))
+
+
+def _run_closed_loop(
+    workload: Workload,
+    client: ClosedLoop,
+    sender: _Sender,
+    replicas: list[SimulatedReplica],
+    outcomes: _Outcomes,
+    until: float,
+    deliver_s: float,
+) -> tuple[NDArray[np.intp], F64]:
+    """Send requests when the client does. Returns the rows that were sent, in this order, and when they were."""
+    sent: list[int] = []
+    arrival: list[float] = []
+    is_waiting = False
+
+    def on_ends(replica: int, ends: Iterable[End]) -> None:
+        ends = list(ends)
+        outcomes.write(replica, ends)
+        at = outcomes.now(replica) + deliver_s
+        for end in ends:
+            number = end.sequence.key[1]
+            row = sent[number]
+            if sender.contexts is not None:
+                num_output = int(workload.num_output[row])
+                if workload.max_tokens is not None:
+                    num_output = min(num_output, int(workload.max_tokens[row]))
+                sender.contexts.on_end(row, output_id(number), num_output)
+            client.on_end(row, at, is_finished=end.reason not in ("error", "abort"))
+        if is_waiting:
+            replicas[replica].horizon = client.next_at
+
     for replica in replicas:
-        replica.run_until(until)
+        replica.on_ends = on_ends
+    while True:
+        due = min(client.next_at, until)
+        is_waiting = True
+        # The replica at which something happens next runs alone, up to what happens at another one.
+        while (first := min(replicas, key=lambda replica: replica.next_event_at)).next_event_at < due:
+            others = min((r.next_event_at for r in replicas if r is not first), default=math.inf)
+            first.horizon = math.inf
+            first.run_until(min(due, max(others, math.nextafter(first.next_event_at, math.inf))))
+            due = min(client.next_at, until)
+        is_waiting = False
+        for replica in replicas:
+            replica.horizon = math.inf
+        if due >= until:
+            break
+        row = client.pop()
+        sent.append(row)
+        arrival.append(due)
+        sender.send(row, len(sent) - 1, due)
+    return np.array(sent, np.intp), np.array(arrival, np.float64)
 
 
-def _routables(workload: Workload, shape: EngineShape) -> Callable[[int], Routable]:
-    """Makes what a router sees of a request."""
-    num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
-    class_ids, kinds, prefixes = workload.class_ids.tolist(), workload.classes, workload.prefixes
-
-    def request_of(row: int) -> Routable:
-        size = num_prompt[row]
-        hashes = b"" if prefixes is None else prefixes.block_hashes(row, size, shape.block_size).tobytes()
-        return Routable(size, hashes, max_tokens=num_output[row], slo=kinds[class_ids[row]].slo)
-
-    return request_of
-
-
-def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Callable[[int, float], Submit]:
+def _submits(workload: Workload) -> Callable[[int, float, int, U8, str | None], Submit]:
     """Makes the message of a request. Prompts are zeros: only their number and, if any, their block hashes matter."""
     zeros = np.zeros(int(workload.num_prompt.max(initial=1)), np.int32)
     num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
@@ -874,16 +991,14 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
     slos = [_fields(kind.slo) for kind in kinds]
     own = workload.own_promises
     tenant_ids = None if workload.tenant_ids is None else workload.tenant_ids.tolist()
-    prefixes = workload.prefixes if has_prefixes else None
 
-    def make(row: int, at: float) -> Submit:
+    def make(row: int, at: float, rid: int, block_hashes: U8, salt: str | None) -> Submit:
         number = class_ids[row]
         kind = kinds[number]
-        size = num_prompt[row]
         return Submit(
-            rid=row,
+            rid=rid,
             arrival=at,
-            prompt=zeros[:size],
+            prompt=zeros[: num_prompt[row]],
             max_tokens=max_tokens[row],
             stop_token_ids=stop_token_ids,
             ignore_eos=True,
@@ -894,9 +1009,9 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
             type_info=kind.label or None,
             tenant=None if tenant_ids is None else workload.tenants[tenant_ids[row]],
             deadline=None if kind.patience is None else at + kind.patience,
-            block_hashes=NO_U8 if prefixes is None else prefixes.block_hashes(row, size, shape.block_size),
+            block_hashes=block_hashes,
             # A prompt that is shorter than a block has no hash of its own to tell it from others.
-            cache_salt=None if prefixes is None else str(row),
+            cache_salt=salt,
         )
 
     return make

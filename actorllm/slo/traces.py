@@ -7,6 +7,10 @@
     timed     the same keys with seconds and blocks of 16 tokens, as `vllm bench serve --dataset-name timed_trace` reads
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
 
+Rows of the JSON formats with the same session_id are turns of a session, in the order of the file. The first one has a timestamp.
+Each later one has delay, the time from the end of the turn before it, in the unit of timestamps. Its input_length is what is new,
+since its prompt begins with all that was said (NVIDIA's AIPerf reads the same).
+
 Rows of the JSON formats may also carry slo: seconds per token, or an object with the fields of SLO. They may carry type_info,
 tenant, priority, is_latency_sensitive and patience (seconds), too. block_tokens is needed where a hash id does not stand for as
 many tokens as is usual in the format. `write_trace` writes all of these. Rows that share all of them but the objective and the
@@ -20,7 +24,7 @@ import ast
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,8 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.errors import ConfigError, nearest_name
+from actorllm.errors import ConfigError, InvalidParameterError, nearest_name
 from actorllm.messages import F64
+from actorllm.slo.turns import Turns
 from actorllm.slo.workload import Prefixes, Workload, classes_of, make_workload, seed_stream
 from actorllm.types.objective import SLO, RequestClass
 
@@ -98,6 +103,9 @@ class _Row:
     kind: Kind = (None, None, False, 0, None)
     tenant: str | None = None
     block_tokens: int | None = None
+    session: str | None = None
+    delay: float | None = None
+    """Since the turn before it ended; None: it has a timestamp."""
 
 
 def load_trace(
@@ -141,6 +149,8 @@ def load_trace(
         unit = seconds_per_unit or (1.0 if is_timed else 1e-3)
         for row in found:
             row.arrival *= unit
+            if row.delay is not None:
+                row.delay *= unit
         usual = TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS
         block_tokens = _block_tokens(found, block_tokens, usual, path)
     else:
@@ -282,42 +292,59 @@ def _shown(value: Any) -> str:
 
 def _json_rows(lines: list[str], report: TraceReport) -> Iterator[_Row]:
     """With arrivals in the unit of the file."""
+    sessions: set[str] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         report.num_rows += 1
         try:
-            yield _json_row(json.loads(line))
+            row = _json_row(json.loads(line), sessions)
         except json.JSONDecodeError as error:
             report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
         except RecursionError:
             report.skip(number, "not JSON: lists or objects too deep in each other")
         except (ValueError, KeyError, TypeError) as error:
             report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
+        else:
+            if row.session is not None:
+                sessions.add(row.session)
+            yield row
 
 
-def _json_row(given: Any) -> _Row:
+def _json_row(given: Any, sessions: Collection[str]) -> _Row:
+    """sessions: that have begun in the rows before."""
     if not isinstance(given, dict):
         raise ValueError(f"an object expected, got {type(given).__name__}")
-    when = given["timestamp"]
+    # A later turn of a session has a delay instead of a time.
+    session = given.get("session_id")
+    if session is not None and not isinstance(session, str):
+        raise ValueError(f"session_id={_shown(session)} must be a string")
+    is_later = session in sessions
+    name = "delay" if is_later else "timestamp"
+    when = given[name]
     if isinstance(when, bool) or not isinstance(when, int | float):
-        raise ValueError(f"timestamp={_shown(when)} is not a number")
-    if abs(when) > MAX_TIME:
-        raise ValueError(f"timestamp={_shown(when)} is no time")
+        raise ValueError(f"{name}={_shown(when)} is not a number")
+    if abs(when) > MAX_TIME or (is_later and when < 0):
+        raise ValueError(f"{name}={_shown(when)} is no time")
+    # What it shares with other prompts; a later turn shares what was said before, which needs no ids.
     ids = given.get("hash_ids")
+    if is_later and ids is not None:
+        raise ValueError("hash_ids of a later turn of a session: it begins with what was said before, and needs none")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**62 for i in ids)):
         raise ValueError(f"hash_ids={_shown(ids)} must be a list of whole numbers")
     tenant = given.get("tenant")
     if tenant is not None and not isinstance(tenant, str):
         raise ValueError(f"tenant={_shown(tenant)} must be a string")
     return _Row(
-        _finite(float(when), "timestamp"),
+        0.0 if is_later else _finite(float(when), name),
         _count(given["input_length"], "input_length"),
         _count(given["output_length"], "output_length"),
         ids,
         _kind_of(given),
         tenant,
         None if given.get("block_tokens") is None else _count(given["block_tokens"], "block_tokens"),
+        session,
+        _finite(float(when), name) if is_later else None,
     )
 
 
@@ -343,7 +370,14 @@ def _kind_of(given: dict[str, Any]) -> Kind:
 def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceReport) -> Workload:
     if not rows:
         raise ConfigError(f"trace has no usable row; {report}")
-    rows.sort(key=lambda row: row.arrival)
+    turns = _turns_of(rows)
+    if turns is None:
+        rows.sort(key=lambda row: row.arrival)
+    else:
+        nominal = turns.nominal(np.array([row.arrival for row in rows]))
+        order = np.argsort(nominal, kind="stable")
+        turns = turns.select(order)
+        rows = [replace(rows[at], arrival=float(nominal[at])) for at in order.tolist()]
     first = rows[0].arrival
     classes, class_ids, own_promises = classes_of([row.kind for row in rows])
     tenants = sorted({row.tenant for row in rows if row.tenant is not None})
@@ -365,14 +399,33 @@ def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceR
         prefixes=prefixes,
         name=path.stem,
         own_promises=own_promises,
+        turns=turns,
     )
+
+
+def _turns_of(rows: list[_Row]) -> Turns | None:
+    """Of rows in the order of the file; their prompts become those of all that was said. None: nothing is a later turn."""
+    if all(row.delay is None for row in rows):
+        return None
+    newest: dict[str, int] = {}
+    parents: list[list[int]] = []
+    for number, row in enumerate(rows):
+        parents.append([])
+        if row.delay is not None and row.session is not None:
+            before = rows[newest[row.session]]
+            parents[-1].append(newest[row.session])
+            row.num_prompt += before.num_prompt + before.num_output
+        if row.session is not None:
+            newest[row.session] = number
+    return Turns.of(parents, [row.delay or 0.0 for row in rows])
 
 
 def write_trace(workload: Workload, path: str | Path, *, block_tokens: int | None = None) -> None:
     """As JSON lines that `load_trace` reads again: Mooncake's keys, and those of ours that a class sets.
 
     block_tokens: regroup the hash ids to stand for so many tokens each (`Prefixes.regrouped`); None: as they are. Rows say
-    how many unless it is Mooncake's 512.
+    how many unless it is Mooncake's 512. Raises InvalidParameterError for turns that branch, or leave out what was said before:
+    rows can tell only of turns one after the other.
     """
     prefixes = workload.prefixes
     if prefixes is not None and block_tokens is not None:
@@ -384,6 +437,8 @@ def write_trace(workload: Workload, path: str | Path, *, block_tokens: int | Non
 def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
     prefixes = workload.prefixes
     has_labels = len(workload.classes) > 1
+    before = _turns_before(workload)
+    sessions: dict[int, str] = {}
     for i in range(len(workload)):
         kind = workload.kind(i)
         row: dict[str, Any] = {
@@ -391,7 +446,14 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
             "input_length": int(workload.num_prompt[i]),
             "output_length": int(workload.num_output[i]),
         }
-        if prefixes is not None:
+        # A later turn is told by what is new of it, since its prompt begins with all that was said.
+        if workload.turns is not None:
+            row["session_id"] = sessions[i] = sessions[before[i]] if i in before else f"session-{i}"
+        if workload.turns is not None and i in before:
+            del row["timestamp"]
+            row["delay"] = round(float(workload.turns.think_s[i]) * 1e3, 3)
+            row["input_length"] -= int(workload.num_prompt[before[i]]) + int(workload.num_output[before[i]])
+        elif prefixes is not None:
             row["hash_ids"] = prefixes.of(i).tolist()
             if prefixes.block_tokens != MOONCAKE_BLOCK_TOKENS:
                 row["block_tokens"] = prefixes.block_tokens
@@ -409,6 +471,29 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
         if workload.tenant_ids is not None:
             row["tenant"] = workload.tenants[workload.tenant_ids[i]]
         yield row
+
+
+def _turns_before(workload: Workload) -> dict[int, int]:
+    """By row, the turn before it. Raises InvalidParameterError where rows cannot tell of the turns."""
+    turns = workload.turns
+    if turns is None:
+        return {}
+    found: dict[int, int] = {}
+    continued: set[int] = set()
+    for row in np.flatnonzero(~turns.begins).tolist():
+        parents = turns.parents_of(row)
+        if len(parents) > 1 or parents[0] in continued:
+            raise InvalidParameterError(
+                f"workload {workload.name!r}: request {row} is part of a branch, which no trace can tell"
+            )
+        said = int(workload.num_prompt[parents[0]]) + int(workload.num_output[parents[0]])
+        if workload.num_prompt[row] <= said:
+            raise InvalidParameterError(
+                f"workload {workload.name!r}: the prompt of request {row} leaves out what was said before, which no trace can tell"
+            )
+        found[row] = parents[0]
+        continued.add(parents[0])
+    return found
 
 
 # ServeGen ----------------------------------------------------------------------------------------------------------------

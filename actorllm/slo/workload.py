@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.messages import F64, I32, I64, NO_U8, U8
 from actorllm.slo.objectives import Promises
+from actorllm.slo.turns import Turns
 from actorllm.types.objective import SLO, RequestClass
 
 
@@ -130,6 +131,8 @@ class Workload:
     """What requests ask for at most. None: exactly what they get, which schedulers that look at it then know beforehand."""
     own_promises: Promises | None = None
     """What each request is promised, where not all of a class are promised the same. None: what its class is."""
+    turns: Turns | None = None
+    """Which requests wait for others; None: none does. Arrivals of those that do are nominal."""
 
     def __post_init__(self) -> None:
         size = self.arrival.size
@@ -141,6 +144,8 @@ class Workload:
             raise InvalidParameterError(
                 f"workload {self.name!r}: own_promises has {len(self.own_promises)} rows, arrival {size}"
             )
+        if self.turns is not None:
+            self.turns.check(size, self.name)
         if not size:
             return
         if not np.isfinite(self.arrival).all() or self.arrival[0] < 0 or (np.diff(self.arrival) < 0).any():
@@ -160,6 +165,11 @@ class Workload:
         """What every request is promised."""
         return Promises.of_classes(self.classes, self.class_ids) if self.own_promises is None else self.own_promises
 
+    @property
+    def has_shared_prompts(self) -> bool:
+        """Whether prompts may begin alike."""
+        return self.prefixes is not None or self.turns is not None
+
     def kind(self, row: int) -> RequestClass:
         """The class of a request, with what this one is promised."""
         kind = self.classes[int(self.class_ids[row])]
@@ -167,9 +177,10 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Requests per second, over the time in which they arrive."""
-        span = float(self.arrival[-1] - self.arrival[0]) if len(self) else 0.0
-        return (len(self) - 1) / span if span else math.inf
+        """Requests per second, over the time in which they arrive; of sessions, over the time in which these begin."""
+        arrival = self.arrival if self.turns is None else self.arrival[self.turns.begins]
+        span = float(arrival[-1] - arrival[0]) if arrival.size else 0.0
+        return (arrival.size - 1) / span * (len(self) / arrival.size) if span else math.inf
 
     @property
     def cv(self) -> float:
@@ -180,9 +191,13 @@ class Workload:
     def select(self, rows: NDArray[Any]) -> Workload:
         """These rows (indices in order, or a mask) with their arrivals."""
         index = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.intp)
+        return self.sent_at(index, self.arrival[index])
+
+    def sent_at(self, index: NDArray[np.intp], arrival: F64) -> Workload:
+        """These rows, in this order, at these times."""
         return replace(
             self,
-            arrival=self.arrival[index],
+            arrival=arrival,
             num_prompt=self.num_prompt[index],
             num_output=self.num_output[index],
             class_ids=self.class_ids[index],
@@ -190,7 +205,16 @@ class Workload:
             prefixes=None if self.prefixes is None else self.prefixes.select(index),
             max_tokens=None if self.max_tokens is None else self.max_tokens[index],
             own_promises=None if self.own_promises is None else self.own_promises.select(index),
+            turns=None if self.turns is None else self.turns.select(index),
         )
+
+    def arriving(self, arrival: F64) -> Workload:
+        """The same requests at other times, in the order of these. Of sessions only the times of their beginnings count."""
+        if self.turns is None:
+            return replace(self, arrival=arrival)
+        nominal = self.turns.nominal(arrival)
+        order = np.argsort(nominal, kind="stable")  # a parent comes before its children, also at the same time
+        return self.sent_at(order, nominal[order])
 
     def head(self, num: int) -> Workload:
         return self.select(np.arange(min(num, len(self))))
@@ -217,7 +241,7 @@ class Workload:
     def scaled(self, factor: float) -> Workload:
         """All gaps times a factor; the first request comes at 0."""
         _check_positive("factor", factor)
-        return replace(self, arrival=(self.arrival - self.arrival[:1]) * factor)
+        return self.arriving((self.arrival - self.arrival[:1]) * factor)
 
     def warped(self, bounds: Sequence[float], speeds: Sequence[float]) -> Workload:
         """The same requests with time running at speeds[i] between bounds[i-1] and bounds[i] (seconds of this workload).
@@ -231,7 +255,7 @@ class Workload:
         last = max([float(self.arrival[-1]) if len(self) else 0.0, *bounds]) + 1
         knots = np.array([0.0, *bounds, last])
         mapped = np.concatenate(([0.0], np.cumsum(np.diff(knots) / np.array(speeds, float))))
-        return replace(self, arrival=np.interp(self.arrival, knots, mapped))
+        return self.arriving(np.interp(self.arrival, knots, mapped))
 
     def repeated(self, num: int) -> Workload:
         """So many requests: this workload again and again, one mean gap apart. Each round has prefixes of its own."""
@@ -257,6 +281,7 @@ class Workload:
             prefixes=prefixes,
             max_tokens=None if self.max_tokens is None else self.max_tokens[rows],
             own_promises=None if self.own_promises is None else self.own_promises.select(rows),
+            turns=None if self.turns is None else self.turns.repeated(rounds).select(np.arange(num)),
         )
 
     def prefixes_end(self) -> int:

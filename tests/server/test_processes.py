@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
     assert not any(name.startswith("actorllm") for name in os.listdir("/dev/shm"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="it starts a server of several processes")
 def test_every_process_knows_the_adapters_of_the_command_line(tmp_path: Path) -> None:
     write_adapter(tmp_path / "sql", {"model.layers.0.self_attn.o_proj": (256, 256)}, size=3.0)
     made = Server(

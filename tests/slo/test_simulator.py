@@ -203,11 +203,12 @@ def test_skipping_changes_nothing(depth: int, policy: str, num_blocks: int) -> N
 
 
 def test_shared_prefixes_are_found_and_output_as_well() -> None:
-    """Nothing is skipped then: a step that is not made leaves no token ids behind by which its block could be found."""
+    """Also those of steps that were made many at a time."""
     workload = share_prefixes(mixed(150, 5.0), num_groups=3, num_tokens=128, block_tokens=32, seed=2)
     shape = replace(SHAPE, num_blocks=200, max_model_len=1200)
     run = simulate(workload, shape, NOISY)
-    assert run.num_steps_skipped == 0
+    assert run.num_steps_skipped > 0.1 * run.num_steps
+    assert_equal(run, simulate(workload, shape, NOISY, skip=False))
     assert run.timeline.num_cached.sum() > 1000
     again = run.statistics[0].prefix_cache
     assert again is not None

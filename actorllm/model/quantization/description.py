@@ -44,6 +44,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
             sizes[kind] = sizes.get(kind, 0) + num_bytes
         return ", ".join(f"{kind}, {size / 1e6:.1f} MB" for kind, size in sizes.items())
 
+    # Every layer by its names in the checkpoint. Experts are layers of their own, since each has its scales.
     c, names = plan, plan.names
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layers: list[tuple[str, int, int]] = []
@@ -64,6 +65,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
             parts = zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))]
             layers += [(prefix + name, size, c.hidden_size) for name, size in parts]
         layers += [(prefix + name, c.hidden_size, size) for name, size in narrow]
+    # The head may be the embedding, which only a checkpoint leaves as it is: else its codes are a copy.
     rows = {"linear layers": told(layers)}
     if c.has_head:
         is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)

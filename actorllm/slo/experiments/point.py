@@ -32,6 +32,7 @@ from actorllm.scheduling.router import ROUTERS
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
+from actorllm.slo.sessions import SESSION_WORKLOADS
 from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.traces import FORMATS, SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
@@ -54,7 +55,9 @@ FORMAT = 2
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
-MODULES = ("metrics", "objectives", "simulator", "timeline", "traces", "workload")
+MODULES = ("closed_loop", "metrics", "objectives", "sessions", "simulator", "timeline", "traces", "turns", "workload")
+DRAWN = ("synthetic", *SESSION_WORKLOADS)
+"""Workloads that are drawn by the seed, and are no trace."""
 LEFT_OUT = "requests left out:"
 """How the warning of requests begins that are too long for the model."""
 Knob = bool | int | float | str
@@ -65,7 +68,7 @@ class Scenario:
     """What all points of an experiment have in common."""
 
     workload: str = "sample"
-    """`sample` (bundled), `synthetic` (conversations), or the path of a trace."""
+    """`sample` (bundled), `synthetic` (single turns), `sessions` and `agents` (which wait for answers), or the path of a trace."""
     trace_format: str | None = None
     """As in `load_trace`; None: seen from the file."""
     block_tokens: int | None = None
@@ -84,8 +87,12 @@ class Scenario:
     num_replicas: int = 1
     router: str = "round-robin"
     view_interval_s: float = 0.0
+    max_concurrency: int | None = None
+    """Requests under way at a time; None: any number."""
 
     def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency={self.max_concurrency} must be at least 1")
         if self.num_requests < 1:
             raise ConfigError(f"num_requests={self.num_requests} must be at least 1")
         if self.num_replicas < 1:
@@ -99,7 +106,7 @@ class Scenario:
             raise ConfigError(f"arrivals={self.arrivals!r}: gamma needs its coefficient of variation, as in gamma:2")
         if kind == "gamma":
             _float("arrivals", cv)
-        if kind == "trace" and self.workload == "synthetic":
+        if kind == "trace" and self.workload in DRAWN:
             object.__setattr__(self, "arrivals", "poisson")
         if self.trace_format is not None and self.trace_format not in FORMATS:
             known = nearest_name(self.trace_format, FORMATS)
@@ -111,13 +118,18 @@ class Scenario:
 
     def check_files(self) -> None:
         """Raises ConfigError if what it names is not there. Only simulations need it: results are read without."""
-        if self.workload not in ("sample", "synthetic") and not Path(self.workload).exists():
-            raise ConfigError(f"workload={self.workload!r} is neither sample nor synthetic nor the path of a trace")
+        if self.workload not in ("sample", *DRAWN) and not Path(self.workload).exists():
+            known = ", ".join(("sample", *DRAWN))
+            raise ConfigError(f"workload={self.workload!r} is none of {known}, and not the path of a trace")
         if self.model not in PRESETS:
             load_model(self.model)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without what is not used: the results of earlier versions stay those of the same scenario."""
+        values = asdict(self)
+        if self.max_concurrency is None:
+            del values["max_concurrency"]
+        return values
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scenario:
@@ -130,12 +142,12 @@ class Scenario:
     def digest(self) -> str:
         """Of its values and of the files that they name."""
         named = [self.model] if self.model not in PRESETS else []
-        named += [self.workload] if self.workload not in ("sample", "synthetic") else []
+        named += [self.workload] if self.workload not in ("sample", *DRAWN) else []
         return _hash({"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict())
 
     def trace_report(self) -> TraceReport | None:
         """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
-        return None if self.workload == "synthetic" else self.trace().report
+        return None if self.workload in DRAWN else self.trace().report
 
     def trace(self) -> Trace:
         """Raises ConfigError naming what is wrong with it."""
@@ -144,8 +156,9 @@ class Scenario:
     def describe(self, num_there: int | None = None) -> str:
         """In a line, for people. num_there: so many requests there were, of those that were asked for; None: all."""
         left = "" if num_there in (None, self.num_requests) else f"{num_there} of "
-        replicas = f", {self.num_replicas} replicas behind {self.router}" if self.num_replicas > 1 else ""
-        return f"{left}{self.num_requests} requests of {Path(self.workload).name}, {self.arrivals} arrivals, {self.model}{replicas}"
+        more = f", {self.num_replicas} replicas behind {self.router}" if self.num_replicas > 1 else ""
+        more += f", {self.max_concurrency} at a time" if self.max_concurrency is not None else ""
+        return f"{left}{self.num_requests} requests of {Path(self.workload).name}, {self.arrivals} arrivals, {self.model}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +322,7 @@ class Point:
         A trace that has n times the requests of a run gives the seeds 0 to n - 1 parts that do not overlap, spread over
         it. Further seeds begin anywhere, and after the end of a trace it begins again.
         """
-        if self.scenario.workload == "synthetic":
+        if self.scenario.workload in DRAWN:
             return None
         size, num = len(self.scenario.trace().workload), self.scenario.num_requests
         num_apart = size // num
@@ -323,13 +336,15 @@ class Point:
         num = scenario.num_requests
         if scenario.workload == "synthetic":
             workload = synthetic(num, 1.0, seed=seed)
+        elif scenario.workload in SESSION_WORKLOADS:
+            workload = SESSION_WORKLOADS[scenario.workload](num, 1.0, seed=seed)
         else:
             trace = scenario.trace().workload
             first, _ = self.window or (0, 0)
             workload = trace.repeated(first + num).select(np.arange(first, first + num))
             workload = replace(workload, arrival=workload.arrival - workload.arrival[0], name=trace.name)
         if scenario.arrivals != "trace":
-            workload = replace(workload, arrival=_arrivals(scenario.arrivals, num, seed))
+            workload = _arriving(workload, scenario.arrivals, seed)
         workload = workload.fitting(scenario.shape.max_model_len)
         if not len(workload):
             raise ConfigError(
@@ -365,6 +380,7 @@ class Point:
             view_interval_s=scenario.view_interval_s,
             seed=self.seed,
             make_scheduler=make_scheduler,
+            max_concurrency=scenario.max_concurrency,
         )
         if left_out := scenario.num_requests - len(workload):
             told = f"{LEFT_OUT} {left_out} of {scenario.num_requests} are longer than {scenario.shape.max_model_len} tokens"
@@ -375,7 +391,7 @@ class Point:
 def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[SimulatedRun, Journal]:
     """The run of a point, and what its schedulers decided; watched: requests of which is kept what they waited for."""
     journal = Journal(frozenset((0, row) for row in watched))
-    has_prefixes = point.scenario.shape.enable_prefix_caching and point.workload().prefixes is not None
+    has_prefixes = point.scenario.shape.enable_prefix_caching and point.workload().has_shared_prompts
     maker = journal.scheduler_maker(replace(point.shape, enable_prefix_caching=has_prefixes))
     return point.run(maker), journal
 
@@ -401,6 +417,16 @@ def _scaled(kind: RequestClass, factor: float) -> RequestClass:
 @lru_cache(maxsize=4)
 def _trace(name: str, format: str | None, block_tokens: int | None) -> Trace:
     return load_trace(name, format, block_tokens=block_tokens)
+
+
+def _arriving(workload: Workload, text: str, seed: int) -> Workload:
+    """The same requests with other arrivals; of sessions, those of their first requests."""
+    if workload.turns is None:
+        return workload.arriving(_arrivals(text, len(workload), seed))
+    begins = workload.turns.begins
+    arrival = workload.arrival.copy()
+    arrival[begins] = _arrivals(text, int(begins.sum()), seed)
+    return workload.arriving(arrival)
 
 
 def _arrivals(text: str, num: int, seed: int) -> Any:

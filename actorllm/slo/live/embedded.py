@@ -67,7 +67,8 @@ class EmbeddedTarget:
         async with stream:
             try:
                 async for output in stream:
-                    record.got(len(output.outputs[0].token_ids))
+                    token_ids = output.outputs[0].token_ids
+                    record.got(len(token_ids), token_ids if call.is_continued else ())
                     if output.finished and output.metrics is not None:
                         _note(record, output.metrics)
                         if output.outputs[0].finish_reason == "abort":

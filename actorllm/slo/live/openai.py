@@ -90,6 +90,8 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if call.is_continued:
+            body["return_token_ids"] = True  # a server that does not know it tells none
         if call.kind.priority:
             body["priority"] = call.kind.priority
         headers = {"Content-Type": "application/json", **slo_headers(call.kind, len(call.prompt))}
@@ -119,8 +121,9 @@ class OpenAITarget:
                     problem = f"the server says: {str(event['error'])[:500]}" if "error" in event else None
                     told = (event.get("usage") or {}).get("completion_tokens")
                     if event.get("choices"):
-                        has_text = bool(event["choices"][0].get("text"))
-                        record.got(told - len(record.times) if told is not None else int(has_text))
+                        choice = event["choices"][0]
+                        num_tokens = told - len(record.times) if told is not None else int(bool(choice.get("text")))
+                        record.got(num_tokens, choice.get("token_ids") or ())
                     elif told is not None:
                         total = told
                 except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, IndexError) as error:

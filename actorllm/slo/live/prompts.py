@@ -6,6 +6,7 @@ same ids in every run with the same seed, so that two policies are given the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,9 +41,12 @@ class Prompts:
             found = self._blocks[number] = self._draw(0, number, size)
         return found
 
-    def ids(self, request: int) -> I32:
-        """[num_prompt] of this request."""
+    def ids(self, request: int, history: Sequence[int] = ()) -> I32:
+        """[num_prompt] of this request. history: what it begins with, as far as there is room; empty: nothing was said before."""
         size = int(self._workload.num_prompt[request])
+        if len(history):
+            said = np.array(history[:size], np.int32)
+            return np.concatenate((said, self._draw(1, request, size - said.size)))
         prefixes = self._workload.prefixes
         if prefixes is None:
             return self._draw(1, request, size)

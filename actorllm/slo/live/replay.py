@@ -1,4 +1,4 @@
-"""Open-loop replay: the requests of a workload at their times, whatever becomes of those before, against a live engine.
+"""Replay: the requests of a workload at their times, whatever becomes of those before, against a live engine (open loop).
 
     run = await replay(workload, EmbeddedTarget(llm))
     print(run.evaluate().worst("deadline"), run.warnings)
@@ -7,23 +7,29 @@ The schedule says when a request arrives, not the client. A request that cannot 
 latencies count from the schedule. So an overloaded client makes nothing look better (no coordinated omission). How late requests
 were sent is told apart (`LiveRun.lag`). A request that fails is a row with its error; the others go on.
 
+Where a workload has turns, or requests under way are bounded, some requests are due when others have ended (`ClosedLoop`).
+The prompt of a turn then begins with the ids that the model has put out before. Their rows are in the order in which they were due.
+
 The result is a `RunTimeline` like that of a simulation, so `metrics.evaluate` gives the same report.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.clock import now
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
+from actorllm.slo.closed_loop import ClosedLoop
 from actorllm.slo.live.prompts import Prompts
 from actorllm.slo.metrics import (
     RunMetrics,
@@ -50,12 +56,15 @@ class ReplayCall:
     """One request to be sent."""
 
     row: int
+    """Of the run; -1: it is none of the run."""
     prompt: list[int]
     max_tokens: int
     kind: RequestClass
     tenant: str | None
     due: float
     """When it should be sent, in monotonic seconds."""
+    is_continued: bool = False
+    """A later prompt begins with what it puts out: the target tells the ids, if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,8 @@ class ReplayRecord:
     sent: float = math.nan
     times: list[float] = field(default_factory=list)
     """Of every token."""
+    token_ids: list[int] = field(default_factory=list)
+    """As far as the target tells them."""
     end: float = math.nan
     outcome: int = UNFINISHED
     error: str | None = None
@@ -89,9 +100,10 @@ class ReplayRecord:
     """When the scheduler had it, and when it had its last token: where the engine tells."""
     reported: float = math.nan
 
-    def got(self, num_tokens: int) -> None:
-        """So many tokens have come just now."""
+    def got(self, num_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """So many tokens have come just now. token_ids: theirs, if they are known."""
         self.times += [now()] * num_tokens
+        self.token_ids += token_ids
 
 
 class Target(Protocol):
@@ -230,12 +242,13 @@ async def replay(
     until: float = math.inf,
     num_warmups: int = 1,
     on_end: Callable[[int], object] | None = None,
+    max_concurrency: int | None = None,
 ) -> LiveRun:
     """Send every request when it is due, and wait for all of them.
 
     until: seconds after the first arrival at which the run is cut off; a request that is still there then is unfinished, and one
     that was not due by then is left out. num_warmups: requests before that, one after the other, not part of it. on_end(row)
-    hears of every request that ends.
+    hears of every request that ends. max_concurrency: requests under way at a time; others are due when one has ended.
     Raises what makes the target as a whole impossible, ConfigError for a workload that does not fit.
     """
     if not len(workload):
@@ -255,8 +268,15 @@ async def replay(
     start = now() + LEAD_S - first
     patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
 
-    async def run_one(call: ReplayCall, record: ReplayRecord) -> None:
-        limit = patience[workload.class_ids[call.row]]
+    client = ClosedLoop(workload, max_concurrency)
+    is_closed = workload.turns is not None or max_concurrency is not None
+    histories = SaidBefore(workload)
+    sent: list[int] = []
+    arrival: list[float] = []
+    has_ended = anyio.Event()
+
+    async def run_one(call: ReplayCall, record: ReplayRecord, row: int) -> None:
+        limit = patience[workload.class_ids[row]]
         with anyio.CancelScope() as scope:
             if limit < math.inf:
                 scope.deadline = anyio.current_time() + max(0.0, call.due + limit - now())
@@ -271,25 +291,81 @@ async def replay(
         if scope.cancelled_caught:
             record.outcome = ABORTED
         record.end = now()
+        histories.on_end(row, call.prompt, record.token_ids)
+        client.on_end(row, record.end - start, is_finished=record.outcome == FINISHED)
+        has_ended.set()
         if on_end is not None:
             on_end(call.row)
+
+    async def next_due() -> float | None:
+        """Waits until a request is due, and says since when. None: all were sent."""
+        nonlocal has_ended
+        while True:
+            has_ended = anyio.Event()
+            at = client.next_at
+            if at == math.inf and not client.num_under_way:
+                return None
+            left = start + at - now()
+            if left <= 0:
+                await anyio.lowlevel.checkpoint()
+                return at
+            with anyio.move_on_after(None if left == math.inf else left):
+                await has_ended.wait()
 
     with anyio.CancelScope() as cut:
         if until < math.inf:
             cut.deadline = anyio.current_time() + LEAD_S + until
         async with anyio.create_task_group() as group:
-            for row, at in enumerate(workload.arrival.tolist()):
+            while (at := await next_due()) is not None:
+                row = client.pop()
                 call = ReplayCall(
-                    row,
-                    prompts.ids(row).tolist(),
+                    len(sent),
+                    prompts.ids(row, histories.before(row)).tolist(),
                     int(workload.num_output[row]),
                     workload.kind(row),
                     None if workload.tenant_ids is None else workload.tenants[workload.tenant_ids[row]],
                     start + at,
+                    histories.is_continued(row),
                 )
-                await anyio.sleep(max(0.0, call.due - now()))
-                group.start_soon(run_one, call, records[row])
-    return _collect(workload, records, start, target, first + until)
+                sent.append(row)
+                arrival.append(at)
+                group.start_soon(run_one, call, records[len(sent) - 1], row)
+    num_left_out = 0
+    if is_closed:
+        num_left_out = len(workload) - len(sent)
+        workload = workload.sent_at(np.array(sent, np.intp), np.array(arrival, np.float64))
+    run = _collect(workload, records, start, target, first + until)
+    return replace(run, num_left_out=run.num_left_out + num_left_out)
+
+
+class SaidBefore:
+    """What was said before a turn: the ids of the prompt and the output that it continues."""
+
+    def __init__(self, workload: Workload) -> None:
+        turns = self._turns = workload.turns
+        self._num_continued: dict[int, int] = {}
+        self._ids: dict[int, list[int]] = {}
+        if turns is not None:
+            rows = np.flatnonzero(~turns.begins).tolist()
+            self._num_continued = Counter(turns.parents_of(row)[0] for row in rows)
+
+    def before(self, row: int) -> list[int]:
+        """Of a request that is sent now."""
+        parents = [] if self._turns is None else self._turns.parents_of(row)
+        if not parents:
+            return []
+        found = self._ids[parents[0]]
+        self._num_continued[parents[0]] -= 1
+        if not self._num_continued[parents[0]]:
+            del self._ids[parents[0]]
+        return found
+
+    def is_continued(self, row: int) -> bool:
+        return self._num_continued.get(row, 0) > 0
+
+    def on_end(self, row: int, prompt: list[int], output: list[int]) -> None:
+        if self.is_continued(row):
+            self._ids[row] = prompt + output
 
 
 def _check(workload: Workload, longest: int | None) -> None:

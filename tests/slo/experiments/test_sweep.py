@@ -455,7 +455,7 @@ def test_a_variant_that_cannot_be_is_told_at_once(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"workload": "nowhere.csv"}, "neither sample nor synthetic nor the path"),
+        ({"workload": "nowhere.csv"}, "none of sample, synthetic, sessions, agents, and not the path"),
         ({"arrivals": "gama"}, "arrivals='gama'.*gamma"),
         ({"arrivals": "gamma"}, "needs its coefficient"),
         ({"num_requests": 0}, "num_requests=0"),

@@ -19,6 +19,7 @@ from actorllm.slo.live.replay import LiveRun, ReplayCall, ReplayRecord, replay
 from actorllm.slo.metrics import evaluate
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED
+from actorllm.slo.turns import Turns
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -243,3 +244,56 @@ async def test_an_engine_that_dies_fails_its_requests_only() -> None:
     run = await replay(workload_of(4, gap=0.01, num_output=400), Mortal(llm), num_warmups=0)
     assert (run.timeline.outcome == FAILED).all()
     assert all("EngineShutdownError" in error for error in run.errors)
+
+
+async def test_turns_are_sent_when_the_ones_before_them_have_ended() -> None:
+    """Their prompts begin with what was said: the ids that the target told."""
+
+    class Telling(FakeTarget):
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
+            record.got(3, [90 + call.row] * 3 if call.is_continued else ())
+
+    workload = workload_of(4)
+    turns = Turns.of([[], [0], [], [1]], [0.0, 0.02, 0.0, 0.01])
+    prompts = np.array([8, 14, 8, 20], np.int32)
+    workload = replace(workload, num_prompt=prompts, turns=turns).arriving(np.array([0.0, 0.0, 0.001, 0.0]))
+    target = Telling()
+    run = await replay(workload, target, num_warmups=0)
+    first, other, second, third = target.calls
+    assert [call.row for call in target.calls] == [0, 1, 2, 3]
+    assert second.prompt[:11] == first.prompt + [90] * 3
+    assert third.prompt[:17] == second.prompt + [92] * 3
+    assert other.prompt[:8] != first.prompt
+    ends = run.timeline.last_token
+    assert run.timeline.arrival[2] >= ends[0] + 0.02
+    assert run.timeline.arrival[3] >= ends[2] + 0.01
+    assert run.num_left_out == 0
+
+
+async def test_a_bound_on_the_requests_under_way() -> None:
+    class Counting(FakeTarget):
+        most = num = 0
+
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
+            self.num += 1
+            self.most = max(self.most, self.num)
+            await super().answer(call, record)
+            self.num -= 1
+
+    target = Counting()
+    run = await replay(workload_of(9, gap=0.0), target, num_warmups=0, max_concurrency=2)
+    assert target.most == 2
+    assert (run.timeline.outcome == FINISHED).all()
+    assert (np.diff(run.timeline.arrival) >= 0).all()
+
+
+async def test_a_session_on_an_engine_finds_what_it_said_before() -> None:
+    turns = Turns.of([[], [0], [1]], [0.0, 0.0, 0.0])
+    prompts = np.array([60, 100, 140], np.int32)
+    made = make_workload(np.zeros(3), (prompts, np.full(3, 12, np.int32)), "session")
+    async with AsyncLLM("storyteller", topology="inline") as llm:
+        run = await replay(replace(made, turns=turns), EmbeddedTarget(llm), num_warmups=0)
+        size = llm.config.cache.block_size
+    assert run.errors == ("", "", "")
+    # The key and value of the last token of a turn were not computed.
+    assert run.timeline.num_cached.tolist() == [0, (60 + 12 - 1) // size * size, (100 + 12 - 1) // size * size]
