@@ -3,7 +3,8 @@
     workload = conversations(10_000, rate=4.0, seed=1)   # of requests; sessions begin as Poisson arrivals
     workload = agents(10_000, rate=4.0, seed=1)          # longer, with calls of tools that go on at the same time
 
-The prompt of a turn is the prompt and the output of the turn before it, and what is new (`turns.Turns`). A session ends before it is longer than `longest` tokens.
+The prompt of a turn is the prompt and the output of the turn before it, and what is new (`turns.Turns`). A session ends before it
+is longer than `longest` tokens.
 """
 
 from __future__ import annotations
