@@ -28,7 +28,12 @@ WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=
 BOUNDS = (
     Bound(
         "beginnings of prompts that a router remembers",
-        ("scheduling.router: SentPrefixes._replicas", "scheduling.router: looked_at"),
+        (
+            "scheduling.router: SentPrefixes._replicas",
+            "scheduling.router: SentPrefixes._older",
+            "scheduling.router: word_indices",
+            "scheduling.router: looked_at",
+        ),
         "each request to an engine of several replicas",
         ("scheduling.router:SentPrefixes.max_beginnings=65536",),
         "8 bytes of a hash for each block of a prompt",
@@ -468,8 +473,7 @@ BOUNDS = (
             "actors.output_buffer: HeldOutput.text",
             "actors.output_buffer: HeldOutput.logprobs",
             "client.stream: Completion._token_ids",
-            "client.stream: Completion._new_text",
-            "client.stream: Completion._new_token_ids",
+            "client.stream: Completion._new",
             "client.stream: RequestStream._ahead",
             "client.stream: RequestStream._completions",
             "client.stream: RequestStream.prompt_token_ids",
@@ -705,7 +709,10 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.token_text: TokenText._parts",
     ),
     "read or given when the engine or the server is built": (
-        "client.stat_recorder: StatRecorder._loggers",
+        "client.stat_recorder: StatRecorder._of_all",
+        "client.stat_recorder: StatRecorder._of_one",
+        "client.stat_recorder: StatRecorder._engines",
+        "actors.worker: WorkerActor._asleep",
         "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",

@@ -6,8 +6,8 @@ it samples. Late inputs are due when the results of all earlier steps are applie
 then (`advance`). The masks are filled while the step's forward runs (`late_inputs`).
 
 A worker that may check drafts says which ones when its forward begins (`Drafted`), and the late inputs wait for that, too. A copy
-of the matcher walks over the drafts, and each gets a mask of its own. The late inputs also say what the grammar leaves no choice
-about from there on: the worker takes these tokens as the drafts of its next step.
+of the matcher walks over the drafts, and each gets a mask of its own. The late inputs also have the tokens about which the
+grammar leaves no choice from there on. The worker takes them as the drafts of its next step.
 
 Where a grammar ends, its mask allows nothing but the ends of text. One of them is sampled like any token, and ends the request.
 With `ignore_eos` it does not, and what follows is free. Where the request's own rules forbid every end of text, or the model has

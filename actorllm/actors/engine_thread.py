@@ -266,7 +266,11 @@ class AsyncioWaiter(Waiter):
         else:
             self._wake_soon()
 
-    # What a task calls
+    # What a task calls, and what looks at waiting tasks
+
+    def done(self) -> bool:
+        """Whether the task that waits is being woken: `anyio.wait_all_tasks_blocked` asks."""
+        return self._wakeup is None
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop

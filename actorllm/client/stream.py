@@ -266,7 +266,7 @@ class Completion:
             self._token_ids += token_ids
             self._text += text
             token_ids, text = self._token_ids.copy(), self._text
-        output = CompletionOutput.of_stream(self.index, text, token_ids, starts, self.num_tokens)
+        output = CompletionOutput._of_stream(self.index, text, token_ids, starts, self.num_tokens)
         if self._new_logprobs is not None:
             output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
             if not self._is_delta:
@@ -493,7 +493,7 @@ class RequestStream:
         indexes = sorted(changed) if len(changed) > 1 else changed
         outputs = [changed[index].output(versions.get(index, ())) for index in indexes]
         times = (self._arrival, self._first_emitted, self._last_emitted, self._num_tokens)
-        output = RequestOutput.of_stream(
+        output = RequestOutput._of_stream(
             self.request_id, self.prompt, self.prompt_token_ids, outputs, mailbox.num_cached, times
         )
         if prompt_logprobs is not None:

@@ -123,7 +123,7 @@ class PrefixIndexStatistics:
 
 
 class HashObserver(Protocol):
-    """Hears which hashes can be found. Of output that nobody has looked for there are none yet."""
+    """Hears which hashes can be found. Output that no prompt was looked for in has none yet."""
 
     def add(self, hashes: bytes) -> None: ...
     def remove(self, hashes: bytes) -> None: ...

@@ -10,7 +10,7 @@ processes (`actors.heartbeat`) now and then. A process is stuck in four cases:
 
 Time counts as *observed*. Two looks may be far apart, because the watching process itself was stopped, or the machine was
 asleep or starved. Then only as much time passes as between two regular looks. A process is therefore not killed for time
-in which it could not run, nor is a thread given up that the application keeps from the interpreter (`Sign.share`). Pure;
+in which it could not run. Nor is a thread given up that the application keeps from the interpreter (`Sign.share`). Pure;
 `watchdog` looks and kills.
 """
 

@@ -69,7 +69,7 @@ class CompletionOutput(_Sparse):
         return self.finish_reason is not None
 
     @classmethod
-    def of_stream(
+    def _of_stream(
         cls, index: int, text: str, token_ids: list[int], starts: tuple[tuple[int, str], ...], num_tokens: int
     ) -> CompletionOutput:
         """One of a stream. starts, num_tokens: as `spans_until` takes them."""
@@ -153,7 +153,7 @@ class RequestOutput(_Sparse):
             warnings.warn(f"RequestOutput has no {', '.join(unknown)}; what is given is dropped", stacklevel=2)
 
     @classmethod
-    def of_stream(
+    def _of_stream(
         cls,
         request_id: str,
         prompt: str | None,

@@ -5,7 +5,7 @@ key-value head. That is 128 rows at best, so that the matrix units for large til
 any of its tokens may see. Most tiles of keys are seen by all of them. Only the tiles at the diagonal, and those at the
 left edge of a window, are masked. As in `attn_decode`, a tile lies within one block of the cache, and the cache is finite.
 
-There is a second build for sm_90, which is experimental: no GPU has run it, and nothing launches it unless a caller asks for it
+There is a second build for sm_90, which is experimental: no GPU has run it. Nothing launches it unless a caller asks for it
 by the layout of the queries. Queries, keys and values are fetched by tensor descriptors, and
 by warps that do nothing else. The compiler wants all three so, four warps and one loop, in which every tile is masked.
 Descriptors take memory that `triton.set_allocator` provides.

@@ -7,8 +7,8 @@ They are those of y in docs/sampling.md: y <= 0, so that the bits of -y are in t
 largest logit is above a bound of the pivot are looked at. Where these are few, as with top_k, they are read once, and pivots
 are tried in registers. Where top_p is alone, `nucleus` leaves few ids that are in question. Else each pivot is a pass.
 
-Five launches, then `sample_pick`: the maxima of the tiles, two of `nucleus` that do nothing for other rows, the cutoff of each
-row (one program per row), and the draw. It looks at the tiles in which something is kept.
+Five launches, then `sample_pick`. The first finds the maxima of the tiles; two of `nucleus` do nothing for other rows. Then come
+the cutoff of each row (one program per row), and the draw. It looks at the tiles in which something is kept.
 """
 
 from __future__ import annotations

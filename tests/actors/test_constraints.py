@@ -241,7 +241,7 @@ async def test_limits_that_are_reached_before_the_first_token_are_the_request_s_
         ends = {end[0]: end for output in bench.outputs for end in output.ends}
         told = {int(output.rids[e[0]]): e for output in bench.outputs for e in output.ends}
         assert len(ends) >= 1
-        details = {rid: end[-1] for rid, end in told.items()}
+        details = {rid: end[-3] for rid, end in told.items()}
         assert all(
             "structured_outputs: the grammar cannot go on here: too many states" in str(e) for e in told.values()
         )

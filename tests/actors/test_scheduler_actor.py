@@ -401,6 +401,8 @@ class Consumer:
     def fail(self, error: BaseException) -> None:
         self.error = error
 
+    def note_version(self, num_tokens: int, version: str) -> None: ...
+
     def wake(self) -> None: ...
 
 
@@ -579,7 +581,7 @@ async def test_who_is_held_back_counts_as_waiting() -> None:
         await bench.send(submit(7, detokenize=False))
         await bench.send(submit(8, siblings=np.array([9, 10], np.int32), detokenize=False))
         refused = [end for outputs in told(bench.frontend) for end in outputs.ends]
-        assert [end[-1]["kind"] for end in refused] == ["overloaded"] * 4, "all sequences or none"
+        assert [end[-3]["kind"] for end in refused] == ["overloaded"] * 4, "all sequences or none"
         assert refused[0][3].startswith("the engine is overloaded: 6 requests of at most 2 wait already")
         await bench.send(Abort(rids=np.array([6], np.int32)))
         await bench.send(submit(11, detokenize=False))
@@ -667,7 +669,7 @@ async def test_a_drain_after_a_death_waits_for_those_who_have_to_submit_again() 
         assert answers == [True]
         told = [message for message in guest.sent if isinstance(message, Outputs)]
         assert [end[1:4] for end in told[0].ends] == [["error", None, told[0].ends[0][3]]]
-        assert told[0].ends[0][-1] == {"kind": "draining"}
+        assert told[0].ends[0][-3] == {"kind": "draining"}
         assert [t for o in told for t in o.tokens.tolist()] == stream_of()[1:]
 
 

@@ -617,6 +617,8 @@ class Caller:
         self.deltas: list[Delta] = []
         self.error: BaseException | None = None
 
+    def note_version(self, num_tokens: int, version: str) -> None: ...
+
     def push(self, delta: Delta) -> None:
         self.deltas.append(delta)
 

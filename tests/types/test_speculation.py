@@ -26,7 +26,14 @@ def test_a_mapping_and_its_json_say_the_same() -> None:
     assert (
         read
         == read_speculation(json.dumps(given))
-        == Speculation("ngram", 4, 2, 6, num_speculative_tokens_per_batch_size=((1, 2, 4), (3, 4, 3), (5, 8, 1)))
+        == Speculation(
+            "ngram",
+            4,
+            2,
+            6,
+            num_speculative_tokens_per_batch_size=((1, 2, 4), (3, 4, 3), (5, 8, 1)),
+            goes_by_costs=True,
+        )
     )
     assert read is not None
     assert Speculation.from_tree(json.loads(json.dumps(asdict(read)))) == read

@@ -3,7 +3,7 @@
     ACTORLLM_EXPERIMENTAL=recorded-ranks,recorded-modules
 
 `recorded-ranks`: decode steps of several ranks are graphs. Captures hold collectives of NCCL, and ranks vote on which graphs are
-used. Without it their steps are launched kernel by kernel, and nobody votes. `recorded-modules`: so are decode steps of models
+used. Without it their steps are launched kernel by kernel, and no rank votes. `recorded-modules`: so are decode steps of models
 that run through transformers, where a trial shows that a replay is the step. Read by the runner, in every worker.
 """
 

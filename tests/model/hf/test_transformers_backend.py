@@ -270,7 +270,7 @@ def load(folder: Path, **arguments: Any) -> CpuRunner:
     return runner
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_dummy_weights_follow_their_seed(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -214,7 +214,7 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused_by_the_layer(
     tree = json.loads((folder / "config.json").read_text())
     tree["quantization_config"]["group_size"] = 96
     (folder / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(CorruptModelError, match=r"q_proj' has 128 inputs, .* in groups of 96"):
+    with pytest.raises(CorruptModelError, match=r"_proj' has 128 inputs, .* in groups of 96"):
         make_runner(folder)
 
 
