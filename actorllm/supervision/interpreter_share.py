@@ -1,7 +1,7 @@
 """`InterpreterShare`: how much of the time a thread of this process could run, while others of it hold the interpreter.
 
-A thread that computes with torch gives the interpreter back at every operation. If the application never sleeps, the thread then waits
-some milliseconds for it. A step takes a hundred times as long as it computes. Such a step is slow, not stuck.
+A thread that computes with torch gives the interpreter back at every operation. If the application never sleeps, the thread then
+waits some milliseconds for it. A step takes a hundred times as long as it computes. Such a step is slow, not stuck.
 
 Each look first gives the interpreter away and counts how long it is in coming back. If that takes part of a switch interval, others
 want it, and only the processor's time of the thread counts. A thread that sleeps for good has used none: it waits for something

@@ -284,7 +284,7 @@ async def test_more_than_may_wait_is_refused_as_overload() -> None:
         assert (rid, reason) == (3, "error")
         assert "2 grammars wait to be compiled" in error
         (told,) = [end for output in bench.outputs for end in output.ends]
-        assert told[-1]["kind"] == OVERLOADED
+        assert told[-3]["kind"] == OVERLOADED
         await bench.send(submit(4, grammar=REGEX | {"text": "1"}))
         assert aside.num_waiting == 2, "the same grammar is one job"
 

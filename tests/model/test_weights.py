@@ -196,5 +196,6 @@ def test_a_contradictory_config_is_said(folder: Path, change: dict[str, Any], me
 
 def test_every_family_has_dummy_weights(folder: Path) -> None:
     for architecture in FAMILIES:
-        (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]}))
+        experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
+        (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]} | experts))
         load(folder, load_format="dummy")
