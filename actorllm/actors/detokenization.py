@@ -127,6 +127,7 @@ class OutputRows:
                 sequence.num_recoveries,
                 sequence.recovery_s,
                 end.details,
+                *sequence.seconds,
             ]
         )
 

@@ -533,6 +533,9 @@ class RequestStream:
             num_nonfinite=sum([end.num_nonfinite for end in ends]),
             num_recoveries=num_recoveries,
             recovery_time=max([end.recovery_s for end in ends]),
+            scheduler_time=max([end.planning_s for end in ends]),
+            model_forward_time=max([end.forward_s for end in ends]),
+            model_execute_time=max([end.execution_s for end in ends]),
         )
 
     def abort(self) -> None:

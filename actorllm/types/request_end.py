@@ -29,6 +29,11 @@ class RequestEnd:
     """What it waited for its next token after that, in all."""
     details: dict[str, Any] | None = None
     """Of an error that is more than its message: its "kind", and what goes with that."""
+    planning_s: float = 0.0
+    forward_s: float = 0.0
+    execution_s: float = 0.0
+    """Of the steps that it was in: the scheduler's work, the worker's, and from a launch to its result
+    (`scheduling.telemetry.step_seconds`)."""
 
 
 TIMES = tuple(

@@ -33,6 +33,12 @@ class RequestMetrics:
     """Its logits were not finite. Such a request fails; these are the metrics of its `RequestFailedError`."""
     num_nonfinite: int = 0
     """Values of its states and logits that were NaN or infinite."""
+    scheduler_time: float | None = None
+    """Seconds that the scheduler planned and worked off the steps that it was in; None before its end."""
+    model_forward_time: float | None = None
+    """Seconds of the worker in these steps, sampling included. A step serves many requests, and counts for each of them."""
+    model_execute_time: float | None = None
+    """Seconds from the launches of these steps to their results, the way to the worker and back included."""
 
     @property
     def first_token_latency(self) -> float:
@@ -88,18 +94,3 @@ class RequestMetrics:
     def is_watermark_skipped(self) -> bool:
         """False, as is_watermarked."""
         return False
-
-    @property
-    def scheduler_time(self) -> float | None:
-        """None: the scheduler's work is not counted per request."""
-        return None
-
-    @property
-    def model_forward_time(self) -> float | None:
-        """None: steps serve many requests; their times are in the timeline."""
-        return None
-
-    @property
-    def model_execute_time(self) -> float | None:
-        """None, as model_forward_time."""
-        return None
