@@ -26,9 +26,10 @@ import os
 import queue
 import sys
 import threading
+import types
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -60,8 +61,12 @@ class Waiter(ABC):
     def set(self) -> None:
         """Let the waiting task go on, or the next `wait` return at once."""
 
+    def resume(self) -> None:
+        """As `set`, in a callback of the loop: where that is possible, the task goes on before this returns."""
+        self.set()
+
     @abstractmethod
-    async def wait(self, until: float | None = None) -> bool:
+    def wait(self, until: float | None = None) -> Awaitable[bool]:
         """True when it was set (a set that came before counts), False when the monotonic clock passed `until`.
 
         Always lets the loop turn once, so that a task that sets its own waiter starves no other. A cancelled wait loses
@@ -180,52 +185,108 @@ class AsyncioLoop(HostLoop):
 
 
 class AsyncioWaiter(Waiter):
-    """A bare future per wait: an anyio.Event costs a lock, a checkpoint and a new object for every reset."""
+    """What the waiting task holds in place of a future, again and again.
 
-    __slots__ = ("_future", "_is_set", "_loop", "_timer")
+    asyncio lets a task wait for anything with the methods of a future that tasks use (`asyncio.isfuture`). A future is made
+    for one wait, and wakes its task by another callback of the loop; both cost more than the rest of a wait.
+    """
+
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_cancellation",
+        "_context",
+        "_is_debugged",
+        "_is_set",
+        "_is_waited_for",
+        "_loop",
+        "_timer",
+        "_wakeup",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._future: asyncio.Future[None] | None = None
+        self._asyncio_future_blocking = False
+        self._wakeup: Callable[[Any], object] | None = None
+        """What lets the task go on; None: no task waits, or it is being woken."""
+        self._context: contextvars.Context | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_set = False
+        self._cancellation: tuple[object, ...] | None = None
+        self._is_set = self._is_waited_for = False
+        self._is_debugged = loop.get_debug()
 
     def set(self) -> None:
         self._is_set = True
-        future = self._future
-        if future is not None and not future.done():
-            future.set_result(None)
+        self._wake_soon()
 
-    async def wait(self, until: float | None = None) -> bool:
+    def _wake_soon(self) -> None:
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
+            self._loop.call_soon(wakeup, self, context=self._context)
+
+    def resume(self) -> None:
+        self._is_set = True
+        if self._is_debugged or asyncio.current_task(self._loop) is not None:
+            # The loop names a task that takes long; and a loop that turns within a task enters no other one here.
+            self._wake_soon()
+            return
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
+            assert self._context is not None
+            self._context.run(wakeup, self)
+
+    @types.coroutine
+    def wait(self, until: float | None = None) -> Generator[Any, None, bool]:
         if self._is_set:
             self._is_set = False
-            await asyncio.sleep(0)
+            yield  # one turn of the loop
             return True
-        if self._future is not None:
+        if self._is_waited_for:
             raise RuntimeError("two tasks wait on one Waiter")
-        future = self._future = self._loop.create_future()
+        self._is_waited_for = True
         if until is not None:
-            self._set_timer(future, until, 0.0)
+            self._set_timer(until, 0.0)
+        self._asyncio_future_blocking = True
         try:
-            await future
+            yield self
         finally:
-            self._future = None
+            self._is_waited_for = False
+            self._wakeup = self._context = None
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
         was_set, self._is_set = self._is_set, False
         return was_set
 
-    def _set_timer(self, future: asyncio.Future[None], until: float, least_s: float) -> None:
-        self._timer = self._loop.call_later(max(until - monotonic(), least_s), self._expire, future, until)
+    def _set_timer(self, until: float, least_s: float) -> None:
+        self._timer = self._loop.call_later(max(until - monotonic(), least_s), self._expire, until)
 
-    def _expire(self, future: asyncio.Future[None], until: float) -> None:
-        if future.done():
-            return
+    def _expire(self, until: float) -> None:
         if monotonic() < until:  # uvloop counts rounded milliseconds from a truncated time: more than one early
-            self._set_timer(future, until, 0.001)
+            self._set_timer(until, 0.001)
         else:
-            future.set_result(None)
+            self._wake_soon()
+
+    # What a task calls
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def add_done_callback(self, wakeup: Callable[[Any], object], *, context: contextvars.Context) -> None:
+        self._wakeup, self._context = wakeup, context
+
+    def cancel(self, msg: object = None) -> bool:
+        """False: the task is being woken, and hears of its cancellation then."""
+        if self._wakeup is None:
+            return False
+        self._cancellation = () if msg is None else (msg,)
+        self._wake_soon()
+        return True
+
+    def result(self) -> None:
+        """Asked by the task as it goes on; what is raised here is raised where it waits."""
+        cancellation, self._cancellation = self._cancellation, None
+        if cancellation is not None:
+            raise asyncio.CancelledError(*cancellation)
 
 
 class TrioLoop(HostLoop):

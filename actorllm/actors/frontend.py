@@ -104,6 +104,10 @@ class Delta(NamedTuple):
         )
 
 
+_new_delta = tuple.__new__
+"""With all eight values; `Delta(...)` takes thrice as long."""
+
+
 class Consumer(Protocol):
     """The receiver of the outputs of one request. Called on the engine thread."""
 
@@ -588,32 +592,33 @@ class FrontendActor(Actor):
                     entry.consumer.note_cached(num_tokens)
         # Rows share one column of tokens and one text: each takes what is next of both.
         at = text_at = 0
+        piece = ""
         woken: list[Consumer] = []
+        journal, emitted_at = self._journal, outputs.emitted
         for row, rid in enumerate(rids):
             count = counts[row] if counts is not None else 1
             new = tokens[at : at + count]
             at += count
-            piece = ""
             if text_ends:
                 piece = text[text_at : text_ends[row]]
                 text_at = text_ends[row]
-            entry = self._journal.get(rid)
+            entry = journal.get(rid)
             if entry is None:  # it was aborted with its caller gone, or another scheduler has it
                 self._num_late += 1
                 continue
-            consumer = entry.consumer
+            consumer, emitted = entry.consumer, entry.emitted
             # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
             # before it come again after a restart of the scheduler, and the consumer must not see them twice.
-            if new and index[row] != len(entry.emitted):
-                if index[row] > len(entry.emitted):
+            if new and index[row] != len(emitted):
+                if index[row] > len(emitted):
                     self._fail_gap(rid, entry, index[row])
                     woken.append(consumer)
                     continue
                 self._num_repeated += 1  # had before; but its end, if it brings one, counts
                 new, piece = [], ""
-            entry.emitted += new
+            emitted += new
             if entry.first_token is None and new:
-                entry.first_token = outputs.emitted
+                entry.first_token = emitted_at
             # A new token shows that the request does not kill schedulers: deaths before it do not count.
             if entry.num_recoveries and new:
                 entry.record.clear()
@@ -623,10 +628,11 @@ class FrontendActor(Actor):
                 of_tokens = self._take_logprobs(entry, logprobs[row])
                 if not new:
                     of_tokens = None
-            end = ends.get(row) if ends is not None else None
-            if end is not None:
+            end = None
+            if ends is not None and row in ends:
                 # From here on the request is not submitted again, whatever dies.
-                del self._journal[rid]
+                end = ends[row]
+                del journal[rid]
                 self._num_finished += 1
                 if entry.num_recoveries:
                     end = _with_recoveries(end, entry)
@@ -639,7 +645,8 @@ class FrontendActor(Actor):
                 of_prompt = None
                 if entry.prompt_logprobs:
                     of_prompt, entry.prompt_logprobs = entry.prompt_logprobs, []
-                consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row), of_tokens, of_prompt))
+                vector = vectors.get(row) if vectors else None
+                consumer.push(_new_delta(Delta, (new, piece, end, emitted_at, vector, of_tokens, of_prompt, 0.0)))
                 if end is not None or not consumer.wakes_at_end:
                     woken.append(consumer)
         self._wake(woken)
@@ -703,8 +710,12 @@ class FrontendActor(Actor):
     def _wake(self, consumers: list[Consumer]) -> None:
         by_host: dict[HostLoop, list[Consumer]] = {}
         for consumer in consumers:
-            if consumer.host is not None:
-                by_host.setdefault(consumer.host, []).append(consumer)
+            host = consumer.host
+            if host is not None:
+                if host in by_host:
+                    by_host[host].append(consumer)
+                else:
+                    by_host[host] = [consumer]
         for host, waiting in by_host.items():
             if not host.call_soon_threadsafe(_wake_all, waiting):
                 self._drop_consumers(host)
@@ -813,5 +824,11 @@ def _error_of(end: RequestEnd) -> ActorLLMError:
 
 
 def _wake_all(consumers: list[Consumer]) -> None:
-    for consumer in consumers:
-        consumer.wake()
+    """On their loop. What one of them runs may end the loop by SystemExit, which is not to cost the others their wake-up."""
+    waiting = iter(consumers)
+    try:
+        for consumer in waiting:
+            consumer.wake()
+    except BaseException:
+        _wake_all(list(waiting))
+        raise

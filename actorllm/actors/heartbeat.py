@@ -41,6 +41,8 @@ class Sign:
     budget_s: float
     is_stopped: bool = False
     """By a signal or by a debugger."""
+    share: float = 1.0
+    """How much of the time since the last look counts as time of the step."""
 
 
 class Heartbeat:

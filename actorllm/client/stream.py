@@ -26,7 +26,6 @@ from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
-from actorllm.types.weight_version import spans_until
 
 MAX_SEPARATE = 16
 """So many deltas per sequence wait as they came; more are joined."""
@@ -159,7 +158,7 @@ class Mailbox:
                 self.on_news = None
                 self.fail(error)
         if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
-            self.waiter.set()
+            self.waiter.resume()
 
     @property
     def has_ended(self) -> bool:
@@ -219,10 +218,9 @@ class Completion:
         "_cumulative_logprob",
         "_is_delta",
         "_logprobs",
+        "_new",
         "_new_list",
         "_new_logprobs",
-        "_new_text",
-        "_new_token_ids",
         "_text",
         "_token_ids",
         "end",
@@ -237,16 +235,14 @@ class Completion:
         self._is_delta = kind is RequestOutputKind.DELTA
         self._text = ""
         self._token_ids: list[int] = []
-        self._new_text: list[str] = []
-        self._new_token_ids: list[int] = []
+        self._new: list[Delta] = []
         self._new_list: type[Any] = FlatLogprobs if is_flat else list
         self._logprobs: Any = self._new_list()
         self._new_logprobs: Any = self._new_list() if has_logprobs else None
         self._cumulative_logprob = 0.0
 
     def add(self, delta: Delta) -> None:
-        self._new_token_ids += delta.tokens
-        self._new_text.append(delta.text)
+        self._new.append(delta)
         self.num_tokens += len(delta.tokens)
         if self._new_logprobs is not None and delta.logprobs is not None:
             self._new_logprobs += delta.logprobs
@@ -255,28 +251,31 @@ class Completion:
         if delta.end is not None:
             self.end = delta.end
 
-    def output(self, versions: tuple[tuple[int, str], ...] = ()) -> CompletionOutput:
+    def output(self, starts: tuple[tuple[int, str], ...] = ()) -> CompletionOutput:
         """What was added since the last output, or everything, as the kind of the request says.
 
-        versions: the index of the first token of each version of the weights.
+        starts: the index of the first token of each version of the weights.
         """
-        token_ids, text, end = self._new_token_ids, "".join(self._new_text), self.end
-        self._new_token_ids, self._new_text = [], []
+        new, self._new = self._new, []
+        if len(new) == 1:
+            text, token_ids = new[0].text, new[0].tokens  # no other keeps this list
+        else:
+            text = "".join([delta.text for delta in new])
+            token_ids = [token for delta in new for token in delta.tokens]
         if not self._is_delta:
             self._token_ids += token_ids
             self._text += text
             token_ids, text = self._token_ids.copy(), self._text
-        output = CompletionOutput(self.index, text, token_ids)
-        output.weight_versions = spans_until(versions, self.num_tokens)
+        output = CompletionOutput.of_stream(self.index, text, token_ids, starts, self.num_tokens)
         if self._new_logprobs is not None:
             output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
             if not self._is_delta:
                 self._logprobs += output.logprobs
                 output.logprobs = self._logprobs[:]
             output.cumulative_logprob = self._cumulative_logprob
-        if end is not None:
-            output.finish_reason = end.reason  # type: ignore[assignment]
-            output.stop_reason = end.stop_reason
+        if self.end is not None:
+            output.finish_reason = self.end.reason  # type: ignore[assignment]
+            output.stop_reason = self.end.stop_reason
         return output
 
 
@@ -445,15 +444,16 @@ class RequestStream:
         own = copy.copy(error)
         if isinstance(own, RequestFailedError) and own.end is not None:
             self._completions[0].end = own.end
-            own.metrics = self._metrics(is_finished=True)
+            own.metrics = self._metrics()
         return own
 
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
         """Add what has come to its sequences; returns those."""
         changed: dict[int, Completion] = {}
-        while pending or self._ahead:
+        ahead = self._ahead
+        while pending or ahead:
             try:
-                index, delta = self._ahead.pop() if self._ahead else pending.popleft()
+                index, delta = ahead.pop() if ahead else pending.popleft()
             except IndexError:
                 break  # the engine thread is joining them, and wakes us when it is done
             completion = changed[index] = self._completions[index]
@@ -464,7 +464,8 @@ class RequestStream:
                 self._prompt_logprobs.extend(delta.prompt_logprobs)
             if self._first_emitted is None and delta.tokens:
                 self._first_emitted = delta.first_emitted or delta.emitted
-            self._last_emitted = max(delta.emitted, self._last_emitted or 0.0)
+            if self._last_emitted is None or delta.emitted > self._last_emitted:
+                self._last_emitted = delta.emitted
             if delta.end is not None:
                 self._num_open -= 1
         return changed
@@ -488,44 +489,42 @@ class RequestStream:
             self._prompt_logprobs = type(prompt_logprobs)()  # flat ones stay flat
         if is_finished:
             self._end_here()
-        versions = self._mailbox.versions
+        mailbox, versions = self._mailbox, self._mailbox.versions
         indexes = sorted(changed) if len(changed) > 1 else changed
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[changed[index].output(versions.get(index, ())) for index in indexes],
-            finished=is_finished,
-            metrics=self._metrics(is_finished),
-            num_cached_tokens=self._mailbox.num_cached,
-            prompt_logprobs=prompt_logprobs,
-            lora_request=self.lora_request,
+        outputs = [changed[index].output(versions.get(index, ())) for index in indexes]
+        times = (self._arrival, self._first_emitted, self._last_emitted, self._num_tokens)
+        output = RequestOutput.of_stream(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, mailbox.num_cached, times
         )
+        if prompt_logprobs is not None:
+            output.prompt_logprobs = prompt_logprobs
+        if self.lora_request is not None:
+            output.lora_request = self.lora_request
+        if is_finished:
+            output.finished = True
+            output.metrics = self._metrics()
+        return output
 
-    def _metrics(self, is_finished: bool) -> RequestMetrics:
-        arrival = to_epoch(self._arrival)
-        num_tokens = sum([completion.num_tokens for completion in self._completions])
-        if not is_finished:
-            first_emitted, last_emitted = self._first_emitted, self._last_emitted
-            return RequestMetrics(
-                arrival,
-                first_token_ts=0.0 if first_emitted is None else to_epoch(first_emitted),
-                last_token_ts=0.0 if last_emitted is None else to_epoch(last_emitted),
-                num_generation_tokens=num_tokens,
-                num_cached_tokens=self._mailbox.num_cached,
-            )
+    @property
+    def _num_tokens(self) -> int:
+        if len(self._completions) == 1:
+            return self._completions[0].num_tokens
+        return sum([completion.num_tokens for completion in self._completions])
+
+    def _metrics(self) -> RequestMetrics:
+        """Of the request at its end."""
         ends = [completion.end for completion in self._completions if completion.end is not None]
         num_recoveries = sum([end.num_recoveries for end in ends])
         # A scheduler that took over knows of no earlier token than its own first one.
         first = [self._first_emitted] if num_recoveries else []
         return RequestMetrics(
-            arrival,
+            to_epoch(self._arrival),
             queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
             scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
             first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
             last_token_ts=_epoch([end.last_token for end in ends], max),
             finished_time=_epoch([self._last_emitted], max),
-            num_generation_tokens=num_tokens,
+            num_generation_tokens=self._num_tokens,
             num_preemptions=sum([end.num_preemptions for end in ends]),
             num_cached_tokens=ends[0].num_cached_tokens,
             num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),

@@ -20,7 +20,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import anyio
@@ -36,6 +36,7 @@ from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
 from actorllm.ring.channel import LinkEnd
 from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.interpreter_share import InterpreterShare
 from actorllm.supervision.stderr_pipe import StderrPipe
 
 logger = logging.getLogger(__name__)
@@ -197,6 +198,7 @@ class ThreadChild(LocalChild):
         self._loop = loop
         self._thread = LoopThread(f"actorllm:{spec.name}")
         self._heartbeat = Heartbeat.of_thread()
+        self._share: InterpreterShare | None = None  # of the step that computes
         self._is_stuck = False
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
@@ -247,7 +249,13 @@ class ThreadChild(LocalChild):
     def sign(self) -> Sign | None:
         """What it shows of a step that it computes now, None: it computes none."""
         sign = self._heartbeat.read()
-        return sign if sign.step and self.phase == "running" else None
+        ident = self._thread.ident
+        if not sign.step or self.phase != "running" or ident is None or not self._thread.is_alive:
+            self._share = None
+            return None
+        if self._share is None:
+            self._share = InterpreterShare(ident)
+        return replace(sign, share=self._share.look())
 
     def give_up_stuck(self, reason: str) -> None:
         """It does not go on, and that is the end of the engine: nothing can take its place while it may still come back."""

@@ -10,7 +10,8 @@ processes (`actors.heartbeat`) now and then. A process is stuck in four cases:
 
 Time counts as *observed*. Two looks may be far apart, because the watching process itself was stopped, or the machine was
 asleep or starved. Then only as much time passes as between two regular looks. A process is therefore not killed for time
-in which it could not run. Pure; `watchdog` looks and kills.
+in which it could not run, nor is a thread given up that the application keeps from the interpreter (`Sign.share`). Pure;
+`watchdog` looks and kills.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class HangDetector:
         last, watched.sign = watched.sign, sign
         # Three clocks, each set back by the sign of life that it waits for: of the step, of the loop, of the process.
         is_same_step = sign.step and sign.num_steps == last.num_steps
-        watched.step_s = watched.step_s + passed if is_same_step else 0.0
+        watched.step_s = watched.step_s + passed * sign.share if is_same_step else 0.0
         has_moved = sign.beats != last.beats or sign.num_steps != last.num_steps
         watched.still_s = 0.0 if has_moved or sign.step else watched.still_s + passed
         watched.stopped_s = watched.stopped_s + passed if sign.is_stopped and last.is_stopped else 0.0

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import MISSING, Field, dataclass, field
+from typing import Any, ClassVar, Literal
 
+from actorllm.clock import to_epoch
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.request_metrics import RequestMetrics
-from actorllm.types.weight_version import WeightVersionSpan
+from actorllm.types.weight_version import WeightVersionSpan, spans_until
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
+class _Sparse:
+    """Of an output of a stream only those fields are set that differ from one to the next; the others when they are asked for.
+
+    An output is made for every token. Most are read for their text and dropped.
+    """
+
+    __slots__ = ("_origin",)
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _origin: Any
+    """What its fields are made of."""
+
+    def __getattr__(self, name: str) -> Any:
+        field_of_name = self.__dataclass_fields__.get(name)
+        if field_of_name is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        value = self._made(field_of_name)
+        setattr(self, name, value)
+        return value
+
+    def _made(self, missing: Field[Any]) -> Any:
+        if missing.default_factory is not MISSING:
+            return missing.default_factory()
+        return missing.default
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(_Sparse):
     """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
 
     index: int
@@ -42,9 +68,25 @@ class CompletionOutput:
         """Whether it has ended."""
         return self.finish_reason is not None
 
+    @classmethod
+    def of_stream(
+        cls, index: int, text: str, token_ids: list[int], starts: tuple[tuple[int, str], ...], num_tokens: int
+    ) -> CompletionOutput:
+        """One of a stream. starts, num_tokens: as `spans_until` takes them."""
+        made = cls.__new__(cls)
+        made.index = index
+        made.text = text
+        made.token_ids = token_ids
+        made.finish_reason = made.stop_reason = None
+        made._origin = (starts, num_tokens)
+        return made
+
+    def _made(self, missing: Field[Any]) -> Any:
+        return spans_until(*self._origin) if missing.name == "weight_versions" else _Sparse._made(self, missing)
+
 
 @dataclass(slots=True, init=False)
-class RequestOutput:
+class RequestOutput(_Sparse):
     """What a request has produced.
 
     outputs: its sequences by index. While n > 1 sequences are streamed, an output holds those that have something new.
@@ -109,6 +151,40 @@ class RequestOutput:
         self.ec_transfer_params = ec_transfer_params
         if unknown:
             warnings.warn(f"RequestOutput has no {', '.join(unknown)}; what is given is dropped", stacklevel=2)
+
+    @classmethod
+    def of_stream(
+        cls,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        outputs: list[CompletionOutput],
+        num_cached_tokens: int,
+        times: tuple[float, float | None, float | None, int],
+    ) -> RequestOutput:
+        """One of a stream whose request runs. times: of arrival, of the first and of the last token, in monotonic seconds (None:
+        there is none), and the number of tokens."""
+        made = cls.__new__(cls)
+        made.request_id = request_id
+        made.prompt = prompt
+        made.prompt_token_ids = prompt_token_ids
+        made.outputs = outputs
+        made.finished = False
+        made.num_cached_tokens = num_cached_tokens
+        made._origin = times
+        return made
+
+    def _made(self, missing: Field[Any]) -> Any:
+        if missing.name != "metrics":
+            return _Sparse._made(self, missing)
+        arrival, first, last, num_tokens = self._origin
+        return RequestMetrics(
+            to_epoch(arrival),
+            first_token_ts=0.0 if first is None else to_epoch(first),
+            last_token_ts=0.0 if last is None else to_epoch(last),
+            num_generation_tokens=num_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

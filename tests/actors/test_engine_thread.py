@@ -377,6 +377,95 @@ class TestHostLoop:
         loops.clear()
         assert hosts[0].call_soon_threadsafe(print) is False
 
+    def test_a_cancelled_wait_loses_no_set(self, run: Run, kind: type[HostLoop]) -> None:
+        async def main() -> None:
+            waiter = HostLoop.current().waiter()
+            for _ in range(2):
+                with anyio.move_on_after(0) as scope:
+                    await waiter.wait()
+                assert scope.cancelled_caught
+            waiter.set()
+            with anyio.move_on_after(0):
+                await waiter.wait()
+            assert await waiter.wait(time.monotonic()) in (True, False), (
+                "it was there at the first of the two, or is now"
+            )
+            assert await waiter.wait(time.monotonic()) is False
+
+        run(main)
+
+
+@pytest.mark.parametrize("run", [run_asyncio, run_uvloop])
+class TestAsyncioWaiter:
+    def test_a_task_goes_on_within_the_callback_that_resumes_it(self, run: Run) -> None:
+        async def main() -> None:
+            loop, waiter = asyncio.get_running_loop(), HostLoop.current().waiter()
+            seen: list[object] = []
+
+            async def wait() -> None:
+                while len(seen) < 3:
+                    await waiter.wait()
+                    seen.append(asyncio.current_task())
+
+            def resume() -> None:
+                waiter.resume()
+                seen.append("resumed")
+
+            task = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            for _ in range(2):
+                loop.call_soon(resume)
+                await asyncio.sleep(0.001)
+            await task
+            assert seen == [task, "resumed", task, "resumed"]
+
+        run(main)
+
+    def test_within_a_task_nothing_is_entered(self, run: Run) -> None:
+        """A loop that was made to run within a task (nest_asyncio) calls its callbacks there."""
+
+        async def main() -> None:
+            waiter = HostLoop.current().waiter()
+            task = asyncio.ensure_future(waiter.wait())
+            await asyncio.sleep(0)
+            waiter.resume()
+            assert not task.done()
+            assert await task is True
+
+        run(main)
+
+    def test_a_task_that_is_cancelled_while_it_is_woken_is_cancelled_once(self, run: Run) -> None:
+        async def main() -> None:
+            waiter = HostLoop.current().waiter()
+            task = asyncio.ensure_future(waiter.wait())
+            await asyncio.sleep(0)
+            waiter.set()
+            task.cancel("by the test")
+            with pytest.raises(asyncio.CancelledError, match="by the test"):
+                await task
+            assert await waiter.wait() is True
+            task = asyncio.ensure_future(waiter.wait())
+            await asyncio.sleep(0)
+            task.cancel("by the test")
+            waiter.set()
+            with pytest.raises(asyncio.CancelledError, match="by the test"):
+                await task
+            assert await waiter.wait() is True
+
+        run(main)
+
+    def test_one_task_waits_at_a_time(self, run: Run) -> None:
+        async def main() -> None:
+            waiter = HostLoop.current().waiter()
+            task = asyncio.ensure_future(waiter.wait())
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="two tasks"):
+                await waiter.wait()
+            waiter.set()
+            await task
+
+        run(main)
+
 
 class TestThreadHost:
     def test_functions_run_where_they_are_waited_for(self, thread: LoopThread) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import AsyncioLoop
+from actorllm.actors.frontend import _wake_all
 from actorllm.client.stream import Mailbox
 from actorllm.server.app import create_app
 from actorllm.text.chat_template import ChatTemplate
@@ -144,7 +145,7 @@ async def test_no_long_work_is_done_on_the_loop_of_the_server(
 
 
 async def test_a_batch_of_outputs_is_one_call_on_the_loop_and_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many streams have something new: the call wakes them, and each takes its own part in a turn of its own."""
+    """However many streams have something new: within the call each of their tasks goes on, and takes its own part."""
     calls: list[int] = []
     wakes: list[int] = []
     pushes: set[int] = set()
@@ -187,6 +188,25 @@ async def test_a_batch_of_outputs_is_one_call_on_the_loop_and_no_work(monkeypatc
         monkeypatch.undo()
     assert host not in pushes
     assert len(wakes) > 20 * len(calls), f"{len(calls)} calls for {len(wakes)} wakes"
+
+
+def test_a_consumer_that_ends_the_program_costs_no_other_its_wake_up() -> None:
+    """A task goes on within the call; SystemExit of its code passes through the callbacks of a loop."""
+    woken: list[int] = []
+
+    class Consumer:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wake(self) -> None:
+            woken.append(self.number)
+            if self.number % 2:
+                raise SystemExit(self.number)
+
+    with pytest.raises(SystemExit) as raised:
+        _wake_all([Consumer(number) for number in range(5)])  # type: ignore[misc]
+    assert woken == [0, 1, 2, 3, 4]
+    assert raised.value.code in (1, 3)
 
 
 IMPORTS = """

@@ -55,7 +55,15 @@ def snapshot():
             torch.random.get_rng_state().numpy().tobytes(), torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
         )
+        found["torch in a new thread"] = in_a_new_thread(torch.get_num_threads)
     return found
+
+def in_a_new_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results
 
 def wakeup_fd():
     before = signal.set_wakeup_fd(-1)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_who_works_or_has_nothing_to_do_is_left_alone(story: Story) -> None:
 def test_a_step_beyond_its_budget_is_stuck_and_nobody_else() -> None:
     found = watch({"scheduler": idle, "worker0": in_step(5.0, 30.0)}, every_second(100))
     assert found == [(36.0, "worker0", "step 17 ran for 31.0 s, deadline 30 s")]
+
+
+def test_time_counts_as_far_as_the_step_had_it() -> None:
+    def starved(at: float) -> Sign:
+        return replace(in_step(5.0, 30.0)(at), share=0.25)
+
+    assert watch({"worker0": starved}, every_second(120)) == []
+    ((at, _, _),) = watch({"worker0": starved}, every_second(200))
+    assert at == 5 + 4 * 30 + 1
 
 
 def test_a_control_has_a_deadline_as_well() -> None:

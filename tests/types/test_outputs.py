@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -139,3 +143,56 @@ def test_arguments_of_another_version_are_dropped_with_a_warning() -> None:
     assert (output.request_id, output.prompt_token_ids, output.finished) == ("7", [1], True)
     with pytest.raises(TypeError, match="missing"):
         RequestOutput("7")  # type: ignore[call-arg]
+
+
+def streamed() -> RequestOutput:
+    mailbox = Mailbox()
+    mailbox.note_version(0, "v1")
+    stream = RequestStream("r", "p", RequestOutputKind.DELTA, 1.0, mailbox, lambda mailbox: None)
+    mailbox.push(Delta([7, 8], "ab", None, 2.0))
+    output = stream.take()
+    assert output is not None
+    return output
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda output: output,
+        copy.copy,
+        copy.deepcopy,
+        lambda output: pickle.loads(pickle.dumps(output)),
+        dataclasses.replace,
+    ],
+)
+def test_an_output_of_a_stream_has_every_field(of: Callable[[RequestOutput], RequestOutput]) -> None:
+    """What a stream does not set is made when it is asked for, and that is nothing a program can tell."""
+    output = of(streamed())
+    (completion,) = output.outputs
+    assert completion == CompletionOutput(0, "ab", [7, 8], weight_versions=[(0, 2, "v1")])  # type: ignore[list-item]
+    assert output.metrics is not None
+    assert output.metrics.time_to_first_token == pytest.approx(1.0)
+    assert output.metrics.num_generation_tokens == 2
+    assert output == RequestOutput("r", "p", [], outputs=[completion], metrics=output.metrics)
+    assert repr(output) == repr(streamed())
+    assert dataclasses.asdict(output)["multi_modal_placeholders"] == {}
+    assert output.multi_modal_placeholders is output.multi_modal_placeholders
+    assert not hasattr(output, "num_spec_tokens")
+
+
+def test_what_an_output_says_stays_as_it_was_when_it_was_taken() -> None:
+    mailbox = Mailbox()
+    mailbox.note_version(0, "v1")
+    stream = RequestStream("r", None, RequestOutputKind.DELTA, 1.0, mailbox, lambda mailbox: None)
+    mailbox.push(Delta([7], "a", None, 2.0))
+    first = stream.take()
+    mailbox.note_version(1, "v2")
+    mailbox.push(Delta([8], "b", None, 3.0))
+    second = stream.take()
+    assert first is not None
+    assert second is not None
+    assert first.outputs[0].weight_versions == [(0, 1, "v1")]
+    assert second.outputs[0].weight_versions == [(0, 1, "v1"), (1, 2, "v2")]
+    assert first.metrics is not None
+    assert second.metrics is not None
+    assert second.metrics.last_token_ts - first.metrics.last_token_ts == pytest.approx(1.0)

@@ -24,6 +24,7 @@ from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.layers import linear, widens
+from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
@@ -71,13 +72,11 @@ def with_own_threads(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def computing(runner: CpuRunner, *arguments: Any) -> T:
-        before = torch.get_num_threads()
-        torch.set_num_threads(runner.num_threads)
-        try:
-            return method(runner, *arguments)
-        finally:
-            runner.num_threads = torch.get_num_threads()
-            torch.set_num_threads(before)
+        with OwnThreads(runner.num_threads):
+            try:
+                return method(runner, *arguments)
+            finally:
+                runner.num_threads = torch.get_num_threads()
 
     return computing
 
@@ -394,7 +393,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
             size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
-            torch.set_num_threads(size)
+            set_own_num_threads(size)
             wall, cpu = time.perf_counter(), time.thread_time()
             states = self.decoder.forward(inputs, self.cache)
             if drafts is not None and not self._has_finite_drafts(states, inputs):
