@@ -216,6 +216,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
             f"decoders on the CPU can (device='cpu', model_impl='vllm')"
         )
 
+    def statistics(self) -> dict[str, Any]:
+        """What `stats()` tells of this worker's computing, as JSON values."""
+        return {}
+
     @property
     @abstractmethod
     def num_kv_heads(self) -> int:
