@@ -298,6 +298,13 @@ class EngineConfig:
     """Room for adapters (enable_lora); None: requests have none."""
     speculation: Speculation | None = None
     """How tokens are drafted; None: not at all."""
+    batch_invariant: bool = False
+    """No bit of a stream depends on anything but its request."""
+
+    @property
+    def keeps_output_apart(self) -> bool:
+        """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
+        return self.batch_invariant
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -509,6 +516,7 @@ class EngineConfig:
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
             lora=_lora(given, pooler, module),
+            batch_invariant=_batch_invariant(given, pooler, module, device),
             **_fleet(given),
         )
 
@@ -556,6 +564,23 @@ def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | Non
             "forward"
         )
     return LoRAConfig(max_loras, max_rank, max_cached or max_loras)
+
+
+def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None, device: str) -> bool:
+    """Raises ConfigError for what it does not hold with; what depends on the machine is found out while loading."""
+    if not given["batch_invariant"]:
+        return False
+    told = "batch_invariant=True (or VLLM_BATCH_INVARIANT of the environment)"
+    if device != "cpu":
+        raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    if pooler is not None:
+        raise ConfigError(f"{told} is about streams of text, and this model makes vectors; leave it out")
+    if module is not None or given["model_impl"] == "transformers":
+        raise ConfigError(f"{told} does not hold for modules of transformers; leave it out")
+    for name, unused in (("enable_lora", (None, False)), ("tensor_parallel_size", (1,))):
+        if given[name] not in unused:
+            raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
+    return True
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
@@ -665,7 +690,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        "enable_lora",
+        *("enable_lora", "batch_invariant"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

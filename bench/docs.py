@@ -37,7 +37,18 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
-    *("neighbour", "embedding", "calls", "quantization", "lora", "weight_updates", "experts", "speculation", "fleet"),
+    *(
+        "neighbour",
+        "invariance",
+        "embedding",
+        "calls",
+        "quantization",
+        "lora",
+        "weight_updates",
+        "experts",
+        "speculation",
+        "fleet",
+    ),
     *("parameters", "structured", "simulation", "slo_statistics"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

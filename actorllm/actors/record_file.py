@@ -237,6 +237,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "pools_only": config.model.pooler is not None,
         "vector_size": 0 if config.model.pooler is None else config.model.pooler.vector_size,
         "weights": config.model.weights.identity,
+        **({"keeps_output_apart": True} if config.keeps_output_apart else {}),
     }
 
 

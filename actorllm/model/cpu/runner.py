@@ -19,10 +19,11 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, St
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
+from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
-from actorllm.model.cpu.layers import linear, widens
+from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
@@ -152,6 +153,23 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team()
+        if self.config.batch_invariant:
+            self._check_invariance()
+
+    def _check_invariance(self) -> None:
+        """Raises UnsupportedModelError where a row depends on more than its request."""
+        plan = self.model_config
+        if not isinstance(plan, DecoderConfig) or plan.experts is not None:
+            what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+            raise UnsupportedModelError(
+                f"batch_invariant=True is not supported for models {what} yet ({self.config.model.architecture}); leave it out"
+            )
+        drafting = self._speculator, self._draft_model, self.processors
+        self._speculator = self._draft_model = self.processors = None
+        try:
+            invariance.check(self, ACTIVATIONS[plan.activation])
+        finally:
+            self._speculator, self._draft_model, self.processors = drafting
 
     def _measured_team(self) -> Team:
         sizes = sizes_of(threads.num_threads(self.config))
@@ -221,7 +239,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots), head
+        products = paired if self.config.batch_invariant else linear
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots, products), head
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -298,7 +317,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        self.cache = KVCache(*shape, num_blocks, size, self.dtype)
+        self.cache = KVCache(
+            *shape,
+            num_blocks,
+            size,
+            self.dtype,
+            keeps_output_apart=self.config.keeps_output_apart,
+            has_fixed_tiles=self.config.batch_invariant,
+        )
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
