@@ -115,6 +115,10 @@ class ModelConfig:
     """Options that hold for every structured output, those that are on (structured_outputs_config)."""
     quantization: str | None = None
     """How the weights of the linear layers are quantized (`actorllm.types.quantization`); None: not at all."""
+    quantization_twin: bool | None = None
+    """Whether rows of prompts may have weights of their own; None: where that is faster and there is memory for it."""
+    scheme: str | None = None
+    """What products are computed as, of decode rows and of prompts (`model.cpu.scheme`); None: that was not measured yet."""
     weights: WeightSource = FIRST_WEIGHTS
     """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
@@ -304,7 +308,7 @@ class EngineConfig:
     @property
     def keeps_output_apart(self) -> bool:
         """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
-        return self.batch_invariant
+        return self.batch_invariant or "+" in (self.model.scheme or "")
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -465,6 +469,7 @@ class EngineConfig:
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler),
+                quantization_twin=given["quantization_twin"],
                 module=module,
             ),
             cache=CacheConfig(
@@ -690,7 +695,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        *("enable_lora", "batch_invariant"),
+        *("enable_lora", "batch_invariant", "quantization_twin"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

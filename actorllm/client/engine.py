@@ -204,7 +204,13 @@ class Engine:
         return self._attach_server
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-        """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
+        """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process.
+
+        What the first worker has found to be fastest holds from now on.
+        """
+        scheme = next((fact["scheme"] for fact in facts.values() if fact.get("scheme")), None)
+        if scheme is not None:
+            config = replace(config, model=replace(config.model, scheme=scheme))
         return config.resolved(CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor)))
 
     # Life

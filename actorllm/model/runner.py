@@ -148,6 +148,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """Attributes that `close` lets go of."""
 
     batch: PersistentBatch
+    scheme: str | None = None
+    """What its products are computed as, where that was measured (`ModelConfig.scheme`)."""
     adapters: Adapters | None = None
     """Of requests; made with the weights. None: there are none."""
 

@@ -15,8 +15,8 @@ are kept for the next step of the same rows, and change where a row gets a new b
 
 Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed.
 Where a part of the row is in the cache already, they are gathered. A cache with `keeps_output_apart` attends to output that is
-computed once more as decode rows do. One with `has_fixed_tiles` has tiles whose size and place depend on the position only; what
-a step lacks of a tile is filled up, so that every product has the same shape in all steps.
+computed once more as decode rows do. In one with `has_fixed_tiles`, size and place of a tile depend on the
+position only. What a step lacks of a tile is filled up, so that every product has the same shape in all steps.
 
 `KVCache` is owned by the runner; `KVWrites` and `AttentionBatch` are made from it once per step and passed through the
 layers.

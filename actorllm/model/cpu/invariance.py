@@ -1,6 +1,6 @@
 """Whether the bits of a row depend on anything but its request here: found out by steps, before `batch_invariant=True` is promised.
 
-One request is computed alone and in one piece, and then beside others, in chunks, with each number of threads, and once more as a
+One request is computed alone and in one piece. It is computed again beside others, in chunks, with each number of threads, and as a
 request that comes back with its output. All logits must have the same bits. Functions that treat the last numbers of an array in
 another way than the rest are tried on every number of bfloat16.
 """

@@ -25,24 +25,27 @@ from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.rates import measured_rates, sizes_of
+from actorllm.model.cpu.scheme import Scheme, measured, products
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
+from actorllm.model.linear import Linear, LinearWeight
+from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
 from actorllm.model.quantization import form_of, open_weights, rounding_of
+from actorllm.model.quantization.description import gguf_kinds
 from actorllm.model.quantization.int4 import Int4Weights
-from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_same_model, check_shares
-from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
+from actorllm.model.runner import DTYPES, ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
-from actorllm.types.quantization import GGUF
+from actorllm.types.quantization import GGUF, ROUNDING
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ PROMPT_LOGITS_BYTES = 32 << 20
 
 ENTRY_BYTES = 16
 """Of one id with its log-probability, while they are made."""
+
+TWIN_SHARE = 0.25
+"""Of the available memory that the second form of weights may take, unless it is asked for."""
 
 NUM_CHECK_ROWS, CHECK_PROMPT = 4, 2
 """Of the step of the runner's own: so many rows of so many tokens, from all over the vocabulary."""
@@ -100,6 +106,14 @@ class CpuStep(StepHandle[Chunks]):
     """Prefill rows of the plan whose states are not finite."""
     draft_logits: torch.Tensor | None = None
     """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
+
+
+def _number_of_weights(plan: DecoderConfig | Plan) -> int:
+    """Roughly, of the layers."""
+    if not isinstance(plan, DecoderConfig):
+        return 0
+    attention = plan.head_dim * (2 * plan.num_heads + 2 * plan.num_kv_heads)
+    return plan.num_layers * plan.hidden_size * (attention + 3 * plan.intermediate_size)
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -149,8 +163,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder = self._load()
         if self._draft_model is not None:
             self._draft_model.load(self._show_progress)
-        if self.config.model.quantization is not None and not self.rank:
-            self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team()
         if self.config.batch_invariant:
@@ -183,19 +195,39 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         rates = measured_rates(sizes, num_numbers, plan.hidden_size, num_products, self.dtype, linear, form)
         return Team(tuple(rates.one_row), rates)
 
-    def _tell_speed(self) -> None:
-        size = self.model_config.hidden_size
-        form = rounding_of(self.config.model)
-        found = measured(4 * size, size, self.dtype, linear, form)
-        logger.log(
-            logging.WARNING if found.is_slower else logging.INFO,
-            "products of %d bits are %.2f times as fast here as those of %s for one row, %.2f times for a prompt%s",
-            4 if isinstance(form, Int4Weights) else 8,
-            found.decode,
-            self.config.model.dtype,
-            found.prompt,
-            "; without quantization this model is faster, and takes more memory" if found.is_slower else "",
-        )
+    def _scheme(self) -> Scheme | None:
+        """What products are computed as: what the configuration says, or what is fastest here. None: there is no choice."""
+        model = self.config.model
+        if model.scheme is not None:
+            return Scheme.parse(model.scheme)
+        if self.ranks.size > 1:  # they might find different ones
+            return None
+        form = rounding_of(model)
+        if model.quantization == GGUF and any(kind.startswith("int4") for kind in gguf_kinds(model).values()):
+            form = Int4Weights()
+        has_choice = model.quantization is None or model.quantization in ROUNDING or isinstance(form, Int4Weights)
+        if not has_choice:
+            return None
+        may_twin = not self.config.batch_invariant and model.quantization_twin is not False and model.pooler is None
+        found, told = measured(self.dtype, form, may_twin=may_twin)
+        if model.quantization not in (None, *ROUNDING) and found.decode != "int4":
+            found = Scheme("int4", found.prompt if found.prompt == "int8" else "int4")  # a checkpoint stays as it is
+        size = _number_of_weights(self.model_config)
+        extra = size * {"int8": 1, "float32": 4}.get(found.prompt, 0) if found.decode != found.prompt else 0
+        if extra > TWIN_SHARE * memory.available_bytes() and model.quantization_twin is None:
+            found = Scheme(found.decode, found.decode)
+        is_refused = model.quantization is not None and found.decode in DTYPES
+        if told:
+            logger.log(
+                logging.WARNING if is_refused else logging.INFO,
+                "products are computed as %s (%s)%s",
+                found,
+                told,
+                f"; quantization={model.quantization!r} would be slower or wrong, and is not used"
+                if is_refused
+                else "",
+            )
+        return found
 
     def _load(self) -> CausalLM:
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
@@ -203,9 +235,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model.weights.check_unchanged()
         check_shares(plan, model, self.ranks.size)
         if widens(self.dtype) and not self.rank:
+            better = " (dtype='bfloat16' takes less, and is faster)" if self.dtype == torch.float16 else ""
             logger.warning(
-                "dtype='float16': this processor has no fast products of that type; they are computed in float32, and "
-                "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
+                "dtype=%r: this processor has no fast products of that type; they are computed in float32, and "
+                "the weights take twice their memory%s",
+                model.dtype,
+                "" if widens(torch.bfloat16) else better,
             )
         if isinstance(plan, DecoderConfig):
             if self.config.lora is not None:
@@ -213,6 +248,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
                 dtype = torch.float32 if is_widened else self.dtype
                 self.adapters = Adapters(self.config.lora, dtype)
+            scheme = self._scheme()
+            self.scheme = None if scheme is None else str(scheme)
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 slots = None if self.adapters is None else self.adapters.slots
                 decoder, self._head = self._read_decoder(plan, weights, slots)
@@ -239,8 +276,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        products = paired if self.config.batch_invariant else linear
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots, products), head
+        make: Callable[[LinearWeight], Linear] = paired if self.config.batch_invariant else linear
+        form, kinds = form_of(model), None
+        scheme = None if self.scheme is None else Scheme.parse(self.scheme)
+        if scheme is not None:
+            if scheme.decode != scheme.prompt:
+                kinds = RowKinds()
+            if model.quantization in ROUNDING and scheme.decode in DTYPES:
+                form = Dense
+            make = products(scheme, self.dtype, kinds or RowKinds(), make)
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots, make, kinds), head
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -322,7 +367,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             num_blocks,
             size,
             self.dtype,
-            keeps_output_apart=self.config.keeps_output_apart,
+            keeps_output_apart=self.config.batch_invariant or "+" in (self.scheme or ""),
             has_fixed_tiles=self.config.batch_invariant,
         )
         self.batch = self._empty_batch()
