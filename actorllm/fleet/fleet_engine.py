@@ -32,9 +32,6 @@ class FleetEngine(Engine):
         self._supervisor = self._fleet
         self._thread = EngineThread(self._new_service())
 
-    def _new_media(self) -> None:
-        """Prompts with images are not taken: moves of such requests are not tested."""
-
     def _new_service(self) -> Service:
         """The fleet, behind a door for others if the engine has a name."""
         fleet = self._fleet
