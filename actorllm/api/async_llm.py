@@ -285,7 +285,7 @@ class AsyncLLM:
         """
         conversation = Conversation.of(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
