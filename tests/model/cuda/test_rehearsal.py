@@ -163,7 +163,7 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
             "attn_decode",
         ),
         *("attn_prefill", "activation_mul", "lm_head_sample", "sample_pick", "kv_clear", "edit_logits", "tile_maxima"),
-        *("cutoff", "draw_tiles"),
+        *("weigh", "collect", "cutoff", "draw_tiles"),
     }
     assert {name.removesuffix("_kernel") for name in names} == expected
     assert configs.architecture_of(torch.device("meta")) == "sm_90"

@@ -176,7 +176,7 @@ def test_weights_are_read_to_the_device_where_transformers_can_do_that(
     runner = CudaRunner(config, show_progress=False, device=HostDevice())
     monkeypatch.setattr(transformers_backend, "is_accelerate_available", lambda: can_place)
     monkeypatch.setattr(loading, "tensor_files", lambda _: {})
-    monkeypatch.setattr(transformers_backend, "AutoModel", SimpleNamespace(from_pretrained=read))
+    monkeypatch.setattr(transformers_backend, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=read))
     with pytest.raises(CorruptModelError, match="no weights"):
         runner.load()
     assert asked == [{"": torch.device("cpu")} if can_place else None]
