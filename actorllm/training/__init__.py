@@ -1,0 +1,1 @@
+"""Engines as parts of trainers. Nothing else imports it."""
