@@ -62,7 +62,6 @@ def test_defaults_are_not_shared() -> None:
         ({"max_num_seqs": 0}, ConfigError, ["max_num_seqs=0", "positive"]),
         ({"pipeline_parallel_size": 2}, ConfigError, ["pipeline_parallel_size=2", "leave it at 1"]),
         ({"quantization": "aqlm"}, ConfigError, ["quantization='aqlm'", "leave it at None"]),
-        ({"enable_sleep_mode": True}, ConfigError, ["enable_sleep_mode=True", "leave it at False"]),
         ({"model": "/nowhere"}, ModelNotFoundError, ["/nowhere"]),
     ],
 )
