@@ -29,7 +29,7 @@ from actorllm.errors import (
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
-from actorllm.text.reasoning.parsers import Marks, marks_of
+from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Costs, Speculation
@@ -668,6 +668,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
     read_variables(given)
     translate(given)
+    given["reasoning_parser"] = reasoning_of_file(given["reasoning_parser"], given["reasoning_parser_plugin"])
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":

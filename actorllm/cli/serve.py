@@ -6,15 +6,11 @@ only here, so that the other commands work without the extra.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
-import sys
 import uuid
-from collections.abc import Container
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -82,24 +78,6 @@ def json_option(name: str, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--{name} {text:.80} must be JSON: {error}") from error
-
-
-def of_plugin(option: str, path: str, name: str | None, known: Container[str]) -> str | None:
-    """'module:Class' for a class of a plug-in file, which every process of the server can then import; other names as they are.
-
-    option: that has the path. name: of a parser. known: names of parsers of the package. Raises ConfigError.
-    """
-    file = Path(path).resolve()
-    if not file.is_file() or file.suffix != ".py":
-        raise ConfigError(f"--{option} {path:.200} must be a Python file")
-    if name is None or name in known or ":" in name:
-        return name
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
-    if found is None or found.origin is None or Path(found.origin).resolve() != file:
-        raise ConfigError(f"--{option} {path:.200}: another module is called {file.stem!r}; give the file another name")
-    return f"{file.stem}:{name}"
 
 
 def serve(
@@ -258,14 +236,13 @@ def serve(
     arguments: dict[str, Any] = engine_options.arguments()
     from actorllm.server.tool_formats import FORMATS
     from actorllm.server.tool_parsers import PARSERS
-    from actorllm.text.reasoning.parsers import REASONING
+    from actorllm.types.plugin_file import parser_of_file
 
     if tool_parser_plugin:
-        tool_call_parser = of_plugin("tool-parser-plugin", tool_parser_plugin, tool_call_parser, {*PARSERS, *FORMATS})
+        known = {*PARSERS, *FORMATS}
+        tool_call_parser = parser_of_file("--tool-parser-plugin", tool_parser_plugin, tool_call_parser, known)
     if reasoning_parser_plugin:
-        arguments["reasoning_parser"] = of_plugin(
-            "reasoning-parser-plugin", reasoning_parser_plugin, arguments.get("reasoning_parser"), REASONING
-        )
+        arguments["reasoning_parser_plugin"] = reasoning_parser_plugin
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
     adapter_routes.check_processes(api_processes)

@@ -119,12 +119,15 @@ class EngineOptions(VLLMOptions, total=False):
     reasoning_parser: Annotated[str, ""]
     """How the model marks what it thinks: a name of vLLM's, or a class as 'module:Class'. Structured output begins behind the
     thought, and requests may bound it (thinking_token_budget). Empty: output is not looked through for thoughts."""
+    reasoning_parser_plugin: Annotated[str | None, None]
+    """A Python file with parsers of thoughts, one of which reasoning_parser names: written for vLLM, or for this package."""
     reasoning_config: Annotated[Mapping[str, Any] | None, None]
     """Marks of a thought in place of the parser's: 'reasoning_start_str', and 'reasoning_end_str', which is what a thought is
     ended with at its budget; without a parser both are needed."""
     structured_outputs_config: Annotated[Mapping[str, Any] | None, None]
     """Of all structured outputs: 'disable_any_whitespace', 'disable_additional_properties', 'enable_in_reasoning' (True or
-    False each) and 'reasoning_parser'. 'backend' and 'disable_fallback' are taken, and there is one backend."""
+    False each), 'reasoning_parser' and 'reasoning_parser_plugin'. 'backend' and 'disable_fallback' are taken, and there is one
+    backend."""
     override_generation_config: Annotated[Mapping[str, Any] | None, None]
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]

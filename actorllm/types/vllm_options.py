@@ -87,7 +87,6 @@ class VLLMOptions(TypedDict, total=False):
     fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
     guided_decoding_backend: Annotated[Any, "auto", "guidance"]
-    reasoning_parser_plugin: Literal["", None]
     interleave_mm_strings: Annotated[Any, False]
     media_io_kwargs: Annotated[Any, {}, None]
     mm_processor_cache_gb: Annotated[Any, 4]
