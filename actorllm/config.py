@@ -282,6 +282,7 @@ class EngineConfig:
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
+    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
@@ -519,6 +520,7 @@ class EngineConfig:
             enforce_eager=given["enforce_eager"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
+            otlp_traces_endpoint=_address("otlp_traces_endpoint", given["otlp_traces_endpoint"]),
             lora=_lora(given, pooler, module),
             enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
@@ -1055,6 +1057,12 @@ def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
     return size
+
+
+def _address(name: str, given: Any) -> str | None:
+    if given is not None and not (isinstance(given, str) and given.startswith(("http://", "https://"))):
+        raise ConfigError(f"{name}={given!r:.120} must be an address that begins with http:// or https://")
+    return None if given is None else str(given)
 
 
 def _profile_folder(given: Any) -> str | None:

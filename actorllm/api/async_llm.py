@@ -219,7 +219,7 @@ class AsyncLLM:
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
             lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
-            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
+            vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
 
         Raises:
             InvalidParameterError, UnknownParameterError, DuplicateRequestError: at once.
@@ -334,7 +334,7 @@ class AsyncLLM:
             lora_request: as in `generate`.
             session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs, kv_hints: accepted at None, where vLLM's argument
                 asks for nothing.
-            trace_headers: taken with a warning; the engine writes no spans of its own.
+            trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             extras: as in `generate`.
 
         Raises:
@@ -397,7 +397,7 @@ class AsyncLLM:
             prompt, request_id, priority: as in `generate`.
             pooling_params: None: the engine's own way.
             lora_request: as in `generate`. reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
-            trace_headers: taken with a warning; the engine writes no spans of its own.
+            trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             extras: as in `generate`.
 

@@ -149,7 +149,7 @@ class LLM(BlockingDoor):
             timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
                 stop_reason "deadline". None: no limit.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
-            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
+            vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
 
         Raises:
             RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a

@@ -301,7 +301,7 @@ def serve(
     provider: Any = None
     if otlp_traces_endpoint is not None:
         try:
-            from actorllm.server.tracing import otlp_provider
+            from actorllm.client.request_spans import otlp_provider
         except ModuleNotFoundError as error:
             raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
         provider = otlp_provider(otlp_traces_endpoint, {})

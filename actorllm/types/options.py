@@ -132,6 +132,9 @@ class EngineOptions(VLLMOptions, total=False):
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]
     """New tokens per output; a request may ask for more."""
+    otlp_traces_endpoint: Annotated[str | None, None]
+    """Send an OpenTelemetry span of every request there, over HTTP (`actorllm[otel]`). None: those with trace_headers are spans of
+    the application's tracer provider, if there is one."""
     disable_log_stats: Annotated[bool | None, True]
     """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -100,7 +99,6 @@ MAX_OPTIONAL_BIAS = 100.0
 
 VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prompt_adapter_request": (None,),
-    "trace_headers": (None,),
     "prompt_text": (None,),
     "reasoning_ended": (None,),
     "session_id": (None,),
@@ -111,12 +109,9 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
 
-HARMLESS_REQUEST_ARGUMENTS = {"trace_headers": "the engine writes no spans of its own; the server does"}
-"""Of these, what changes no token whatever it is: it is taken with a warning, which says what is done instead."""
-
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
-    *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request"),
+    *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request", "trace_headers"),
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""
@@ -127,10 +122,7 @@ def check_request_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in VLLM_REQUEST_ARGUMENTS:
             raise UnknownParameterError(f"a request has no argument {name!r}{nearest_name(name, REQUEST_ARGUMENTS)}")
-        if name in HARMLESS_REQUEST_ARGUMENTS and isinstance(value, Mapping):
-            warnings.warn(f"{name} is taken and has no effect: {HARMLESS_REQUEST_ARGUMENTS[name]}", stacklevel=4)
-        else:
-            _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
+        _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
 
 
 def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ...]] = VLLM_PARAMETERS) -> None:

@@ -93,7 +93,6 @@ class VLLMOptions(TypedDict, total=False):
     mm_encoder_only: Literal[False]
     mm_encoder_tp_mode: Annotated[Any, "weights"]
     video_pruning_rate: Annotated[Any, None]
-    otlp_traces_endpoint: Annotated[Any, None]
     collect_detailed_traces: Annotated[Any, None]
     show_hidden_metrics_for_version: Annotated[Any, None]
     kv_cache_metrics: Annotated[Any, False]
@@ -271,7 +270,6 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "logging_config",
         "log_level",
         "log_config_file",
-        "otlp_traces_endpoint",
         "collect_detailed_traces",
         "show_hidden_metrics_for_version",
         "kv_cache_metrics",
