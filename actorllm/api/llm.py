@@ -13,11 +13,11 @@ from typing import Any, Protocol, Self, TypeVar, Unpack
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.api.blocking import BlockingDoor
-from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.api.engine_args import EngineArgs
 from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import TextScoring
+from actorllm.client.scoring import TextScoring, tokenization_of
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -395,7 +395,7 @@ class LLM(BlockingDoor):
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        chat_template: None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How alike texts are: one text and all of data_2, or each of data_1 with its own.
 
@@ -405,7 +405,8 @@ class LLM(BlockingDoor):
             data_1: one prompt, or as many as data_2 has.
             data_2: one prompt, or several.
             use_tqdm, pooling_params, lora_request, tokenization_kwargs: as in `encode`, for all of the texts.
-            chat_template: must be None.
+            chat_template: a Jinja template that makes one prompt of messages with the roles "query" and "document", for a
+                cross-encoder; None: its own way.
 
         Raises:
             InvalidParameterError: the numbers of texts do not fit; everything else as in `encode`.
@@ -414,15 +415,14 @@ class LLM(BlockingDoor):
             outputs = embedder.score("A fox ran.", ["A fox sat.", "It rained."], use_tqdm=False)
             print([output.outputs.score for output in outputs])
         """
-        check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
-        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params, chat_template)
         outputs = self.encode(
             scoring.prompts,
             scoring.params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
+            tokenization_kwargs=tokenization_of(chat_template, tokenization_kwargs),
         )
         return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 

@@ -463,14 +463,13 @@ def _json_value(name: str, value: Any, depth: int, left: list[int]) -> Any:
 
 
 VLLM_POOLING_PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "step_tag_id": (None,),
-    "returned_token_ids": (None,),
     "requires_token_ids": (False,),
     "late_interaction_params": (None,),
     "extra_kwargs": (None, {}),
 }
 """Pooling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
+MAX_RETURNED_IDS = 1024
 PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
 POOLING_TYPES: tuple[PoolingType, ...] = ("LAST", "MEAN", "CLS")
 """Of the final states of a prompt: the last one, their mean, the first one."""
@@ -498,6 +497,8 @@ class PoolingParams:
         task: "embed", "classify", "score", "token_embed" or "token_classify", as far as the model has it; None: its first.
         skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
         truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes.
+        step_tag_id: of vectors of tokens, those of this token alone, which ends a step of reasoning.
+        returned_token_ids: of vectors of tokens, these numbers alone, before they become probabilities.
         output_kind: FINAL_ONLY.
 
     Other parameters of vLLM are accepted at their defaults (VLLM_POOLING_PARAMETERS).
@@ -513,6 +514,8 @@ class PoolingParams:
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None
     truncate_prompt_tokens: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     def __post_init__(self) -> None:
@@ -535,6 +538,9 @@ class PoolingParams:
             raise InvalidParameterError(f"task={shown(self.task)} is not supported; use {known}{instead}")
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
+        if self.step_tag_id is not None:
+            self.step_tag_id = _integer("step_tag_id", self.step_tag_id, low=0)
+        self.returned_token_ids = check_returned_ids(self.returned_token_ids)
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise InvalidParameterError(
                 f"output_kind={shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
@@ -553,6 +559,17 @@ class PoolingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+def check_returned_ids(given: object) -> list[int] | None:
+    """Which numbers of a vector are wanted. Raises InvalidParameterError."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) > MAX_RETURNED_IDS:
+        raise InvalidParameterError(
+            f"returned_token_ids={shown(given)} must be a list of at most {MAX_RETURNED_IDS} integers"
+        )
+    return [_integer("returned_token_ids", id, low=0) for id in given]
 
 
 def with_task(params: PoolingParams | None, task: str) -> PoolingParams:

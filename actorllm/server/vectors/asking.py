@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actorllm.client.scoring import TextScoring, reads_pairs
+from actorllm.client.scoring import TextScoring, reads_pairs, tokenization_of
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt
@@ -66,8 +66,12 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
         params, shape = _of_texts(body, asked, pooler)
     else:
         params = PoolingParams(**asked)
-        scoring, documents = _scoring(body, params, pooler, defaults.max_prompt_characters)
+        template = defaults.answers.chat_template if reads_pairs(pooler) else None
+        scoring, documents = _scoring(body, params, pooler, defaults.max_prompt_characters, template)
         prompts, params = scoring.prompts, scoring.params
+        if template is not None:
+            given = extras.arguments.get("tokenization_kwargs")
+            extras.arguments["tokenization_kwargs"] = tokenization_of(template, given)
         if isinstance(body, RerankRequest):
             shape = RerankShape(body, "rerank", scoring, documents)
         else:
@@ -131,7 +135,7 @@ def _sides(body: Pooled) -> Sequence[tuple[str, str]]:
 
 
 def _scoring(
-    body: Pooled, params: PoolingParams, pooler: Pooler | None, max_characters: int
+    body: Pooled, params: PoolingParams, pooler: Pooler | None, max_characters: int, template: str | None
 ) -> tuple[TextScoring, list[str]]:
     """What is compared, and the texts of its second side."""
     if isinstance(body, RerankRequest):
@@ -154,7 +158,7 @@ def _scoring(
         check_readings(first[0], len(second), field)
     for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
         check_length(text, max_characters)
-    return TextScoring.of(pooler, first, second, params), second
+    return TextScoring.of(pooler, first, second, params, template), second
 
 
 def _texts(value: str | list[str]) -> list[str]:
