@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -104,6 +105,8 @@ class ModelConfig:
     """Which images prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+    io_processor_plugin: str | None = None
+    """What makes prompts of the data of a request, and its answer of their vectors (`client.plugin_data`)."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """What counts in place of the same fields of config.json (hf_overrides)."""
     reasoning_parser: str | None = None
@@ -120,6 +123,33 @@ class ModelConfig:
     """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
+
+    # By vLLM's names, for plug-ins
+
+    @property
+    def model(self) -> str:
+        """The folder, where vLLM has what the user gave."""
+        return self.path
+
+    @property
+    def pooler_config(self) -> Pooler | None:
+        """As `pooler`."""
+        return self.pooler
+
+    @property
+    def matryoshka_dimensions(self) -> list[int] | None:
+        """The lengths that the vectors may be cut to; None: the model does not list them."""
+        return list(self.pooler.matryoshka) if self.pooler is not None and self.pooler.matryoshka else None
+
+    @property
+    def is_matryoshka(self) -> bool:
+        """The vectors may be cut."""
+        return self.pooler is not None and self.pooler.matryoshka is not None
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of `hf_config` that is about text."""
+        return self.hf_config.get_text_config()
 
     @property
     def hf_config(self) -> Any:
@@ -464,6 +494,7 @@ class EngineConfig:
                 takes_prompt_embeds=given["enable_prompt_embeds"],
                 media=media,
                 pooler=pooler,
+                io_processor_plugin=_io_processor(given["io_processor_plugin"], hf, pooler),
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
@@ -874,6 +905,20 @@ def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
     if paths and pooler is not None:
         raise ConfigError("logits_processors: a model that makes vectors has no logits; leave them out")
     return paths
+
+
+def _io_processor(given: Any, hf: Mapping[str, Any], pooler: Pooler | None) -> str | None:
+    """The model's own plug-in is not asked for where it generates text."""
+    if given is not None and (not isinstance(given, str) or not given):
+        raise ConfigError(f"io_processor_plugin={given!r:.120} must be the name of a plug-in, or None")
+    if pooler is None:
+        if given is not None:
+            raise ConfigError(f"io_processor_plugin={given!r:.120} needs runner='pooling'; this engine generates text")
+        return None
+    own = hf.get("io_processor_plugin")
+    if given is None and own is not None and not isinstance(own, str):
+        raise CorruptModelError(f"config.json: io_processor_plugin is {own!r:.80}, the name of a plug-in is needed")
+    return given if given is not None else own
 
 
 def _check_pooling(

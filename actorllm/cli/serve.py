@@ -40,6 +40,7 @@ class ServedEngineOptions(SeededEngineFlags):
     runner: str | None = None
     convert: str | None = None
     pooler_config: str | None = None
+    io_processor_plugin: str | None = None
     hf_overrides: str | None = None
     override_generation_config: str | None = None
     skip_tokenizer_init: bool | None = None
@@ -228,9 +229,8 @@ def serve(
     assert config is None, "the command line was read without it"
     for warning in their_options.warnings():
         logger.warning("%s", warning)
-    if middleware or any(
-        ":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None
-    ):
+    classes = (tool_call_parser, engine_options.reasoning_parser, engine_options.io_processor_plugin)
+    if middleware or any(":" in path for path in classes if path is not None):
         see_own_folder()
     keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()

@@ -33,6 +33,7 @@ from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
+from actorllm.client.plugin_data import PluginData
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.request_spans import NO_TRACE, RequestSpans, RequestTrace, checked_trace_headers
 from actorllm.client.sleep import Sleep
@@ -128,6 +129,9 @@ class Engine:
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
+        self.prompts = PromptReader(config.model)
+        self.plugin_data = PluginData.of(config, self.prompts)
+        """The plug-in that makes prompts of data (io_processor_plugin)."""
         self.stepper: Stepper | None = None
         self._frontend: EngineFrontend
         self._supervisor: EngineService
@@ -155,7 +159,6 @@ class Engine:
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
         self._lanes = self._new_lanes()
-        self.prompts = PromptReader(self.config.model)
         self.prompts.media = self._new_media()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
@@ -630,6 +633,15 @@ class Engine:
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)
+
+    @property
+    def needed_plugin(self) -> PluginData:
+        """The plug-in that data are for. Raises InvalidParameterError: there is none."""
+        if self.plugin_data is None:
+            raise InvalidParameterError(
+                "data are for a plug-in, and this engine has none; build it with io_processor_plugin, or give a prompt"
+            )
+        return self.plugin_data
 
     def _pinned_replica(self, vllm_arguments: dict[str, Any]) -> int | None:
         """What vLLM calls data_parallel_rank, taken out. Raises InvalidParameterError: there is no such replica."""

@@ -74,6 +74,9 @@ class EngineOptions(VLLMOptions, total=False):
     """'embed': pool a model that was made for text, as runner='pooling' does; 'none': never."""
     pooler_config: Annotated[Any, None]
     """How vectors are pooled: a PoolerConfig, a mapping of its fields, or that as JSON; None: as the model's folder says."""
+    io_processor_plugin: Annotated[str | None, None]
+    """A plug-in for vLLM that makes prompts of data and answers of vectors: its name (entry points 'vllm.io_processor_plugins'), or
+    an IOProcessor of yours as 'module:Class'. None: what config.json names."""
     hf_overrides: Annotated[Mapping[str, Any] | str | None, None]
     """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]

@@ -532,7 +532,7 @@ class PoolingParams:
             self.dimensions = _integer("dimensions", self.dimensions, low=1)
         if self.pooling_type is not None:
             self.pooling_type = check_pooling_type(self.pooling_type)
-        if self.task is not None and self.task not in POOLING_TASKS:
+        if self.task is not None and self.task not in (*POOLING_TASKS, "plugin"):
             instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
             known = ", ".join(map(repr, POOLING_TASKS))
             raise InvalidParameterError(f"task={shown(self.task)} is not supported; use {known}{instead}")

@@ -8,6 +8,7 @@ Called by `named_class`, and by the command line for the options of plug-in file
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib
 import importlib.util
 import sys
@@ -26,9 +27,16 @@ NAMES = "PLUGIN_NAMES"
 
 
 def plugin_module(name: str) -> ModuleType:
-    """The module of this name. One that is not imported yet finds our names where it imports vLLM's. Raises what it raises."""
+    """The module of this name. One that is not imported yet finds our names where it imports vLLM's, and so do the modules of its
+    package that it imports. Raises what it raises.
+    """
     if name in sys.modules:
         return sys.modules[name]
+    package, _, own = name.rpartition(".")
+    if package:
+        plugin_module(package)
+        if name in sys.modules:  # the package has imported it
+            return sys.modules[name]
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -36,34 +44,47 @@ def plugin_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     module = importlib.util.module_from_spec(spec)
     # Functions take the builtins of the module they are defined in: an import within a function is covered, too.
-    vars(module)["__builtins__"] = {**vars(builtins), "__import__": _imported}
+    importing = functools.partial(_imported, name.partition(".")[0])
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": importing}
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-    parent, _, own = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], own, module)
+    if package:
+        setattr(sys.modules[package], own, module)
     return module
 
 
 def _imported(
+    top: str,
     name: str,
     globals: Mapping[str, Any] | None = None,
     locals: Mapping[str, Any] | None = None,
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """`__import__` of such a module."""
-    if level or name.partition(".")[0] != THEIRS:
+    """`__import__` of such a module. top: the outermost package of it."""
+    absolute = importlib.util.resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
+    outermost = absolute.partition(".")[0]
+    if outermost == top:
+        _import_as_plugin(absolute, fromlist or ())
+    if level or outermost != THEIRS:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     try:
         found = builtins.__import__(OURS + name.removeprefix(THEIRS), globals, locals, fromlist or (), 0)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"actorllm.compat has no counterpart of {name}", name=name) from error
     return found if fromlist else importlib.import_module(OURS)
+
+
+def _import_as_plugin(name: str, fromlist: Sequence[str]) -> None:
+    """The module, and those modules of it that are named in `from module import ...`."""
+    module = plugin_module(name)
+    for item in fromlist if hasattr(module, "__path__") else ():
+        if item != "*" and not hasattr(module, item) and importlib.util.find_spec(f"{name}.{item}") is not None:
+            plugin_module(f"{name}.{item}")
 
 
 def class_in(module: ModuleType, name: str) -> Any:

@@ -46,7 +46,6 @@ class VLLMOptions(TypedDict, total=False):
     rope_theta: Literal[None]
     logprobs_mode: Literal["raw_logprobs"]
     override_attention_dtype: Literal[None]
-    io_processor_plugin: Literal[None]
     skip_mm_profiling: Literal[False, True]
     use_tqdm_on_load: Literal[True, False]
     pt_load_map_location: Annotated[Any, "cpu"]

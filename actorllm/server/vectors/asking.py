@@ -57,7 +57,9 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
 
     Raises ApiError, InvalidParameterError and InvalidPromptError.
     """
-    extras = _extras(body, headers)
+    if getattr(body, "data", None) is not None:
+        raise ApiError(400, "data are for a plug-in, which only /pooling of a server calls; give input", "data")
+    extras = pooled_extras(body, headers)
     asked = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
     pooler = config.pooler
     shape: PooledShape
@@ -84,7 +86,7 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
         if kind.is_of_tokens:
             check_vectors(prompts, kind.size, config.max_model_len, field)
     if body.cache_salt is not None:
-        prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
+        prompts = [salted(prompt, body.cache_salt) for prompt in prompts]
     shape.model, shape.slo = model, extras.slo
     return PooledAsked(prompts, params, extras, shape)
 
@@ -179,7 +181,7 @@ def _text_of(document: str | dict[str, Any]) -> str:
 # What all of them share
 
 
-def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
+def pooled_extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
     for name, accepted in IDLE.items():
         if getattr(body, name) not in accepted:
             shown = " or ".join(repr(value) for value in accepted if value is not None)
@@ -196,5 +198,5 @@ def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
     return extras
 
 
-def _salted(prompt: Prompt, salt: str) -> Prompt:
+def salted(prompt: Prompt, salt: str) -> Prompt:
     return {"prompt" if isinstance(prompt, str | Conversation) else "prompt_token_ids": prompt, "cache_salt": salt}
