@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
     "storyteller": Path(__file__).parent / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
