@@ -38,7 +38,7 @@ from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
-from actorllm.types.media_rules import MediaRules
+from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
@@ -101,7 +101,7 @@ class ModelConfig:
     takes_prompt_embeds: bool = False
     """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
     media: MediaRules | None = None
-    """Which images prompts may have; None: prompts are text."""
+    """Which images or audio prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -145,9 +145,15 @@ class ModelConfig:
         return self.get_hidden_size() if self.pooler is None else self.pooler.dimensions or self.pooler.embedding_size
 
     @property
+    def modality(self) -> Modality | None:
+        """What prompts may hold beside text."""
+        return None if self.media is None else self.media.modality
+
+    @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
-        return (self.prompt_embedding_size or 0) * (4 if self.dtype == "float32" else 2)
+        num_vectors = 1 if self.media is None else self.media.num_vectors
+        return (self.prompt_embedding_size or 0) * num_vectors * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +379,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
-        model["media"] = None if (media := model.get("media")) is None else MediaRules(**media)
+        model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
@@ -536,16 +542,22 @@ def _media(
     device: str,
 ) -> MediaRules | None:
     """Which images prompts may have. Raises ConfigError for what they do not go together with."""
-    rules = MediaRules.read(architecture, hf, given["limit_mm_per_prompt"], given["mm_processor_kwargs"])
+    rules = MediaRules.read(architecture, hf, given)
     if rules is None or pooler is not None or module is not None:
         return None
     if device != "cpu":
         raise ConfigError(
-            f"device={device!r}: {architecture} takes images, which is tested with device='cpu'; use that"
+            f"device={device!r}: {architecture} takes {rules.modality}, which is tested with device='cpu'; use that"
+        )
+    if given["enable_prompt_embeds"] and rules.num_vectors > 1:
+        raise ConfigError(
+            f"enable_prompt_embeds=True: the rows of {architecture} hold more than an embedding; leave it out"
         )
     for name in ("enable_lora", "speculative_config"):
         if given[name]:
-            raise ConfigError(f"{name}={given[name]!r:.80} is not supported for models that take images; leave it out")
+            raise ConfigError(
+                f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
+            )
     return rules
 
 

@@ -24,6 +24,9 @@ from actorllm.types.quantization import read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
 
+LANGUAGE_PARTS = ("language_model", "text_model")
+"""What models that take more than text call the decoder within them; all beside it makes rows of images or audio."""
+
 LOWEST_RELEASE = (5, 8)
 """Of transformers, to run models through it: older ones make other masks, and their rotations do not run on the meta device."""
 
