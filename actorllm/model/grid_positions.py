@@ -1,7 +1,7 @@
 """Positions on three axes (M-RoPE): of rows that stand in a grid, and of the text around them.
 
 A token of text has one number on all axes, one more than the largest before it. The rows of an item in a grid have the number
-where it begins, to which the second axis adds the row of the grid and the third the column. Called by `inputs`.
+where it begins. To it the second axis adds the row of the grid, and the third the column. Called by `inputs`.
 """
 
 from __future__ import annotations

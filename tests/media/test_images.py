@@ -355,7 +355,7 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
         engine.shutdown()
 
 
-@pytest.mark.slow(reason="processes are killed in the middle of streams")
+@pytest.mark.slow(reason="an engine of processes whose encoder and worker are killed")
 @pytest.mark.timeout(400)
 @pytest.mark.anyio
 async def test_kills_and_aborts_change_no_token(llm: LLM, folder: Path) -> None:

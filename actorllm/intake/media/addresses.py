@@ -1,8 +1,8 @@
 """Where the content of an item is: in a `data:` address, in a file or at a host that the engine allows.
 
 Files and hosts are off unless the engine's owner allows them (allowed_local_media_path, allowed_media_domains). A file is read only
-if it lies below the folder when links are followed. A host is asked only over http and https, and only where each of its
-addresses is public: the connection goes to an address that was checked. Redirects are followed to allowed hosts alone. Bytes
+if it lies below the folder when links are followed. A host is asked over http and https, and only where each of its addresses is
+public. The connection goes to an address that was checked. Redirects are followed to allowed hosts alone. Bytes
 and time are bounded. Called by `images` and `audio`.
 """
 

@@ -1,13 +1,13 @@
 """The check of a model that takes more than text: rows of an item, in chunks and through our cache, as transformers has them.
 
 The rows are random: what makes them is not checked here. Between two texts they run through our decoder, in chunks as the
-scheduler makes them, and through the stock model at once, with the positions and masks that it makes itself. The states must be
+scheduler makes them. The stock model gets them at once, and makes positions and masks itself. The states must be
 the same. Called by `transformers_backend.load`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,17 @@ import torch
 from actorllm.errors import UnsupportedModelError
 from actorllm.messages.embeds import EMBEDDED, WHOLE, grid_id
 from actorllm.model.grid_positions import grid_positions
-from actorllm.model.hf.probe import MAX_NOISE, NUM_BLOCKS, ROUNDING, TOLERANCES, Tokens, relative_error, step_inputs
+from actorllm.model.hf.probe import (
+    MAX_NOISE,
+    NUM_BLOCKS,
+    ROUNDING,
+    TOLERANCES,
+    Probed,
+    Tokens,
+    relative_error,
+    step_inputs,
+)
 from actorllm.types.media_rules import MediaRules
-
-if TYPE_CHECKING:
-    from actorllm.model.hf.transformers_backend import TransformersDecoder
 
 BEFORE, ROWS, COLUMNS, BEHIND = 5, 2, 3, 6
 """Tokens of text, the grid of the item, and tokens of text again."""
@@ -31,7 +37,7 @@ def row_id(media: MediaRules, columns: int = 1) -> int:
 
 
 @torch.inference_mode()
-def probe_media(decoder: TransformersDecoder, media: MediaRules) -> None:
+def probe_media(decoder: Probed, media: MediaRules) -> None:
     """Raises UnsupportedModelError if the states behind the rows of an item are others than those of transformers."""
     architecture = decoder.config.architecture
     count = ROWS * COLUMNS
@@ -87,7 +93,7 @@ def _stock_states(
     return states[0]
 
 
-def _in_chunks(decoder: TransformersDecoder, media: MediaRules, ids: Tokens, rows: torch.Tensor) -> torch.Tensor:
+def _in_chunks(decoder: Probed, media: MediaRules, ids: Tokens, rows: torch.Tensor) -> torch.Tensor:
     """The same by our decoder, with an end of a chunk within the item where that may be, and one token at the end."""
     middle = BEFORE + ROWS * COLUMNS if media.rows == "whole" else BEFORE + COLUMNS + 1
     cache, table = decoder.new_cache(NUM_BLOCKS), np.array([5, 0, 3, 6, 1], np.int32)
