@@ -284,6 +284,8 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    enable_expert_parallel: bool = False
+    """Of experts each rank holds some as a whole, in the place of its part of each."""
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
@@ -523,6 +525,7 @@ class EngineConfig:
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
+            enable_expert_parallel=given["enable_expert_parallel"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
             lora=_lora(given, pooler, module),
@@ -689,7 +692,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
-        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
+        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_expert_parallel"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
         *("enable_lora", "enable_sleep_mode"),
     ):

@@ -114,6 +114,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Most prompts at a time that are too long for what is left of a step."""
     watermark: Annotated[float, 0.01]
     """Share of the KV blocks that admissions leave free for the growth of running requests: at least 0, less than 1."""
+    enable_expert_parallel: Annotated[bool, False]
+    """With several ranks, each holds some experts of a mixture as a whole, in the place of its part of each."""
     tensor_parallel_size: Annotated[int, 1]
     """Ranks that share a model; each is a process."""
     trust_remote_code: Annotated[bool, False]

@@ -72,7 +72,6 @@ class VLLMOptions(TypedDict, total=False):
     data_parallel_backend: Literal["mp"]
     data_parallel_hybrid_lb: Literal[False]
     data_parallel_external_lb: Literal[False]
-    enable_expert_parallel: Literal[False]
     enable_eplb: Literal[False]
     eplb_config: Annotated[Mapping[str, Any] | None, None, {}]
     enable_dbo: Literal[False]
