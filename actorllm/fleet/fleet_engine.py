@@ -16,7 +16,7 @@ from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.client.stat_recorder import StatRecorder
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDrainingError, EngineError, InvalidParameterError
+from actorllm.errors import EngineDrainingError, EngineError
 from actorllm.fleet.fleet import Fleet, check_num_replicas
 from actorllm.fleet.succession import Succession
 from actorllm.supervision.death import ActorDeath
@@ -162,8 +162,6 @@ class FleetEngine(Engine):
             raise EngineDrainingError("the engine is draining, and gets no replicas")
         if self._given is not given:
             raise EngineError("the weights were changed while the replicas started; scale the engine once more")
-        if self.prompts.media is not None:
-            raise InvalidParameterError("an engine whose prompts may have images has one replica")
         if self._attach_server is not None and self._attach_server.num_attached:
             raise EngineError(
                 f"programs have joined engine {self.config.name!r}, which know of one replica; build it with "

@@ -40,10 +40,11 @@ async def test_replicas_and_programs_that_joined_take_images(tmp_path: Path) -> 
         num_threads=1,
         max_model_len=256,
         num_gpu_blocks_override=100,
-        data_parallel_size=2,
         name=f"media-{os.getpid()}",
     )
     try:
+        assert await whole(owner, 1) == expected[1]
+        await owner.scale(2)
         assert await whole(owner, 1) == expected[1]
         guest = AsyncLLM.attach(f"media-{os.getpid()}")
         try:
