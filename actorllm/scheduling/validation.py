@@ -111,6 +111,7 @@ class SubmitValidation:
             always_free -= self._limits.max_seqs - 1
         if sequence.is_whole and size > always_free:
             return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
+        # The rows of an item that attend to each other stay in one chunk, which must fit in the same way.
         if submit.prompt_embeds.size and (longest := longest_whole(submit.prompt)) > always_free:
             return f"{longest} rows must not be cut, and a step has room for {always_free} tokens at any time"
         return None

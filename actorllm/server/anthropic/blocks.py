@@ -127,6 +127,7 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
             raise ApiError(400, f"{place}: {told}", "messages")
     if calls:
         yield {"role": role, "content": "\n".join(texts) or None, "tool_calls": calls}
+    # Parts only where an image stands among them: every template takes text as one string, and not all take parts.
     elif len(parts) > len(texts):
         yield {"role": role, "content": parts}
     elif texts:
