@@ -186,7 +186,7 @@ class EngineOptions(VLLMOptions, total=False):
     standby_worker: Annotated[bool | None, None]
     """Keep a process parked that takes the place of a worker that dies; None: where memory is plentiful."""
     admission_policy: Annotated[str | None, None]
-    """Which requests may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every
+    """Which requests may start when: past-future, worst-case, credit, slos-serve, ttft-reject, or 'module:Class'. None: every
     request for which there is a slot and room."""
     max_waiting_requests: Annotated[int | None, None]
     """Most sequences that may wait for their first slot; more are refused with EngineOverloaded, by a server with
