@@ -1,8 +1,8 @@
 """How fast streams that move are sent on: the tightest objective first, and no faster than the promises of others allow.
 
 A stream that moves from a replica that lives is computed again elsewhere. In a step that computes its prompt and its tokens, the
-others of that replica wait. So what moves is sent bit by bit: as many tokens at a time as a step may have, by the replica's own
-step times, without a broken promise of those that are there. Without promises everything is sent at once.
+others of that replica wait. So what moves is sent bit by bit. The replica's own step times tell how many tokens a step may have
+without a broken promise of those that are there. Without promises everything is sent at once.
 
 After a death nothing is paced here. Suspects are probed one by one (`supervision.blame.scheduler_deaths`), in the same order.
 """

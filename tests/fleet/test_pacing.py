@@ -19,7 +19,7 @@ from actorllm.fleet.replica import ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
 from actorllm.scheduling.router import LinearSteps, ReplicaView, RoundRobin
 from actorllm.types.objective import SLO
-from tests.fleet.test_dispatcher import END, FakeReplica
+from tests.fleet.fake_replica import END, FakeReplica
 
 STEPS = LinearSteps((0.001, 0.0001, 0.0, 0.0))
 """A step of 100 tokens takes 11 ms."""
