@@ -76,6 +76,8 @@ class StepInputs:
     """Those embeddings, in the bytes of the model's dtype."""
     adapter_ids: I32 | None = None
     """[num_tokens] the slot of each token's adapter, 0 for none and for padding; None: no token has one."""
+    num_prompts: list[int] = field(default_factory=list)
+    """By prefill row, how many of its known tokens are of the prompt. Others were sampled, and are computed once more."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
     drafts: Drafts | None = None
@@ -497,6 +499,7 @@ class PersistentBatch:
             inputs.prefill_starts.append(start)
             inputs.prefill_counts.append(count)
             inputs.prefill_first.append(first)
+            inputs.num_prompts.append(int(columns.num_known[slot] - columns.num_outputs[slot]))
             inputs.pair_starts.append(int(columns.pair_start[slot]))
             inputs.prefill_tables.append(tables[slot].copy())
             start += count

@@ -1,10 +1,9 @@
 """How many threads each step computes with: chosen by what steps have taken, and left when it turns out wrong.
 
 Steps of about as many tokens and samples are one *kind*. For each kind, the newest times of every number of threads are kept.
-Their medians are compared. What a step takes is counted until the next one begins, if the same rows go on: so a team that keeps
-scheduler and frontend from their work pays for that itself. Times are divided by what the products of the step take with one
-thread (`Rates`, measured while loading), so that a batch that grows or shrinks changes little. Until a kind has been seen, these
-rates choose.
+Their medians are compared. If the same rows go on, a step lasts until the next one begins. So a team that keeps scheduler and
+frontend from their work pays for that itself. Times are divided by what the products of the step take with one thread (`Rates`,
+measured while loading). So a batch that grows or shrinks changes little. Until a kind has been seen, these rates choose.
 
 Other numbers are tried again, after pauses that double as long as they stay slower. The pauses are short after a change, and at
 most `LONGEST_PAUSE`, so that less than one step in a hundred is a trial. A larger team is tried at once when cores begin to stand

@@ -21,10 +21,11 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, N
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
+from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
-from actorllm.model.cpu.layers import linear, widens
+from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
@@ -157,6 +158,28 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
+        if self.config.batch_invariant:
+            self._check_invariance()
+
+    def _check_invariance(self) -> None:
+        """Raises UnsupportedModelError where a row depends on more than its request."""
+        plan = self.model_config
+        if not isinstance(plan, DecoderConfig) or plan.experts is not None:
+            what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+            raise UnsupportedModelError(
+                f"batch_invariant=True is not supported for models {what} yet ({self.config.model.architecture}); leave it out"
+            )
+        kept = self._speculator, self._draft_model, self.processors, self._team
+        self._speculator = self._draft_model = self.processors = None
+
+        def use(num_threads: int) -> None:
+            self._team = Team((num_threads,))
+
+        try:
+            invariance.check(self, kept[3].sizes, use, ACTIVATIONS[plan.activation])
+        finally:
+            self._speculator, self._draft_model, self.processors, self._team = kept
+        del self.cache, self.batch
 
     def _measured_team(self, num_threads: int) -> Team:
         """num_threads: at most."""
@@ -174,7 +197,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @with_own_threads
     @torch.inference_mode()
     def limit_threads(self, num_threads: int) -> None:
-        if num_threads > self._team.most:  # such a team was not measured
+        # A larger team was not measured, nor shown to have the same bits.
+        if num_threads > self._team.most and not self.config.batch_invariant:
             self._team = self._measured_team(num_threads)
         self._team.limit(num_threads)
 
@@ -239,7 +263,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots), head
+        products = paired if self.config.batch_invariant else linear
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots, products), head
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -351,7 +376,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        self.cache = KVCache(*shape, num_blocks, size, self.dtype)
+        self.cache = KVCache(
+            *shape,
+            num_blocks,
+            size,
+            self.dtype,
+            keeps_output_apart=self.config.keeps_output_apart,
+            has_fixed_tiles=self.config.batch_invariant,
+        )
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
