@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,9 @@ async def test_nothing_is_left(point: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Of the KV cache, which the worker tells before the links are made."""
     resolved = EngineConfig.resolved
 
-    def note(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    def note(config: EngineConfig, num_blocks: int, *draft_costs: Any) -> EngineConfig:
         sizes.append(num_blocks)
-        return resolved(config, num_blocks)
+        return resolved(config, num_blocks, *draft_costs)
 
     monkeypatch.setattr(EngineConfig, "resolved", note)
     threads = set(threading.enumerate())
