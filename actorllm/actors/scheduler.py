@@ -753,7 +753,7 @@ class SchedulerActor(Actor):
             case "wake_up":
                 return self._sleeping.wake_up(arguments["tags"])
             case "call_workers":
-                return call_all_ranks(self, self._workers, self._gate, arguments)
+                return call_all_ranks(self, lambda: self._workers, self._gate, arguments)
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "limit_threads" | "start_profile" | "stop_profile":

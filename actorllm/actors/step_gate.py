@@ -20,6 +20,8 @@ class StepGate(LoopPart):
         self._host = host
         self._num_holders = 0
         self._drained: anyio.Event | None = None
+        self._has_begun: anyio.Event | None = None
+        """There are workers again."""
 
     @property
     def is_closed(self) -> bool:
@@ -40,7 +42,23 @@ class StepGate(LoopPart):
             self._num_holders -= 1
             self._host.wake()
 
+    @asynccontextmanager
+    async def closed_with_workers(self) -> AsyncIterator[None]:
+        """As `closed`, once there are workers; they may still be lost while it is held."""
+        while True:
+            while not self._host.has_workers:
+                if self._has_begun is None:
+                    self._has_begun = anyio.Event()
+                await self._has_begun.wait()
+            async with self.closed():
+                if self._host.has_workers:
+                    yield
+                    return
+
     def after_plan(self) -> None:
+        if self._has_begun is not None and self._host.has_workers:
+            self._has_begun.set()
+            self._has_begun = None
         if self._drained is not None and not self._host.scheduler.num_in_flight:
             self._drained.set()
             self._drained = None

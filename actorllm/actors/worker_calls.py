@@ -83,18 +83,17 @@ class WorkerCalls:
 class CallingHost(Protocol):
     """What calls ask of the scheduler actor."""
 
-    has_workers: bool
-
     async def ask_all(self, link: Link, verb: str, timeout: float = ..., **arguments: Any) -> list[Any]: ...
 
 
-async def call_all_ranks(host: CallingHost, link: Link, gate: StepGate, arguments: dict[str, Any]) -> U8:
-    """The answers of all ranks, in their order, as one. Raises EngineError: there are no workers, or one has ended meanwhile."""
-    async with gate.closed():
-        if not host.has_workers:
-            raise EngineError("the workers are being started again, and nothing was called; call again in a moment")
+async def call_all_ranks(host: CallingHost, link: Callable[[], Link], gate: StepGate, arguments: dict[str, Any]) -> U8:
+    """The answers of all ranks, in their order, as one; workers that are being started again are waited for.
+
+    link: to the workers of the time. Raises EngineError: one has ended during the call.
+    """
+    async with gate.closed_with_workers():
         try:
-            answers = await host.ask_all(link, "call_worker", math.inf, **arguments)
+            answers = await host.ask_all(link(), "call_worker", math.inf, **arguments)
         except PeerLostError as lost:
             raise EngineError(f"a worker ended during the call: {lost}") from None
     return np.frombuffer(b"".join(codec.encode(None, answers)), np.uint8)

@@ -1,7 +1,6 @@
 """`KVCacheManager`: the block table of every slot, and what has to be done to blocks before the next step.
 
 Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
-Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
 tokens i * block_size and following. `capacity[slot]` is how many tokens the slot's blocks hold. Besides the KV, the blocks
 address the *ids* of sampled tokens: `token_ids[block, offset]`. These are written for a whole step in one scatter, so that no
 request needs an array of its own that grows token by token.

@@ -208,7 +208,7 @@ async def test_calls_stand_between_steps_and_a_killed_worker_ends_one(tmp_path: 
         assert last.outputs[0].token_ids == expected
         assert len(answers) == 10
         assert await llm.collective_rpc("scaled_rank") == [1, 3]
-        with pytest.raises(EngineError, match=r"a worker ended during the call|being started again"):
+        with pytest.raises(EngineError, match="a worker ended during the call"):
             await llm.collective_rpc(f"{HERE}:kill")
         assert [o async for o in llm.generate(PROMPT, greedy(48))][-1].outputs[0].token_ids == expected
         assert await llm.collective_rpc("scaled_rank") == [1, 3], "in the new processes"

@@ -355,7 +355,10 @@ def test_a_policy_that_stalls_is_told_and_what_it_did_is_written(
     [
         (("simulate", "--policy", "fcsf"), "there is no scheduling policy 'fcsf'"),
         (("simulate", "--rate", "0"), "rate=0.0 and scale=1.0 must be positive"),
-        (("simulate", "--workload", "nowhere.csv"), "neither sample nor synthetic nor the path of a trace"),
+        (
+            ("simulate", "--workload", "nowhere.csv"),
+            "is none of sample, synthetic, sessions, agents, and not the path of a trace",
+        ),
         (("simulate", "--format", "mooncak"), "trace format 'mooncak' is not known; did you mean 'mooncake'"),
         (("simulate", "--num-blocks", "10"), "10 blocks of 16 hold less than max_model_len=32768"),
         (("simulate", "--output-json", "/nowhere/x.json"), "cannot be written"),

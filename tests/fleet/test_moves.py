@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import actorllm.client.engine_supervisor
+import actorllm.fleet.dispatcher
 from actorllm import LLM, AsyncLLM, LoRARequest, RequestOutput
 from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError, ReplicaLostError
+from actorllm.fleet.replica import Replica
 from actorllm.supervision.restart import RestartLimits
 from tests.fleet.streams import (
     PROMPTS,
@@ -48,6 +50,10 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[AsyncLLM]:
+    """Restarts are expected to take long and trials are short: else streams may rightly stay where they are."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
+    patch.setattr(Replica, "expected_restart_s", lambda self, start_s: 600.0)
     llm = AsyncLLM(
         "storyteller",
         dtype="float32",
@@ -61,6 +67,7 @@ async def fleet() -> AsyncIterator[AsyncLLM]:
     await all_run(llm)
     yield llm
     llm.shutdown()
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
