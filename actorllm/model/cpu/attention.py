@@ -453,22 +453,33 @@ class AttentionBatch:
         is_exact = self._cache.pool.dtype == torch.float32
         is_float16 = self._cache.pool.dtype == torch.float16  # few processors multiply it fast
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
+        last_visible = np.arange(first_position, length)
+        if inputs.whole is not None:
+            last_visible += _behind_in_run(inputs.whole[start : start + count])
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
-            high = first_position + b
+            high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)
-            query = torch.arange(first_position + a, high).unsqueeze(1)
+            query = torch.arange(first_position + a, first_position + b).unsqueeze(1)
             key = torch.arange(low if window is not None else first_position + a, high)
-            hidden = key > query
+            hidden = key > torch.from_numpy(last_visible[a:b]).unsqueeze(1)
             if window is not None:
                 hidden |= key <= query - window
             dtype = torch.float32 if is_small else self._cache.pool.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(start, start + count, ids, tiles)
+
+
+def _behind_in_run(is_member: NDArray[np.bool_]) -> I64:
+    """Of each member how many there are behind it up to the end of its run; 0 for others."""
+    others = np.flatnonzero(np.append(~is_member, True))
+    here = np.arange(is_member.size)
+    ends = others[np.searchsorted(others, here)]
+    return np.where(is_member, ends - 1 - here, 0)
 
 
 def _is_one_step_on(before: I64, after: I64) -> bool:
