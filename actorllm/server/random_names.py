@@ -1,7 +1,7 @@
 """Random names for answers, made in advance.
 
 `uuid.uuid4` asks the kernel each time, and lets the other threads of the process have the interpreter meanwhile. One that computes
-keeps it for milliseconds: of 64 requests that come at once, the last one waited a third of a second for names alone.
+keeps it for milliseconds. Of 64 requests at once, the last one waited for all of these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ os.register_at_fork(after_in_child=_made.clear)
 
 
 def random_name() -> str:
-    """32 hexadecimal digits that nobody can guess. From any thread."""
+    """32 hexadecimal digits that cannot be guessed. From any thread."""
     while True:
         try:
             return _made.pop()
