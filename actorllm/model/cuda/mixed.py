@@ -1,8 +1,8 @@
 """Steps with prompts that can be graphs: everything a step of few tokens depends on, in memory that stays where it is.
 
 A step is filled up to the next of SIZES tokens. Its decode rows come first, then its chunks, then padding, which writes no keys.
-Decode attention is launched for as many rows as there may be, and prefill attention for as many pieces as the chunks may be cut
-into. Rows of no slot have no keys, and pieces of no chunk no queries. So the grids are fixed, and lengths are read from the
+Decode attention is launched for as many rows as there may be. Prefill attention is launched for as many pieces as chunks may be
+cut into. Rows of no slot have no keys, and pieces of no chunk no queries. So the grids are fixed, and lengths are read from the
 device. One upload says everything: a packet of integers, which is copied to the place that the graph reads.
 
 A graph holds the forward, up to the hidden states and the clearing of what is not finite. What is sampled from them differs from
