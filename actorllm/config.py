@@ -345,6 +345,13 @@ class EngineConfig:
     """The path of the class whose methods `collective_rpc` calls; None: RankWorker itself."""
     worker_extension_cls: str | None = None
     """The path of a class whose methods are added to that class; None: there is none."""
+    batch_invariant: bool = False
+    """No bit of a stream depends on anything but its request."""
+
+    @property
+    def keeps_output_apart(self) -> bool:
+        """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
+        return self.batch_invariant
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -566,6 +573,7 @@ class EngineConfig:
             enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
+            batch_invariant=_batch_invariant(given, pooler, module, device),
             **_fleet(given),
         )
 
@@ -619,6 +627,23 @@ def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | Non
             "forward"
         )
     return LoRAConfig(max_loras, max_rank, max_cached or max_loras)
+
+
+def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None, device: str) -> bool:
+    """Raises ConfigError for what it does not hold with; what depends on the machine is found out while loading."""
+    if not given["batch_invariant"]:
+        return False
+    told = "batch_invariant=True (or VLLM_BATCH_INVARIANT of the environment)"
+    if device != "cpu":
+        raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    if pooler is not None:
+        raise ConfigError(f"{told} is about streams of text, and this model makes vectors; leave it out")
+    if module is not None or given["model_impl"] == "transformers":
+        raise ConfigError(f"{told} does not hold for modules of transformers; leave it out")
+    for name, unused in (("enable_lora", (None, False)), ("tensor_parallel_size", (1,))):
+        if given[name] not in unused:
+            raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
+    return True
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
@@ -729,7 +754,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_expert_parallel"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        *("enable_lora", "enable_sleep_mode"),
+        *("enable_lora", "enable_sleep_mode", "batch_invariant"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

@@ -18,11 +18,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from actorllm.server.random_names import random_name
 from actorllm.server.tool_formats import FORMATS
 from actorllm.text.markers import overlap
 from actorllm.text.reasoning.parsers import Thought
@@ -348,7 +348,7 @@ class ToolParser(ABC):
 
     @staticmethod
     def new_id() -> str:
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return f"chatcmpl-tool-{random_name()}"
 
 
 class MarkedParser(ToolParser):
@@ -542,7 +542,7 @@ class MistralParser(MarkedParser):
 
     @staticmethod
     def new_id() -> str:
-        return uuid.uuid4().hex[:9]
+        return random_name()[:9]
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:

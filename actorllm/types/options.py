@@ -64,6 +64,9 @@ class EngineOptions(VLLMOptions, total=False):
     ]
     """'int8', 'int4': round the weights to so many bits while they are read, on a CPU; 'int4-g64', 'int4-g128': in larger groups;
     'compressed-tensors', 'gptq', 'awq', 'fp8', 'gguf': the files are quantized; None: as config.json says."""
+    batch_invariant: Annotated[bool, False]
+    """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
+    hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""
     model_impl: Annotated[Literal["auto", "vllm", "transformers"], "auto"]
     """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
     runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]
