@@ -39,7 +39,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from actorllm.actors.shortage import as_start_error
+from actorllm.actors.shortage import above_standard_streams, as_start_error
 from actorllm.errors import EngineShutdownError, EngineStartError, ForkedProcessError, copied, without_frames
 
 logger = logging.getLogger(__name__)
@@ -422,9 +422,13 @@ def run_loop(main: Callable[..., Any], *args: Any, loop_factory: LoopFactory | N
     asyncio's debug mode, which an application may set for the whole process, is not for it: with `inline` a step is one long
     callback, and each would be reported.
     """
-    options: dict[str, Any] = {"use_uvloop": sys.platform != "win32", "debug": False}
+    options: dict[str, Any] = {"debug": False}
+    if loop_factory is None and sys.platform != "win32":
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
     if loop_factory is not None:
-        options["loop_factory"] = loop_factory
+        options["loop_factory"] = partial(above_standard_streams, loop_factory)
     return anyio.run(main, *args, backend="asyncio", backend_options=options)
 
 
