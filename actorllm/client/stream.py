@@ -577,6 +577,9 @@ class RequestStream:
             recovery_time=max([end.recovery_s for end in ends]),
             num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
             num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
+            scheduler_time=max([end.planning_s for end in ends]),
+            model_forward_time=max([end.forward_s for end in ends]),
+            model_execute_time=max([end.execution_s for end in ends]),
         )
 
     def abort(self) -> None:

@@ -29,7 +29,7 @@ class OutputItems:
     def __init__(
         self,
         use: ToolUse | None,
-        reasoning: type[ReasoningParser] | None = None,
+        reasoning: Callable[[str], ReasoningParser] | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """use: None: no tools. reasoning: None: the model marks no thoughts. decode: ids to text, of the end of the prompt."""
@@ -60,11 +60,14 @@ class OutputItems:
         if self._reasoning is not None and self._decode is not None:
             self._count = ThoughtCount(self._reasoning(text), self._decode)
 
-    def write(self, text: str, entries: list[Any]) -> Iterator[Event]:
-        """entries: log-probabilities of the text."""
+    def write(
+        self, text: str, entries: list[Any], token_ids: Sequence[int] = (), is_whole: bool = False
+    ) -> Iterator[Event]:
+        """entries: log-probabilities of the text. token_ids: of the text. is_whole: no other text comes."""
         if self._reader is None:
             yield from self._write_text(text, entries)
             return
+        self._reader.see(token_ids, is_whole)
         for piece in self._allowed(self._reader.push(text)):
             yield from self._take(piece)
 

@@ -128,7 +128,7 @@ def ask(
     # What goes back, and what is kept of it.
     is_stored = responses is not None and body.store is not False
     told = _told(body, tools, model, params, is_stored)
-    items = OutputItems(use, defaults.reasoning, decode)
+    items = OutputItems(use, defaults.reasoning_of(body), decode)
     has_metrics = bool(body.return_metrics)
     shape = ResponsesShape(body.request_id, told, logprobs, items, extras.slo, has_metrics)
     kept = None
