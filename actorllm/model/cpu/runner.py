@@ -191,9 +191,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
         if isinstance(plan, DecoderConfig):
             if self.config.lora is not None:
-                # One slot is too small for the cost of a bfloat16 product; several are slower in float32 (bench/lora.py).
-                is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
-                dtype = torch.float32 if is_widened else self.dtype
+                dtype = torch.float32 if widens(self.dtype) else self.dtype
                 self.adapters = Adapters(self.config.lora, dtype)
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 slots = None if self.adapters is None else self.adapters.slots
