@@ -174,24 +174,31 @@ class AdapterSlots:
         self.stretches: list[Stretch] = []
         """Of the step that is computed, as `rows`."""
         self._last_rows: AdaptedRows | None = None
-        self._layers: list[tuple[AdaptedLinear, tuple[str, ...]]] = []
+        self._layers: dict[tuple[str, ...], AdaptedLinear] = {}
 
-    def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> AdaptedLinear:
-        """The product of these targets, side by side."""
-        adapted = AdaptedLinear(base, targets, self)
-        self._layers.append((adapted, tuple(target.name for target in targets)))
+    def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> Linear:
+        """The product of these targets, side by side. Where they have one, it gets this base."""
+        names = tuple(target.name for target in targets)
+        if names in self._layers:
+            return rebased(self._layers[names], base)
+        adapted = self._layers[names] = AdaptedLinear(base, targets, self)
         self.targets |= {target.name: target for target in targets}
         return adapted
+
+    def drop_bases(self) -> None:
+        """Let go of the bases of all products, which get others (`adapt`)."""
+        for layer in self._layers.values():
+            layer.drop_base()
 
     @property
     def num_bytes(self) -> int:
         """Of all slots in all products."""
-        return sum(layer.num_adapter_bytes for layer, _ in self._layers)
+        return sum(layer.num_adapter_bytes for layer in self._layers.values())
 
     @torch.inference_mode()
     def put(self, slot: int, tensors: Mapping[str, LowRank]) -> None:
         """Let a slot, 1 to num_slots, hold this adapter (`reading.read_adapter`)."""
-        for layer, names in self._layers:
+        for names, layer in self._layers.items():
             layer.put(slot, [tensors.get(name) for name in names])
 
     def begin(self, inputs: StepInputs) -> None:
