@@ -37,7 +37,18 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
-    *("embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts", "speculation", "fleet"),
+    *(
+        "embedding",
+        "calls",
+        "quantization",
+        "lora",
+        "weight_updates",
+        "sleep",
+        "experts",
+        "images",
+        "speculation",
+        "fleet",
+    ),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 from collections.abc import Iterator
@@ -96,6 +97,14 @@ def test_a_model_of_transformers_gives_the_same_streams(adapters: Path, expected
         loras = [request_of(adapters, name) for name in names]
         outputs = engine.generate([PROMPT] * len(names), greedy(), use_tqdm=False, lora_request=loras)
         assert tokens(outputs) == [expected[name] for name in names]
+
+
+def test_the_example_runs_adapters_in_one_batch(adapters: Path, expected: Streams) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "adapters.py"))["main"]
+    folders = [str(adapters / name) for name in ("a", "b")]
+    texts = main("storyteller", *folders, topology="inline", dtype="float32", num_threads=1)
+    assert list(texts) == ["base", "a", "b"]
+    assert len(set(texts.values())) == len(expected) - 1
 
 
 def test_only_requests_of_one_content_share_what_is_cached(

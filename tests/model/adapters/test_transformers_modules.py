@@ -11,8 +11,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from actorllm.errors import InvalidParameterError
+from tests.model.adapters.adapted_models import adapted_driver, expected, last_logits, put
 from tests.model.adapters.lora_folders import write_adapter
-from tests.model.adapters.test_products import adapted_driver, expected, last_logits, put
 from tests.model.hf.decoders import TOLERANCE, prompt, save
 
 LENGTH = 23
