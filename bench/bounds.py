@@ -289,6 +289,14 @@ BOUNDS = (
         "the oldest is left out",
     ),
     Bound(
+        "lengths of answers (policy uniboost)",
+        ("scheduling.policies.uniboost: UniBoost._recent", "scheduling.policies.uniboost: UniBoost._sorted"),
+        "each end of a request",
+        ("scheduling.policies.uniboost:UniBoost.window=512",),
+        "answers",
+        "the oldest is left out",
+    ),
+    Bound(
         "responses that are kept",
         (
             "server.responses.kept: KeptResponses._ended",

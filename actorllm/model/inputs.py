@@ -81,6 +81,8 @@ class StepInputs:
     """[3, num_tokens] positions on three axes, where a request of the step has rows in a grid; None: `positions` are all."""
     adapter_ids: I32 | None = None
     """[num_tokens] the slot of each token's adapter, 0 for none and for padding; None: no token has one."""
+    num_prompts: list[int] = field(default_factory=list)
+    """By prefill row, how many of its known tokens are of the prompt. Others were sampled, and are computed once more."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
     drafts: Drafts | None = None
@@ -529,6 +531,7 @@ class PersistentBatch:
             inputs.prefill_starts.append(start)
             inputs.prefill_counts.append(count)
             inputs.prefill_first.append(first)
+            inputs.num_prompts.append(int(columns.num_known[slot] - columns.num_outputs[slot]))
             inputs.pair_starts.append(int(columns.pair_start[slot]))
             inputs.prefill_tables.append(tables[slot].copy())
             start += count

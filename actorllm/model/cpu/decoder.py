@@ -7,7 +7,7 @@ the activation, down product plus residual. Called by the runner, under inferenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
 from actorllm.model.inputs import StepInputs
-from actorllm.model.linear import Form, Linear
+from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.rope import rotation_angles, rotation_length
@@ -64,8 +64,9 @@ class DecoderLayer:
         share: HeadShare,
         adapters: AdapterSlots | None = None,
         targets: Mapping[str, list[AdaptedLayer]] | None = None,
+        linear: Callable[[LinearWeight], Linear] = linear,
     ) -> None:
-        """config: of the whole model. targets: what of the layer `adapters` adapt, by product."""
+        """config: of the whole model. targets: what of the layer `adapters` adapt, by product. linear: makes the products."""
         self.index = index
         self._ranks = ranks
         self._is_shared = ranks.size > 1
@@ -195,11 +196,12 @@ class Decoder:
         ranks: Ranks | None = None,
         form: Form = Dense,
         adapters: AdapterSlots | None = None,
+        linear: Callable[[LinearWeight], Linear] = linear,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`.
 
         max_positions: how long a sequence may get. form: of the weights of the linear layers. adapters: empty ones, which the
-        products of this model are added to; None: it is never adapted.
+        products of this model are added to; None: it is never adapted. linear: makes what computes with a weight.
         """
         self.config = config
         self._adapters = adapters
@@ -228,6 +230,7 @@ class Decoder:
                 self.share,
                 adapters,
                 None if adapters is None else tensors.targets(i),
+                linear,
             )
             for i in range(config.num_layers)
         ]
