@@ -621,11 +621,6 @@ def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | Non
         raise ConfigError("enable_lora=True: a module of the application is not adapted; leave it out")
     if pooler is not None and pooler.is_encoder:
         raise ConfigError("enable_lora=True: encoders are not adapted yet; leave it out")
-    if given["model_impl"] == "transformers":
-        raise ConfigError(
-            "enable_lora=True: modules of transformers are not adapted yet; use model_impl='auto' and a model with a fused "
-            "forward"
-        )
     return LoRAConfig(max_loras, max_rank, max_cached or max_loras)
 
 

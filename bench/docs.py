@@ -38,7 +38,7 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts"),
-    *("speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers"),
+    *("images", "speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""

@@ -1,9 +1,10 @@
 """What do adapters cost a decode step, beside the same step of their base?
 
 Four runners in one process, step by step in turns: without adapters, with adapters that no row has, with one adapter for all
-rows, and with eight adapters over the rows. The model and its adapters have random weights. Times are medians. The last columns
-are tokens/s in times of the base.
-Run: python bench/lora.py [--json FILE] [--threads 2] [--model 135M] [--rank 16]
+rows, and with eight adapters over the rows. The model and its adapters have random weights. A round is one step of each; its
+ratios are the base's time over that of each other. Printed are medians of times, and of ratios with their quartiles.
+Run: python bench/lora.py [--json FILE] [--threads 2] [--model 135M] [--rank 16] [--rounds 60] [--cpu]
+With --cpu, times are of the processor, of all threads: beside other programs they tell more than those of the clock.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ SIDES = {"base": 0, "no row": 0, "1 adapter": 1, "8 adapters": 8}
 """How many adapters the rows have."""
 TARGETS = {("decode 16", "1 adapter"): 0.9, ("decode 16", "8 adapters"): 0.8}
 """Times the tokens/s of the base."""
-MAX_LORAS, CONTEXT, STEPS = 8, 128, 40
+MAX_LORAS, CONTEXT = 8, 128
 
 
-def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, float]]:
-    """Of every figure the milliseconds of each side, in this process."""
+def measure(
+    model: str, rank: int, num_threads: int, num_rounds: int, is_cpu: bool
+) -> dict[str, dict[str, list[float]]]:
+    """Of every figure the milliseconds of each side in every round, in this process."""
     import numpy as np
     import torch
 
@@ -66,11 +69,12 @@ def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, floa
                     up = torch.randn(rank, len(target.rows)) / (10 * rank**0.5)
                     tensors[name] = (down.to(slots.dtype), up.to(slots.dtype))
                 runner.adapters.put(slot, str(slot), tensors)
-    figures: dict[str, dict[str, float]] = {}
+    now = time.process_time if is_cpu else time.perf_counter
+    figures: dict[str, dict[str, list[float]]] = {}
     for batch in (1, 16):
         rows = np.arange(batch, dtype=np.int32)
         for side, runner in runners.items():
-            per_row = -(-(CONTEXT + STEPS + 10) // runner.config.cache.block_size)
+            per_row = -(-(CONTEXT + num_rounds + 10) // runner.config.cache.block_size)
             runner.allocate(batch * per_row)
             random, count = np.random.default_rng(0), SIDES[side]
             ids = [1 + row % count if count else 0 for row in range(batch)]
@@ -90,12 +94,13 @@ def measure(model: str, rank: int, num_threads: int) -> dict[str, dict[str, floa
             for _ in range(4):
                 runner.step(StepPlan(step=2))
         times: dict[str, list[float]] = {side: [] for side in SIDES}
-        for _ in range(STEPS):
-            for side, runner in runners.items():
-                began = time.perf_counter()
-                runner.step(StepPlan(step=2))
-                times[side].append(1e3 * (time.perf_counter() - began))
-        figures[f"decode {batch}"] = {side: statistics.median(values) for side, values in times.items()}
+        for round_ in range(num_rounds):
+            turns = list(SIDES)[round_ % len(SIDES) :] + list(SIDES)[: round_ % len(SIDES)]
+            for side in turns:  # none has always the caches that the same other one leaves
+                began = now()
+                runners[side].step(StepPlan(step=2))
+                times[side].append(1e3 * (now() - began))
+        figures[f"decode {batch}"] = times
     return figures
 
 
@@ -105,10 +110,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="135M", choices=sorted(SHAPES))
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--cpu", action="store_true", help="measure the processor's time")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(arguments.model, arguments.rank, arguments.threads)))
+        given = (arguments.model, arguments.rank, arguments.threads, arguments.rounds, arguments.cpu)
+        print(json.dumps(measure(*given)))
         return
     from actorllm.config import EngineConfig
     from actorllm.model.threads import worker_environment
@@ -119,28 +127,42 @@ def main() -> None:
         [
             *(sys.executable, __file__, "--measure", "--model", arguments.model),
             *("--rank", str(arguments.rank), "--threads", str(arguments.threads)),
+            *("--rounds", str(arguments.rounds), *(["--cpu"] if arguments.cpu else [])),
         ],
         env={**os.environ, **worker_environment(config), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         check=True,
     )
     rows: list[dict[str, Any]] = []
-    print(f"{'ms of a step':14}{''.join(f'{side:>12}' for side in SIDES)}   times the base's tokens/s")
-    for figure, values in json.loads(child.stdout).items():
-        times = {side: values["base"] / values[side] for side in SIDES if side != "base"}
-        targets = {side: TARGETS[figure, side] for side in times if (figure, side) in TARGETS}
-        rows.append({"figure": figure, **values, **{f"{side}, times": ratio for side, ratio in times.items()}})
-        goals = [
-            f"{side} {ratio:.2f}{f' (target {targets[side]:g})' if side in targets else ''}"
-            for side, ratio in times.items()
-        ]
-        print(f"{figure:14}{''.join(f'{values[side]:12.2f}' for side in SIDES)}   {', '.join(goals)}")
+    clock = "processor" if arguments.cpu else "clock"
+    print(f"{f'ms, {clock}':14}{''.join(f'{side:>12}' for side in SIDES)}   times the base's tokens/s (quartiles)")
+    for figure, rounds in json.loads(child.stdout).items():
+        values = {side: statistics.median(times) for side, times in rounds.items()}
+        row: dict[str, Any] = {"figure": figure, **values}
+        told = []
+        for side in SIDES:
+            if side == "base":
+                continue
+            ratios = [base / other for base, other in zip(rounds["base"], rounds[side], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            row |= {f"{side}, times": middle, f"{side}, quartiles": [low, high]}
+            target = TARGETS.get((figure, side))
+            told.append(
+                f"{side} {middle:.2f} ({low:.2f} to {high:.2f}){'' if target is None else f', target {target:g}'}"
+            )
+        rows.append(row | {"rounds": rounds})
+        print(f"{figure:14}{''.join(f'{values[side]:12.2f}' for side in SIDES)}   {'; '.join(told)}")
     if arguments.json is not None:
         data = {
             "command": command(),
             "environment": environment(),
             "load_before": before,
-            "configuration": {"model": arguments.model, "rank": arguments.rank, "threads": arguments.threads},
+            "configuration": {
+                "model": arguments.model,
+                "rank": arguments.rank,
+                "threads": arguments.threads,
+                "clock": clock,
+            },
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -85,7 +85,7 @@ class EngineOptions(VLLMOptions, total=False):
     max_logprobs: Annotated[int, 20]
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     enable_lora: Annotated[bool | None, None]
-    """Take requests with a LoRA adapter (`LoRARequest`), on the CPU and with a model that has a fused forward. None: no."""
+    """Take requests with a LoRA adapter (`LoRARequest`), on the CPU. None: no."""
     max_loras: Annotated[int, 1]
     """Most adapters that requests run with at a time; requests with others wait. Needs enable_lora."""
     max_lora_rank: Annotated[int, 16]

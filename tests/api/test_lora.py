@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 from collections.abc import Iterator
@@ -90,6 +91,22 @@ def test_streams_are_those_of_merged_weights_whatever_runs_beside_them(
     assert tokens([alone]) == [expected["b"]]
 
 
+def test_a_model_of_transformers_gives_the_same_streams(adapters: Path, expected: Streams) -> None:
+    names = [None, "a", "b", "c", "a"]
+    with LLM("storyteller", topology="inline", max_loras=2, model_impl="transformers", **ENGINE) as engine:
+        loras = [request_of(adapters, name) for name in names]
+        outputs = engine.generate([PROMPT] * len(names), greedy(), use_tqdm=False, lora_request=loras)
+        assert tokens(outputs) == [expected[name] for name in names]
+
+
+def test_the_example_runs_adapters_in_one_batch(adapters: Path, expected: Streams) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "adapters.py"))["main"]
+    folders = [str(adapters / name) for name in ("a", "b")]
+    texts = main("storyteller", *folders, topology="inline", dtype="float32", num_threads=1)
+    assert list(texts) == ["base", "a", "b"]
+    assert len(set(texts.values())) == len(expected) - 1
+
+
 def test_only_requests_of_one_content_share_what_is_cached(
     llm: LLM, adapters: Path, expected: Streams, tmp_path: Path
 ) -> None:
@@ -154,7 +171,6 @@ def test_an_engine_that_takes_none_says_so(adapters: Path, expected: Streams) ->
         ({"max_loras": 0}, "max_loras=0"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras=2 is less than max_loras=4"),
         ({"max_lora_rank": 100_000}, "max_lora_rank=100000 must be at most"),
-        ({"model_impl": "transformers"}, "modules of transformers are not adapted"),
         ({"enable_lora": "yes"}, "enable_lora='yes'"),
     ],
 )

@@ -1,16 +1,18 @@
 """The adapters that rows of a step may use, and their products on the CPU.
 
-Every adapted product has room for `max_loras` adapters at once: slot s holds A[s] and B[s], filled up with zeros to
-`max_lora_rank`. Slot 0 is the base, which has none. A step is cut into segments: the decode rows, and each stretch of prefill
-rows of one adapter. A segment costs one product down to the ranks and one product up for each part, whatever the number of its
-adapters. Several adapters are multiplied side by side, and what is of another row's adapter is set to 0 in between.
+Every adapted product has room for `max_loras` adapters at once: slot s holds the tensors of one, filled up with zeros to
+`max_lora_rank`. Slot 0 is the base, which has none. What a slot adds to a token is sum(h[j] * up[j]), with
+h = sum(x[i] * down[i]): twice the sum of some rows of a table, with weights. `torch.embedding_bag` computes such sums for any
+choice of rows. So all decode rows need two calls a product, whatever adapters they have, and read the tensors of their own only.
+A stretch of prefill tokens has one adapter, and is multiplied by its tensors.
 
-Invariants: what a slot holds is finite. So a zero in between is a zero in the result, and no row depends on the adapters of
-others. Slots change between steps only, and never while a row in flight uses them (`scheduling.residency`).
+Invariants: no sum has a term of another row, so no row depends on the adapters of others. Slots change between steps only, and
+never while a row in flight uses them (`scheduling.residency`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,39 +25,74 @@ from actorllm.model.adapters.reading import LowRank
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Linear
 
+MAX_SUMMED_ROWS = 32
+"""Decode rows of one adapter that are computed by sums; more are faster as one product."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdapterSegment:
-    """Tokens [start, end) of a step, whose adapters are of the slots [low, high)."""
+class Stretch:
+    """Tokens [start, end) of a step, all with the adapter of one slot."""
 
     start: int
     end: int
-    low: int
-    high: int
-    foreign: torch.Tensor | None
-    """bool [end - start, high - low]: the token is not of this slot's adapter; None: all are of the one slot."""
+    slot: int
+
+
+class AdaptedRows:
+    """The decode rows of a step that have adapters."""
+
+    def __init__(self, ids: NDArray[np.int32]) -> None:
+        """ids: of each decode row its slot, of which at least one is not 0."""
+        self.ids = ids
+        self.count = len(ids)
+        """Of all decode rows."""
+        adapted = np.flatnonzero(ids)
+        self.rows = None if len(adapted) == len(ids) else torch.from_numpy(adapted)
+        """Those that have one; None: all."""
+        self.distinct = np.unique(ids[adapted]).tolist()
+        self._slots = torch.from_numpy(ids[adapted]).unsqueeze(1) - 1
+        self._places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def places(self, per_slot: int, per_sum: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of a table are summed, and where each sum begins among them, both int32.
+
+        per_slot: rows of the table that a slot has, all of which are used. per_sum: how many of them are one sum.
+        """
+        found = self._places.get((per_slot, per_sum))
+        if found is None:
+            rows = (self._slots * per_slot + torch.arange(per_slot, dtype=torch.int32)).view(-1)
+            found = rows, torch.arange(0, len(rows), per_sum, dtype=torch.int32)
+            self._places[per_slot, per_sum] = found
+        return found
 
 
 class AdaptedLinear(Linear):
     """A product of the base, and on top of it those of the adapters of each row."""
 
-    __slots__ = ("_down", "_outputs", "_slots", "_up", "_used", "base")
+    __slots__ = ("_down", "_down_rows", "_pieces", "_slots", "_targets", "_up", "_up_rows", "_used", "base")
 
     def __init__(self, base: Linear, targets: Sequence[AdaptedLayer], slots: AdapterSlots) -> None:
+        """targets: what the outputs are of, side by side."""
         super().__init__(base.out_features, base.in_features, base.num_bytes)
         self.base = base
-        self._slots = slots
+        self._slots, self._targets = slots, targets
         num_slots, rank, dtype = slots.num_slots, slots.max_rank, slots.dtype
-        self._outputs = [target.outputs for target in targets]
-        self._used = [0] * num_slots
-        """Of each slot, which targets its adapter has: a bit for each."""
-        self._down = torch.zeros(num_slots, len(targets) * rank, base.in_features, dtype=dtype)
-        self._up = [torch.zeros(num_slots, rank, len(target.rows), dtype=dtype) for target in targets]
+        self._used = [False] * num_slots
+        """Of each slot, whether its adapter has any of the targets."""
+        self._down = torch.zeros(num_slots, base.in_features, len(targets) * rank, dtype=dtype)
+        # Outputs are cut into pieces of one width, so that those of targets of several widths are sums of rows of one table.
+        width = math.gcd(*(len(target.rows) for target in targets))
+        pieces = [i for i, target in enumerate(targets) for _ in range(len(target.rows) // width)]
+        self._pieces = None if len(pieces) == len(targets) else torch.tensor(pieces)
+        """Of each piece its target; None: each target is one."""
+        self._up = torch.zeros(num_slots, len(pieces), rank, width, dtype=dtype)
+        self._down_rows, self._up_rows = self._down.flatten(0, 1), self._up.flatten(0, 2)
+        """The same memory, as tables."""
 
     @property
     def num_adapter_bytes(self) -> int:
         """Of all slots."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, *self._up))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))
 
     def drop_base(self) -> None:
         """Nothing is computed before it has another one (`rebased`)."""
@@ -63,44 +100,58 @@ class AdaptedLinear(Linear):
 
     def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
         """Fill a slot. pairs: of each target; None: the adapter does not have it."""
-        rank = self._slots.max_rank
-        down, used = self._down[slot - 1].zero_(), 0
-        for i, pair in enumerate(pairs):
-            up = self._up[i][slot - 1].zero_()
+        rank, width = self._slots.max_rank, self._up.shape[3]
+        down, up = self._down[slot - 1].zero_(), self._up[slot - 1].zero_()
+        for i, (target, pair) in enumerate(zip(self._targets, pairs, strict=True)):
             if pair is not None:
                 a, b = pair
-                used |= 1 << i
-                down[i * rank : i * rank + len(a)] = a
-                up[: len(b)] = b
-        self._used[slot - 1] = used
+                down[:, i * rank : i * rank + len(a)] = a.T
+                pieces = slice(target.outputs.start // width, target.outputs.stop // width)
+                up[pieces, : len(b)] = b.view(len(b), -1, width).transpose(0, 1)
+        self._used[slot - 1] = any(pair is not None for pair in pairs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
-        for segment in self._slots.segments:
-            low, high = segment.low - 1, segment.high - 1
-            used = 0
-            for slot in range(low, high):
-                used |= self._used[slot]
-            if used:
-                self._add(x, out, segment, low, high, used)
+        rows = self._slots.rows
+        if rows is not None and any(self._used[slot - 1] for slot in rows.distinct):
+            self._add_rows(x, out, rows)
+        for stretch in self._slots.stretches:
+            if self._used[stretch.slot - 1]:
+                self._add_stretch(x, out, stretch)
         return out
 
-    def _add(self, x: torch.Tensor, out: torch.Tensor, segment: AdapterSegment, low: int, high: int, used: int) -> None:
-        rows, count = slice(segment.start, segment.end), high - low
-        num_tokens, num_targets, rank = segment.end - segment.start, len(self._up), self._slots.max_rank
-        seen = x[rows] if x.dtype == self._down.dtype else x[rows].to(self._down.dtype)
-        hidden = torch.mm(seen, self._down[low:high].view(-1, x.shape[1]).T)
-        hidden = hidden.view(num_tokens, count, num_targets, rank)
-        if segment.foreign is not None:
-            hidden.masked_fill_(segment.foreign[:, :, None, None], 0)
-        for i, outputs in enumerate(self._outputs):
-            if used >> i & 1:
-                up = self._up[i][low:high].view(count * rank, -1)
-                part, target = hidden[:, :, i].reshape(num_tokens, count * rank), out[rows, outputs]
-                if out.dtype == up.dtype:
-                    target.addmm_(part, up)
-                else:
-                    target.add_(torch.mm(part, up))
+    def _add_rows(self, x: torch.Tensor, out: torch.Tensor, rows: AdaptedRows) -> None:
+        # A call costs more than what it computes for few rows, so none is made that changes nothing.
+        down, up, rank = self._down_rows, self._up_rows, self._slots.max_rank
+        if rows.rows is not None:
+            x = x.index_select(0, rows.rows)
+        elif rows.count < len(x):
+            x, out = x[: rows.count], out[: rows.count]
+        if x.dtype != down.dtype:
+            x = x.to(down.dtype)
+        per_slot = self._up.shape[1] * rank
+        hidden = _sums(down, x, rows.places(self.in_features, self.in_features))
+        if self._pieces is not None:
+            hidden = hidden.view(-1, len(self._targets), rank).index_select(1, self._pieces)
+        added = _sums(up, hidden, rows.places(per_slot, rank))  # [num_rows * num_pieces, width]
+        if rows.rows is None:
+            out.view(added.shape).add_(added)
+        else:
+            out.index_add_(0, rows.rows, added.view(len(x), -1).to(out.dtype))
+
+    def _add_stretch(self, x: torch.Tensor, out: torch.Tensor, stretch: Stretch) -> None:
+        down, up = self._down[stretch.slot - 1], self._up[stretch.slot - 1]
+        num_pieces, rank, width = up.shape
+        hidden = torch.mm(x[stretch.start : stretch.end].to(down.dtype), down).view(-1, len(self._targets), rank)
+        if self._pieces is not None:
+            hidden = hidden.index_select(1, self._pieces)
+        added = torch.bmm(hidden.transpose(0, 1), up)  # [num_pieces, num_tokens, width]
+        out[stretch.start : stretch.end].view(-1, num_pieces, width).add_(added.transpose(0, 1))
+
+
+def _sums(table: torch.Tensor, weights: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of the rows of a table, each times its weight (`AdaptedRows.places`). Weights are of the table's type."""
+    return torch.embedding_bag(table, *places, per_sample_weights=weights.reshape(-1))[0]
 
 
 def rebased(adapted: Linear, base: Linear) -> Linear:
@@ -119,51 +170,61 @@ class AdapterSlots:
         self.num_slots, self.max_rank, self.dtype = num_slots, max_rank, dtype
         self.targets: dict[str, AdaptedLayer] = {}
         """All that can be adapted, by name."""
-        self.segments: list[AdapterSegment] = []
-        """Of the step that is computed."""
-        self._layers: list[tuple[AdaptedLinear, tuple[str, ...]]] = []
+        self.rows: AdaptedRows | None = None
+        self.stretches: list[Stretch] = []
+        """Of the step that is computed, as `rows`."""
+        self._last_rows: AdaptedRows | None = None
+        self._layers: dict[tuple[str, ...], AdaptedLinear] = {}
 
-    def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> AdaptedLinear:
-        """The product of these targets, side by side."""
-        adapted = AdaptedLinear(base, targets, self)
-        self._layers.append((adapted, tuple(target.name for target in targets)))
+    def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> Linear:
+        """The product of these targets, side by side. Where they have one, it gets this base."""
+        names = tuple(target.name for target in targets)
+        if names in self._layers:
+            return rebased(self._layers[names], base)
+        adapted = self._layers[names] = AdaptedLinear(base, targets, self)
         self.targets |= {target.name: target for target in targets}
         return adapted
+
+    def drop_bases(self) -> None:
+        """Let go of the bases of all products, which get others (`adapt`)."""
+        for layer in self._layers.values():
+            layer.drop_base()
 
     @property
     def num_bytes(self) -> int:
         """Of all slots in all products."""
-        return sum(layer.num_adapter_bytes for layer, _ in self._layers)
+        return sum(layer.num_adapter_bytes for layer in self._layers.values())
 
     @torch.inference_mode()
     def put(self, slot: int, tensors: Mapping[str, LowRank]) -> None:
         """Let a slot, 1 to num_slots, hold this adapter (`reading.read_adapter`)."""
-        for layer, names in self._layers:
+        for names, layer in self._layers.items():
             layer.put(slot, [tensors.get(name) for name in names])
 
     def begin(self, inputs: StepInputs) -> None:
         """A step with these tokens is computed next."""
-        self.segments = [] if inputs.adapter_ids is None else segments_of(inputs, inputs.adapter_ids)
+        self.rows, self.stretches = None, []
+        ids = inputs.adapter_ids
+        if ids is None:
+            return
+        decodes = ids[: inputs.num_decodes]
+        if decodes.any():
+            last = self._last_rows
+            if last is None or not np.array_equal(last.ids, decodes):
+                last = self._last_rows = AdaptedRows(decodes.copy())
+            self.rows = last
+            if len(last.distinct) == 1 and last.rows is None and last.count > MAX_SUMMED_ROWS:
+                self.rows, self.stretches = None, [Stretch(0, last.count, last.distinct[0])]
+        self.stretches += stretches_of(inputs, ids)
 
 
-def segments_of(inputs: StepInputs, ids: NDArray[np.int32]) -> list[AdapterSegment]:
-    """ids: [num_tokens] the slot of each token's adapter; 0: none, as of padding."""
-    num_decodes, num_tokens = inputs.num_decodes, len(ids)
-    num_rows = num_decodes + sum(inputs.prefill_counts)
-    used = ids[:num_rows]
-    first = int(used[0])
-    if (used == first).all():  # what is computed of padding is looked at by nothing
-        return [AdapterSegment(0, num_tokens, first, first + 1, None)] if first else []
-    segments = []
-    decodes = ids[:num_decodes]
-    if decodes.any():
-        low, high = int(decodes[decodes > 0].min()), int(decodes.max()) + 1
-        foreign = decodes[:, None] != np.arange(low, high)
-        segments.append(AdapterSegment(0, num_decodes, low, high, torch.from_numpy(foreign) if foreign.any() else None))
+def stretches_of(inputs: StepInputs, ids: NDArray[np.int32]) -> list[Stretch]:
+    """Of the prefill tokens that have adapters. ids: [num_tokens] the slot of each token's adapter; 0: none."""
+    stretches: list[Stretch] = []
     for start, count in zip(inputs.prefill_starts, inputs.prefill_counts, strict=True):
-        slot, last = int(ids[start]), segments[-1] if segments else None
-        if last is not None and last.foreign is None and last.low == slot and last.end == start:
-            segments[-1] = AdapterSegment(last.start, start + count, slot, slot + 1, None)
+        slot = int(ids[start])
+        if stretches and stretches[-1].end == start and stretches[-1].slot == slot:
+            stretches[-1] = Stretch(stretches[-1].start, start + count, slot)
         elif slot:
-            segments.append(AdapterSegment(start, start + count, slot, slot + 1, None))
-    return segments
+            stretches.append(Stretch(start, start + count, slot))
+    return stretches

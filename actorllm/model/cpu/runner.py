@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
+    from actorllm.model.hf.transformers_backend import TransformersDecoder
 
 MAX_LOGITS_BYTES = 64 << 20
 """float32 logits that exist at a time; more rows than that are sampled in chunks."""
@@ -226,26 +227,20 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "dtype='float16': this processor has no fast products of that type; they are computed in float32, and "
                 "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
             )
+        if self.config.lora is not None:
+            self.adapters = Adapters(self.config.lora, torch.float32 if widens(self.dtype) else self.dtype)
+        slots = None if self.adapters is None else self.adapters.slots
         if isinstance(plan, DecoderConfig):
-            if self.config.lora is not None:
-                # One slot is too small for the cost of a bfloat16 product; several are slower in float32 (bench/lora.py).
-                is_widened = widens(self.dtype) or self.config.lora.max_loras == 1
-                dtype = torch.float32 if is_widened else self.dtype
-                self.adapters = Adapters(self.config.lora, dtype)
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                slots = None if self.adapters is None else self.adapters.slots
                 decoder, self._head = self._read_decoder(plan, weights, slots)
                 return decoder
-        if self.config.lora is not None:
-            raise UnsupportedModelError(
-                f"enable_lora=True: architecture {model.architecture!r} has no fused forward here, and other models are not "
-                f"adapted yet; leave it out"
-            )
-        loaded, self._head = self._read_modules(model)
+        loaded, self._head = self._read_modules(model, slots)
         return loaded
 
-    def _read_modules(self, model: ModelConfig) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
-        """A model of transformers, with its head for what is pooled."""
+    def _read_modules(
+        self, model: ModelConfig, slots: AdapterSlots | None = None
+    ) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
+        """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
         plan = self.model_config
         if self._is_encoder:
             from actorllm.model.hf import encoder
@@ -254,7 +249,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return loaded, loaded.head
         from actorllm.model.hf import transformers_backend
 
-        return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress), None
+        given = (cast("TransformersPlan", plan), model, self.dtype, self._show_progress, slots)
+        return transformers_backend.load(*given), None
 
     def _read_decoder(
         self, plan: DecoderConfig, weights: Weights, slots: AdapterSlots | None
@@ -299,6 +295,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         decoder, head = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
+        elif self.adapters is not None:
+            cast("TransformersDecoder", decoder).adapt(self.adapters.slots)
         self.decoder, self._head = decoder, head
 
     def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
@@ -308,6 +306,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.decoder.drop_weights()
         else:
             self.decoder = AbsentModel(self.decoder.num_kv_heads)
+            if self.adapters is not None:
+                self.adapters.slots.drop_bases()
         gc.collect()  # modules refer to each other
         memory.trim()
         if not keeps_pages and self.config.model.load_format != "dummy":

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from actorllm.model.cpu.layers import linear
-from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
 
 
@@ -29,11 +29,12 @@ class PackedModule(torch.nn.Module):
         self.weight = torch.full((), torch.nan, dtype=dtype).expand(self.out_features, self.in_features)
         """Tells type and shape to code that asks. Each value is the same NaN, which takes no memory: what multiplies by it is
         found by the check of the logits. A product with a tensor on the meta device returns whatever the memory held."""
-        self._linear = linear(weight)
+        self.product: Linear = linear(weight)
+        """What computes; adapters may be added to it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 ROUTERS = ("gate", "router")

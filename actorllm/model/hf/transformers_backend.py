@@ -39,9 +39,10 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import later_rows, place_rows
-from actorllm.model.hf import packing
+from actorllm.model.hf import adapting, packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
 from actorllm.model.hf.loading import (
     LANGUAGE_PARTS,
@@ -421,6 +422,7 @@ class TransformersDecoder:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         tensors = [p for p in model.parameters() if is_tied or p is not embedding.weight]
+        self._adapters: AdapterSlots | None = None
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in tensors)
         """Bytes of weights that one decode step reads, experts that are not chosen included."""
 
@@ -428,6 +430,14 @@ class TransformersDecoder:
         """Give the linear layers the weights in this form, as it is read fastest. There is no way back."""
         self.num_bytes -= packing.pack(self.model, form)
         self._head = _with_part(self.model, self._head_path, self._given)
+
+    def adapt(self, slots: AdapterSlots) -> None:
+        """Let the packed layers be adapted; slots of another decoder of the same model go over to this one."""
+        if slots.targets:
+            adapting.adapt_again(self.model, slots)
+        else:
+            adapting.adapt(self, self._body, slots)
+        self._adapters = slots
 
     @property
     def num_kv_heads(self) -> int:
@@ -440,6 +450,8 @@ class TransformersDecoder:
         windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
         step = TransformersStep(batches, self.layers, cache)
+        if self._adapters is not None:
+            self._adapters.begin(inputs)
         grid = inputs.grid_positions
         positions = torch.from_numpy(inputs.positions if grid is None else grid[:, None])
         return self.run_body(step, self._tokens(inputs), positions.unsqueeze(0) if grid is None else positions)
@@ -563,10 +575,15 @@ def _freeze_longrope(module: Any, layer_type: str | None, max_positions: int) ->
 
 
 def load(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+    plan: TransformersPlan,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    show_progress: bool | None,
+    adapters: AdapterSlots | None = None,
 ) -> TransformersDecoder:
     """The model with its weights on the CPU, checked against transformers' own attention. Raises ModelError.
 
+    adapters: empty ones, which the linear layers are to have; None: they are not adapted, or later.
     The parameters of a module that the application owns stay where they are, in the form that they have.
     """
     from actorllm.model.hf.media_probe import probe_media
@@ -582,6 +599,8 @@ def load(
         probe_embeds(decoder, model.prompt_embedding_size)
     if model.media is not None:
         probe_media(decoder, model.media)
+    if adapters is not None:
+        decoder.adapt(adapters)
     return decoder
 
 

@@ -6,47 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from actorllm.errors import InvalidParameterError
-from actorllm.model.cpu.runner import CpuRunner
 from actorllm.types.adapter_folder import AdapterDigests
+from tests.model.adapters.adapted_models import adapted_driver, expected, last_logits, put
 from tests.model.adapters.lora_folders import linear_layers, merged, shapes_of, write_adapter
-from tests.model.driver import Driver
-from tests.model.families.loaded import cpu_driver
-from tests.model.hf.decoders import TOLERANCE, prompt, reference, save
+from tests.model.hf.decoders import TOLERANCE, prompt, save
 
 LENGTH = 23
-
-
-def adapted_driver(folder: Path, **arguments: Any) -> Driver:
-    return cpu_driver(folder, **({"enable_lora": True, "max_loras": 4, "max_lora_rank": 8} | arguments))
-
-
-def put(runner: CpuRunner, slot: int, folder: Path) -> None:
-    adapters = runner.adapters
-    assert adapters is not None
-    adapter = AdapterDigests(max_rank=8).adapter_of(str(folder))
-    adapters.put(slot, adapter.digest, adapters.read(adapter))
-
-
-def last_logits(driver: Driver, rows: dict[int, tuple[list[int], int]]) -> dict[int, torch.Tensor]:
-    """Of each row's last token, prefilled but for one token and then decoded, all in one batch. rows: tokens and adapter."""
-    for slot, (tokens, adapter) in rows.items():
-        driver.add(slot, tokens, adapter_id=adapter)
-    driver.step(dict.fromkeys(rows, 5), decode=[])
-    driver.step({slot: len(tokens) - 5 for slot, (tokens, _) in rows.items()})
-    assert driver.logits is not None
-    found = {slot: row.clone() for slot, row in zip(rows, driver.logits, strict=True)}
-    driver.step(decode=list(rows))
-    assert driver.logits is not None
-    return {slot: torch.stack((found[slot], row)) for slot, row in zip(rows, driver.logits, strict=True)}
-
-
-def expected(model: Any, driver: Driver, slot: int, length: int) -> torch.Tensor:
-    """Of the same two tokens."""
-    return reference(model, driver.requests[slot].tokens[: length + 1])[-2:]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.experts import Experts
@@ -171,3 +174,16 @@ def test_mxfp4_is_read_exactly(dtype: str, tmp_path: Path) -> None:
     assert float(logits[0].std()) > 0.1
     with pytest.raises(UnsupportedModelError, match="mxfp4"):
         cpu_driver(folders[0], model_impl="transformers")
+
+
+def test_the_example_runs_rounded_experts(tmp_path: Path) -> None:
+    storyteller = BUNDLED_MODELS["storyteller"]
+    vocab_size = json.loads((storyteller / "config.json").read_text())["vocab_size"]
+    save("olmoe", tmp_path, vocab_size=vocab_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(storyteller / name, tmp_path / name)
+    main = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "experts.py"))["main"]
+    options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "dtype": "float32"}
+    tokens, per_second = main(str(tmp_path), "int8", **options)
+    assert len(tokens) == 64
+    assert per_second > 0
