@@ -78,6 +78,14 @@ def test_a_few_times(topology: str, count: int) -> None:
     check(counts_after_each(LIGHT_WORKERS + PROGRAM, topology, count), settled=2, max_kib=12_000)
 
 
+@pytest.mark.slow(reason="twenty starts with the model; the quick test has some")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("topology", ["inline", "process"])
+def test_twenty_times_from_the_second_on(topology: str) -> None:
+    """The allocator settles within some starts, at a few megabytes more."""
+    check(counts_after_each(PROGRAM, topology, 20), settled=1, max_kib=24_000)
+
+
 @pytest.mark.slow(reason="a hundred starts; the quick test has some")
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("topology", ["inline", "process"])
