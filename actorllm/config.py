@@ -709,8 +709,10 @@ ARGUMENTS: dict[str, Any] = DEFAULTS
 NEAREST_OF_OURS = {
     "max_num_queued_reqs": "max_waiting_requests",
     "max_num_queued_tokens": "max_waiting_tokens",
+    "rope_scaling": "hf_overrides={'rope_scaling': ...}",
+    "rope_theta": "hf_overrides={'rope_theta': ...}",
 }
-"""What to use where vLLM's argument means something else than ours."""
+"""What to use where vLLM's argument means something else than ours, or is one of older releases."""
 
 
 def _check_names(arguments: dict[str, Any]) -> None:

@@ -239,6 +239,8 @@ def test_yarn_makes_more_positions() -> None:
     assert config_of(hf_overrides={"rope_scaling": rope}).model.max_model_len == 4096
     with pytest.raises(ConfigError, match="4096 or less"):
         config_of(hf_overrides={"rope_scaling": rope}, max_model_len=5000)
+    with pytest.raises(ConfigError, match=r"use hf_overrides=\{'rope_scaling': ...\}"):  # of older releases
+        config_of(rope_scaling=rope)
 
 
 def test_a_model_of_the_hub_is_fetched_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

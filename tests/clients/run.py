@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,14 @@ SCRIPTS = {
 MODULES = {
     "openai-node": ("openai_node.mjs", ("openai",)),
     "ai-sdk": ("ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    "promptfoo": ("promptfoo_.mjs", ("promptfoo@0.118.17",)),  # newer ones need Node 22
 }
 """Scripts for Node, and the packages of each."""
 NAMES = (*SCRIPTS, *MODULES, "lm-eval", "guidellm", "vllm-bench", "schemathesis")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+NODE_HEADERS = Path("/usr/include/node/node.h")
+"""Of Debian. With them npm builds modules of C++ without a download."""
+NOTHING_MORE: Mapping[str, str] = {}
 SHARED = {"openai-vectors": "openai-python"}
 """Whose environment one takes."""
 OPTIONS = {"openai-vectors": ("--runner", "pooling"), "schemathesis": ("--max-model-len", "128")}
@@ -153,10 +157,9 @@ def python_of(name: str) -> str:
     return str(python)
 
 
-def output_of(command: list[str], **arguments: Any) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **OFFLINE}, **arguments
-    )
+def output_of(command: list[str], environment: Mapping[str, str] = NOTHING_MORE, **arguments: Any) -> str:
+    variables = {**os.environ, **OFFLINE, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables, **arguments)
     if done.returncode:
         raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
     return done.stdout
@@ -181,11 +184,19 @@ def told_by_module(name: str, url: str) -> dict[str, Any]:
     script, packages = MODULES[name]
     folder = home / name
     folder.mkdir(parents=True, exist_ok=True)
-    if not all((folder / "node_modules" / package).is_dir() for package in packages):
-        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], cwd=folder)
+    if not all((folder / "node_modules" / without_version(package)).is_dir() for package in packages):
+        environment = {"PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD": "1"}  # a dependency of promptfoo, which needs none
+        if NODE_HEADERS.is_file():
+            environment["npm_config_nodedir"] = str(NODE_HEADERS.parents[2])
+        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", *packages], environment, cwd=folder)
     shutil.copy(HERE / script, folder)
     told: dict[str, Any] = json.loads(output_of(["node", script, url], cwd=folder).splitlines()[-1])
     return told
+
+
+def without_version(package: str) -> str:
+    """'@scope/name@1.2' as '@scope/name'."""
+    return package[0] + package[1:].partition("@")[0]
 
 
 def left_out(why: str) -> dict[str, Any]:
