@@ -83,7 +83,8 @@ def test_three_bits_are_not_enough(make_driver: Callable[..., Any], monkeypatch:
 
 
 def test_layers_have_4_bits_and_the_head_8(make_driver: Callable[..., Any]) -> None:
-    decoder = make_driver("storyteller", dtype="bfloat16", quantization="int4").runner.decoder
+    arguments = {"dtype": "bfloat16", "quantization": "int4", "quantization_twin": False}
+    decoder = make_driver("storyteller", **arguments).runner.decoder
     for layer in decoder.layers:
         assert all(isinstance(y, Int4Linear) for y in (layer.qkv, layer.output, layer.gate_up, layer.down))
     assert isinstance(decoder.lm_head, Int8Linear)
