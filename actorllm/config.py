@@ -38,7 +38,7 @@ from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
-from actorllm.types.media_rules import MediaRules
+from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
     "storyteller": Path(__file__).parent / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
@@ -101,7 +102,7 @@ class ModelConfig:
     takes_prompt_embeds: bool = False
     """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
     media: MediaRules | None = None
-    """Which images prompts may have; None: prompts are text."""
+    """Which images or audio prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -149,9 +150,15 @@ class ModelConfig:
         return self.get_hidden_size() if self.pooler is None else self.pooler.dimensions or self.pooler.embedding_size
 
     @property
+    def modality(self) -> Modality | None:
+        """What prompts may hold beside text."""
+        return None if self.media is None else self.media.modality
+
+    @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
-        return (self.prompt_embedding_size or 0) * (4 if self.dtype == "float32" else 2)
+        num_vectors = 1 if self.media is None else self.media.num_vectors
+        return (self.prompt_embedding_size or 0) * num_vectors * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +289,8 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    enable_expert_parallel: bool = False
+    """Of experts each rank holds some as a whole, in the place of its part of each."""
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
@@ -388,7 +397,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
-        model["media"] = None if (media := model.get("media")) is None else MediaRules(**media)
+        model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
@@ -533,6 +542,7 @@ class EngineConfig:
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
+            enable_expert_parallel=given["enable_expert_parallel"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
             lora=_lora(given, pooler, module),
@@ -553,16 +563,22 @@ def _media(
     device: str,
 ) -> MediaRules | None:
     """Which images prompts may have. Raises ConfigError for what they do not go together with."""
-    rules = MediaRules.read(architecture, hf, given["limit_mm_per_prompt"], given["mm_processor_kwargs"])
+    rules = MediaRules.read(architecture, hf, given)
     if rules is None or pooler is not None or module is not None:
         return None
     if device != "cpu":
         raise ConfigError(
-            f"device={device!r}: {architecture} takes images, which is tested with device='cpu'; use that"
+            f"device={device!r}: {architecture} takes {rules.modality}, which is tested with device='cpu'; use that"
+        )
+    if given["enable_prompt_embeds"] and rules.num_vectors > 1:
+        raise ConfigError(
+            f"enable_prompt_embeds=True: the rows of {architecture} hold more than an embedding; leave it out"
         )
     for name in ("enable_lora", "speculative_config"):
         if given[name]:
-            raise ConfigError(f"{name}={given[name]!r:.80} is not supported for models that take images; leave it out")
+            raise ConfigError(
+                f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
+            )
     return rules
 
 
@@ -600,7 +616,11 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
         raise ConfigError(f"{told} is about streams of text, and this model makes vectors; leave it out")
     if module is not None or given["model_impl"] == "transformers":
         raise ConfigError(f"{told} does not hold for modules of transformers; leave it out")
-    for name, unused in (("enable_lora", (None, False)), ("tensor_parallel_size", (1,)), ("quantization_twin", (None, False))):
+    for name, unused in (
+        ("enable_lora", (None, False)),
+        ("tensor_parallel_size", (1,)),
+        ("quantization_twin", (None, False)),
+    ):
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
     return True
@@ -711,7 +731,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
-        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
+        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_expert_parallel"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
         *("enable_lora", "enable_sleep_mode", "batch_invariant", "quantization_twin"),
     ):

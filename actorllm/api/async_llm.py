@@ -287,7 +287,7 @@ class AsyncLLM:
         """
         conversation = Conversation.of(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,

@@ -223,7 +223,7 @@ class LLM(BlockingDoor):
         }
         batch = _conversations(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -516,7 +516,7 @@ class LLM(BlockingDoor):
         """
         batch = _conversations(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,

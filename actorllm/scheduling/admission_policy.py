@@ -69,6 +69,7 @@ ADMISSIONS = Registry(
     {
         "credit": "actorllm.scheduling.admissions.credit:Credit",
         "past-future": "actorllm.scheduling.admissions.past_future:PastFuture",
+        "slos-serve": "actorllm.scheduling.admissions.slos_serve:SlosServe",
         "ttft-reject": "actorllm.scheduling.admissions.ttft_reject:TtftReject",
         "worst-case": "actorllm.scheduling.admissions.worst_case:WorstCase",
     },

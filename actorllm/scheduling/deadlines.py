@@ -79,12 +79,15 @@ class Deadlines:
             for slot in slots[batch.num_known[slots] == batch.num_prompt[slots] + 1].tolist():
                 self._starts(slot, done.ended)
 
-    def next_due(self, view: View) -> NDArray[np.float64]:
-        """For each of `view.decode_slots`, when the token that its next step samples is due; infinity: never."""
+    def next_due(self, view: View, ahead: int = 0) -> NDArray[np.float64]:
+        """For each of `view.decode_slots`, when the token that its next step samples is due; infinity: never.
+
+        ahead: the token so many steps later.
+        """
         slots, batch = view.decode_slots, view.batch
         start, pace = self._start[slots], self._pace[slots]
         due = np.full(slots.size, math.inf)
         is_due = np.isfinite(start) & np.isfinite(pace)
-        index = batch.num_computed[slots] + 1 - batch.num_prompt[slots]
+        index = batch.num_computed[slots] + (1 + ahead) - batch.num_prompt[slots]
         due[is_due] = start[is_due] + pace[is_due] * index[is_due]
         return due

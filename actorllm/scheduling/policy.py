@@ -285,6 +285,8 @@ class KeyPolicy:
 REGISTRY = Registry(
     "scheduling policy",
     {
+        "andes": "actorllm.scheduling.policies.andes:Andes",
+        "apt-serve": "actorllm.scheduling.policies.apt_serve:AptServe",
         "cohost": "actorllm.scheduling.policies.cohost:Cohost",
         "edf": "actorllm.scheduling.policies.edf:Edf",
         "fairbatch": "actorllm.scheduling.policies.fairbatch:FairBatch",
@@ -292,7 +294,10 @@ REGISTRY = Registry(
         "hrrn": "actorllm.scheduling.policies.hrrn:Hrrn",
         "priority": "actorllm.scheduling.policies.priority:Priority",
         "qoserve": "actorllm.scheduling.policies.qoserve:QoServe",
+        "sarathi": "actorllm.scheduling.policies.sarathi:Sarathi",
+        "slidingserve": "actorllm.scheduling.policies.slidingserve:SlidingServe",
         "srpf": "actorllm.scheduling.policies.srpf:Srpf",
+        "uniboost": "actorllm.scheduling.policies.uniboost:UniBoost",
         "vtc": "actorllm.scheduling.policies.vtc:Vtc",
     },
 )

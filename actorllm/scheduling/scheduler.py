@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages.embeds import chunk_of_items
 from actorllm.scheduling.admission import Admission, Refusal
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.decode_rows import DecodeRows
@@ -557,6 +558,9 @@ class Scheduler:
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
+            if has_embeds:
+                submit, most = sequence.submit, min(embeds_room, max_tokens - num_tokens)
+                size = chunk_of_items(submit.prompt, sequence.known.size - remaining, size, most)
             self._num_refused += size < wanted
             # No room, or a prompt that must go through in one step and does not fit.
             if size <= 0 or (size < remaining and sequence.is_whole):

@@ -205,6 +205,21 @@ class Pace:
     def _context(view: View) -> int:
         return int(view.batch.num_computed[view.decode_slots].sum())
 
+    def sizes(self, view: View) -> list[tuple[int, float]]:
+        """Tokens of a step and the seconds that it would take, largest first: what the engine allows, then those of CHUNKS."""
+        d, context, rows = view.decode_slots.size, self._context(view), self._rows(view)
+        before = max((int(view.batch.num_computed[s.slot]) for s in view.prefilling), default=0)
+        most = view.limits.max_tokens
+        found = []
+        for size in (most, *(size for size in CHUNKS if size < most)):
+            p = max(0, size - d)
+            found.append((size, self.step_time.seconds(p, rows, context, before, p * (before + p / 2))))
+        return found
+
+    def expect(self, seconds: float, view: View) -> None:
+        """The step that is planned now takes so long, for `free_at` of the next one."""
+        self._planned_at, self._planned_s = view.now, seconds
+
     def largest(self, view: View, until: float) -> int:
         """Tokens (decode rows and prompts) of the largest step that is over before `until`: what the engine allows, or one
         of CHUNKS; the smallest of them if none is."""

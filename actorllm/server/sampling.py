@@ -21,6 +21,7 @@ from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser, pa
 from actorllm.server.tools import response_format_of
 from actorllm.text.chat_template import Conversation, chat_templates
 from actorllm.text.reasoning.parsers import ReasoningParser, reasoning_named
+from actorllm.types.media_rules import Modality
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -95,8 +96,8 @@ class Defaults:
     max_prompt_characters: int
     """The engine's."""
     trusts_chat_templates: bool = False
-    takes_images: bool = False
-    """Whether messages may hold images."""
+    modality: Modality | None = None
+    """What messages may hold beside text."""
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
     """Which one, may depend on the model's chat templates: known after `ServerState.read_templates`."""
     reasoning: type[ReasoningParser] | None = None
@@ -113,7 +114,7 @@ class Defaults:
             sampling=model.sampling_defaults,
             max_prompt_characters=model.max_prompt_characters,
             trusts_chat_templates=trusts_chat_templates,
-            takes_images=model.media is not None,
+            modality=model.modality,
             reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
             answers=answers,
         )
@@ -148,7 +149,7 @@ class Defaults:
         if answers.default_chat_template_kwargs and (further is None or isinstance(further, Mapping)):
             options["chat_template_kwargs"] = {**answers.default_chat_template_kwargs, **(further or {})}
         options["chat_template_content_format"] = answers.chat_template_content_format
-        return Conversation.of(messages, is_own=True, takes_images=self.takes_images, **options)
+        return Conversation.of(messages, is_own=True, modality=self.modality, **options)
 
     def fill(self, body: Body) -> None:
         """Put into a body what it leaves to the server."""

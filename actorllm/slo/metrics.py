@@ -86,6 +86,26 @@ def fluidity(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
     return 1 - num_late / times.size
 
 
+def experience(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
+    """Quality of experience of a request's reader (QoE, as in Andes, arXiv 2404.16283): 1 is never behind, 0 is nothing to read.
+
+    The reader takes a token every tpot, from the time at which the first one was due, as far as there are any. The area
+    between what is read and what should have been, up to the end, is the share that is lost. 1 without a promise per token.
+    """
+    if not times.size:
+        return 0.0
+    if slo.tpot is None:
+        return 1.0
+    due = arrival + slo.ttft_limit(num_prompt)
+    if due == math.inf:
+        due = float(times[0])
+    steps = slo.tpot * np.arange(times.size)
+    wanted = due + steps
+    read = np.maximum.accumulate(np.maximum(times, due) - steps) + steps
+    end = float(read[-1]) + slo.tpot
+    return float((end - read).sum() / (end - wanted).sum())
+
+
 def overrun(timeline: RunTimeline, promises: Promises) -> F64:
     """How many times as long as promised each request took, in what it overran most; 0 without a promise.
 

@@ -95,9 +95,13 @@ class EngineOptions(VLLMOptions, total=False):
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
     limit_mm_per_prompt: Annotated[Mapping[str, int] | str | None, None]
-    """Most images of a prompt, as {'image': 4}: at most 64, and 8 if nothing is given; also as JSON."""
+    """Most images or recordings of a prompt, as {'image': 4}: at most 64, and 8 if nothing is given; also as JSON."""
     mm_processor_kwargs: Annotated[Mapping[str, Any] | str | None, None]
-    """Keyword arguments of the model's image processor; also as JSON."""
+    """Keyword arguments of the model's processor of images or audio; also as JSON."""
+    allowed_local_media_path: Annotated[str, ""]
+    """Prompts may name files below this folder, by file: addresses, links followed. "": none."""
+    allowed_media_domains: Annotated[Sequence[str] | None, None]
+    """Prompts may name http: and https: addresses of these hosts, outside of private networks. None: none."""
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]
@@ -116,6 +120,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Most prompts at a time that are too long for what is left of a step."""
     watermark: Annotated[float, 0.01]
     """Share of the KV blocks that admissions leave free for the growth of running requests: at least 0, less than 1."""
+    enable_expert_parallel: Annotated[bool, False]
+    """With several ranks, each holds some experts of a mixture as a whole, in the place of its part of each."""
     tensor_parallel_size: Annotated[int, 1]
     """Ranks that share a model; each is a process."""
     trust_remote_code: Annotated[bool, False]
@@ -186,7 +192,7 @@ class EngineOptions(VLLMOptions, total=False):
     standby_worker: Annotated[bool | None, None]
     """Keep a process parked that takes the place of a worker that dies; None: where memory is plentiful."""
     admission_policy: Annotated[str | None, None]
-    """Which requests may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every
+    """Which requests may start when: past-future, worst-case, credit, slos-serve, ttft-reject, or 'module:Class'. None: every
     request for which there is a slot and room."""
     max_waiting_requests: Annotated[int | None, None]
     """Most sequences that may wait for their first slot; more are refused with EngineOverloaded, by a server with

@@ -40,8 +40,6 @@ class VLLMOptions(TypedDict, total=False):
     attention_backend: Annotated[Any, None]
     hf_config_path: Literal[None]
     code_revision: Annotated[Any, None]
-    allowed_local_media_path: Annotated[Any, "", None]
-    allowed_media_domains: Annotated[Any, None]
     rope_scaling: Annotated[Mapping[str, Any] | None, None, {}]
     rope_theta: Literal[None]
     logprobs_mode: Literal["raw_logprobs"]
@@ -74,7 +72,6 @@ class VLLMOptions(TypedDict, total=False):
     data_parallel_backend: Literal["mp"]
     data_parallel_hybrid_lb: Literal[False]
     data_parallel_external_lb: Literal[False]
-    enable_expert_parallel: Literal[False]
     enable_eplb: Literal[False]
     eplb_config: Annotated[Mapping[str, Any] | None, None, {}]
     enable_dbo: Literal[False]
@@ -341,10 +338,8 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "fully_sharded_loras",
         "max_lora_cls_labels",
     ),
-    "images of prompts are given themselves or as data: addresses, and caches of them have a fixed size": (
+    "how images and audio are read is fixed, and caches of them have a fixed size": (
         "media_io_kwargs",
-        "allowed_local_media_path",
-        "allowed_media_domains",
         "interleave_mm_strings",
         "mm_processor_cache_gb",
         "mm_processor_cache_type",

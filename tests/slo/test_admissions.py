@@ -11,6 +11,7 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
+from actorllm.scheduling.admissions.slos_serve import SlosServe
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.policies.cohost import Cohost
 from actorllm.scheduling.step_packing import KeyPlanner
@@ -126,7 +127,34 @@ def test_rejecting_the_late_keeps_the_others_in_time() -> None:
     assert waited.max() < 0.5 + 4 * workload.num_prompt.max() / 4000, "nobody waits for long to hear it"
 
 
-@pytest.mark.parametrize("admission", ["past-future", "worst-case", "ttft-reject", "credit"])
+class Unplanned(SlosServe):
+    """A mistake: each request is looked at as if it were the only one."""
+
+    def _plan(self, view: Any) -> list[Any]:
+        new, declined = self._new, []
+        for sequence in new:
+            self._let_in, self._new = [], [sequence]
+            declined += super()._plan(view)
+        self._new = []
+        return declined
+
+
+def test_who_is_let_in_keeps_its_promise() -> None:
+    """Twice as many requests as the engine can serve: those of the set that was planned are on time, nearly all."""
+    workload = assign_classes(synthetic(400, 12.0, seed=3), parse_mix("ls:1:ttft=0.5+p/4000,tpot=0.2"), seed=1)
+    shape = replace(SHAPE, num_blocks=25_000)
+    found = {}
+    for name, admission in (("open", None), ("slos-serve", "slos-serve"), ("mistake", Unplanned)):
+        run = simulate(workload, shape, MODEL, policy="edf", admission=admission)
+        let_in = run.timeline.outcome == FINISHED
+        on_time = run.timeline.ttft[let_in] <= workload.promises.ttft_limit(workload.num_prompt)[let_in]
+        found[name] = float(on_time.mean()), int(on_time.sum())
+    assert found["slos-serve"][0] > 0.97
+    assert found["slos-serve"][1] > 2 * found["open"][1], "and there are more of them than without"
+    assert found["mistake"][0] < 0.9
+
+
+@pytest.mark.parametrize("admission", ["past-future", "worst-case", "ttft-reject", "credit", "slos-serve"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_skipping_changes_nothing(admission: str, depth: int) -> None:
     workload = conversations(60, 2.5)

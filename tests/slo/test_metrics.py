@@ -10,6 +10,7 @@ import pytest
 from actorllm.slo.metrics import (
     arrival_window,
     evaluate,
+    experience,
     fluidity,
     good,
     jain,
@@ -191,3 +192,19 @@ def test_nothing_is_no_error() -> None:
 def test_fairness_of_shares() -> None:
     assert jain([3, 3, 3]) == 1.0
     assert jain([1, 0, 0, 0]) == 0.25
+
+
+def test_the_experience_of_a_reader_is_what_is_read_of_what_should_have_been() -> None:
+    """Four tokens, one a second from 1 s on: due at 1, 2, 3, 4."""
+    slo = SLO(ttft=1.0, tpot=1.0)
+
+    def told(*times: float) -> float:
+        return experience(np.array(times), slo, 0.0, 5)
+
+    assert told(1, 2, 3, 4) == told(0.1, 0.2, 0.3, 0.4) == 1.0, "no reader is faster than its own pace"
+    assert told(1.1, 1.2, 1.3, 4.0) > told(1.5, 2.5, 3.5, 4.5) > told(11, 12, 13, 14)
+    # Read at 3, 4, 5, 6, the end is 7: (4 + 3 + 2 + 1) of (6 + 5 + 4 + 3).
+    assert told(3, 3, 3, 3) == pytest.approx(10 / 18)
+    assert told(3, 4, 5, 6) == pytest.approx(10 / 18)
+    assert told() == 0.0
+    assert experience(np.array([9.0]), SLO(e2e=1.0), 0.0, 5) == 1.0, "nothing is promised of the pace"

@@ -301,8 +301,12 @@ class AttentionBatch:
                 num_prompt = min(count, max(0, inputs.num_prompts[index] - first))
                 self.groups += self._output_groups(inputs.prefill_tables[index], start, first, num_prompt, count)
             if num_prompt:
-                make = self._fixed_row if cache.has_fixed_tiles else self._prefill_row
-                row = make(inputs.prefill_tables[index], start, num_prompt, first)
+                table = inputs.prefill_tables[index]
+                if cache.has_fixed_tiles:
+                    row = self._fixed_row(table, start, num_prompt, first)
+                else:
+                    whole = None if inputs.whole is None else inputs.whole[start : start + num_prompt]
+                    row = self._prefill_row(table, start, num_prompt, first, whole)
                 self.rows.append(row)
                 self._has_fresh_rows |= row.block_ids is None
 
@@ -557,8 +561,10 @@ class AttentionBatch:
             )
         return PrefillRow(start, start + count, torch.from_numpy(ids), tiles)
 
-    def _prefill_row(self, table: I32, start: int, count: int, first_position: int) -> PrefillRow:
-        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees."""
+    def _prefill_row(
+        self, table: I32, start: int, count: int, first_position: int, whole: NDArray[np.bool_] | None
+    ) -> PrefillRow:
+        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees. whole: as in `inputs`."""
         size, window = self._cache.block_size, self._window
         length = first_position + count
         oldest = 0 if window is None else max(0, first_position + 1 - window)
@@ -570,22 +576,33 @@ class AttentionBatch:
         is_exact = self._cache.pool.dtype == torch.float32
         is_float16 = self._cache.pool.dtype == torch.float16  # few processors multiply it fast
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
+        last_visible = np.arange(first_position, length)
+        if whole is not None:
+            last_visible += _behind_in_run(whole)
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
-            high = first_position + b
+            high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)
-            query = torch.arange(first_position + a, high).unsqueeze(1)
+            query = torch.arange(first_position + a, first_position + b).unsqueeze(1)
             key = torch.arange(low if window is not None else first_position + a, high)
-            hidden = key > query
+            hidden = key > torch.from_numpy(last_visible[a:b]).unsqueeze(1)
             if window is not None:
                 hidden |= key <= query - window
             dtype = torch.float32 if is_small else self._cache.pool.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(start, start + count, ids, tiles)
+
+
+def _behind_in_run(is_member: NDArray[np.bool_]) -> I64:
+    """Of each member how many there are behind it up to the end of its run; 0 for others."""
+    others = np.flatnonzero(np.append(~is_member, True))
+    here = np.arange(is_member.size)
+    ends = others[np.searchsorted(others, here)]
+    return np.where(is_member, ends - 1 - here, 0)
 
 
 def _is_one_step_on(before: I64, after: I64) -> bool:

@@ -25,7 +25,7 @@ from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
-from actorllm.model.rope import rotation_angles
+from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ SWITCHES = frozenset(
         "activation='gelu_tanh'",
         "embedding_scale",
         "experts",
+        "has_sinks",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -74,7 +75,10 @@ class DecoderLayer:
         self.window = config.windows[index]
         self.rope = int(self.window is not None and config.window_rope is not None)
         """Which of the decoder's rotations."""
-        self.scoring = None if config.attention_scale is None else Scoring(config.attention_scale)
+        self.scoring: Scoring | None = None
+        if config.attention_scale is not None or tensors.sinks is not None:
+            scale = config.attention_scale or config.head_dim**-0.5
+            self.scoring = Scoring(scale, sinks=tensors.sinks)
         self.activation = ACTIVATIONS[config.activation]
 
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
@@ -209,7 +213,10 @@ class Decoder:
         self.share = tensors.share
         self.dtype = weights.dtype
         self.rotary = [
-            RotaryEmbedding(rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions))
+            RotaryEmbedding(
+                rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions),
+                rotation_length(rope),
+            )
             for rope in (config.rope, config.window_rope)
             if rope is not None
         ]

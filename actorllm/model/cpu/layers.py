@@ -157,9 +157,10 @@ class RotaryEmbedding:
     are sums over the dimensions of a head, so that the order changes nothing.
     """
 
-    def __init__(self, angles: torch.Tensor) -> None:
-        """angles: [max_positions, head_dim / 2]."""
-        self.table = torch.complex(angles.cos(), angles.sin())
+    def __init__(self, angles: torch.Tensor, length: float = 1.0) -> None:
+        """angles: [max_positions, head_dim / 2]. length: of a rotation."""
+        cos, sin = angles.cos(), angles.sin()
+        self.table = torch.complex(cos, sin) if length == 1 else torch.complex(cos * length, sin * length)
 
     def rotations(self, positions: torch.Tensor) -> torch.Tensor:
         """For int64 [num_tokens]: complex64 [num_tokens, 1, head_dim / 2], to be multiplied into every head."""

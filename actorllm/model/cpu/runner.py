@@ -164,8 +164,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _check_invariance(self) -> None:
         """Raises UnsupportedModelError where a row depends on more than its request."""
         plan = self.model_config
-        if not isinstance(plan, DecoderConfig) or plan.experts is not None:
+        if not isinstance(plan, DecoderConfig) or plan.experts is not None or self.config.model.media is not None:
             what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+            what = what if self.config.model.media is None else "that take images or audio"
             raise UnsupportedModelError(
                 f"batch_invariant=True is not supported for models {what} yet ({self.config.model.architecture}); leave it out"
             )

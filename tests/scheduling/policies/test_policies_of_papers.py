@@ -1,0 +1,361 @@
+"""What the papers say of their policies, as properties that can fail; and mistakes that are found by them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.scheduling.policies.andes import Andes
+from actorllm.scheduling.policies.apt_serve import AptServe
+from actorllm.scheduling.policies.sarathi import Sarathi
+from actorllm.scheduling.policies.slidingserve import SlidingServe
+from actorllm.scheduling.policies.uniboost import UniBoost
+from actorllm.scheduling.policies.vtc import Vtc
+from actorllm.scheduling.policy import KeyPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
+
+BuildEngine = Callable[..., Any]
+
+
+class Linear:
+    """Steps that take a millisecond and 0.1 ms per token."""
+
+    def seconds(self, p: float, d: float, context: float, before: float = 0.0, pairs: float = 0.0) -> float:
+        return 1e-3 + 1e-4 * (p + d)
+
+
+def order(engine: Any) -> list[int]:
+    engine.run()
+    return list(engine.ends)
+
+
+def step(engine: Any) -> None:
+    engine.launch()
+    engine.complete()
+
+
+# VTC: between two tenants that have requests waiting all the time, service differs by a bound ------------------------------
+
+MAX_PROMPT, SLOTS, BLOCKS, BLOCK_SIZE = 12, 4, 16, 4
+
+
+class ForgetsOutput(Vtc):
+    """A mistake."""
+
+    per_output = 0.0
+
+
+class Weighted(Vtc):
+    weights = {"talks": 3.0}  # noqa: RUF012
+
+
+def largest_difference(build_engine: BuildEngine, policy: Vtc) -> float:
+    """Of the service of two tenants between any two steps; one asks for much and is told little, the other the reverse."""
+    engine = build_engine(
+        policy=KeyPlanner(policy), max_num_seqs=SLOTS, num_blocks=BLOCKS, block_size=BLOCK_SIZE, depth=1,
+        max_num_batched_tokens=16, enable_prefix_caching=False,
+    )  # fmt: skip
+    rng = random.Random(2)
+    counted: dict[int, int] = {}
+    service = {"talks": 0.0, "listens": 0.0}
+    seen = []
+    for rid in range(1, 161):
+        tenant = ("talks", "listens")[rid % 2]
+        size, num = (rng.randint(1, 3), 20) if tenant == "talks" else (MAX_PROMPT, rng.randint(1, 3))
+        engine.submit(rid, [rid % 90] * size, max_tokens=num, ignore_eos=True, tenant=tenant)
+    for _ in range(110):
+        step(engine)
+        for rid, stream in engine.streams.items():
+            sequence = engine.scheduler.sequence((0, rid))
+            started = bool(stream) or (sequence is not None and sequence.slot >= 0)
+            if not started:
+                continue
+            tenant = ("talks", "listens")[rid % 2]
+            prompt = (
+                (len(engine.scheduler.sequence((0, rid)).submit.prompt) if rid not in counted else 0) if sequence else 0
+            )
+            if rid not in counted:
+                counted[rid] = 0
+                service[tenant] += prompt / policy.weights.get(tenant, 1.0)
+            service[tenant] += 2.0 * (len(stream) - counted[rid]) / policy.weights.get(tenant, 1.0)
+            counted[rid] = len(stream)
+        seen.append(service["talks"] - service["listens"])
+    waiting = {s.tenant for s in engine.scheduler.waiting()}
+    assert waiting == {"talks", "listens"}, "both have requests waiting to the end"
+    return float(np.ptp([0.0, *seen]))
+
+
+def test_vtc_keeps_two_backlogged_tenants_within_the_bound_of_the_paper(build_engine: BuildEngine) -> None:
+    """Theorem 4.4: the difference is at most 2 * max(w_p * L_input, w_q * M), with M the tokens that fit into memory."""
+    bound = 2 * max(1.0 * MAX_PROMPT, 2.0 * BLOCKS * BLOCK_SIZE)
+    assert largest_difference(build_engine, Vtc()) <= bound
+    assert largest_difference(build_engine, Weighted()) <= bound, "the service of each by its weight"
+
+
+def test_a_vtc_that_forgets_output_tokens_is_found(build_engine: BuildEngine) -> None:
+    bound = 2 * max(1.0 * MAX_PROMPT, 2.0 * BLOCKS * BLOCK_SIZE)
+    assert largest_difference(build_engine, ForgetsOutput()) > bound
+
+
+# Sarathi-Serve: prompts in chunks, none passes another, no decode pauses ----------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_strict", "first"), [(True, 2), (False, 3)])
+def test_no_prompt_passes_another(build_engine: BuildEngine, is_strict: bool, first: int) -> None:
+    class Packed(Sarathi):
+        strict = is_strict
+
+    engine = build_engine(policy=KeyPlanner(Packed()), max_num_batched_tokens=8, depth=1)
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True)
+    step(engine)
+    engine.submit(2, range(30), max_tokens=2, ignore_eos=True)
+    engine.submit(3, [3, 4], max_tokens=2, ignore_eos=True)
+    came: list[int] = []
+    while len(came) < 2:
+        had = len(engine.streams[1])
+        step(engine)
+        assert len(engine.streams[1]) == had + 1, "stall-free: a chunk pauses no decode"
+        came += [rid for rid in (2, 3) if engine.streams[rid] and rid not in came]
+    assert came[0] == first, "packed otherwise, the short one passes the long one"
+
+
+# UniBoost: one knob from shortest first to first come, first served; and nobody is passed for long -------------------------
+
+
+class Reversed(UniBoost):
+    """A mistake: what is much work is boosted."""
+
+    def boost(self, num_tokens: float) -> float:
+        return 1e6 - super().boost(num_tokens)
+
+
+def served(build_engine: BuildEngine, gamma: float, base: type[UniBoost] = UniBoost) -> list[int]:
+    knobs = {"gamma": gamma, "max_preemptions": 0}
+    engine = build_engine(policy=KeyPlanner(type("Tuned", (base,), knobs)()), max_num_seqs=1)
+    for rid, size in ((1, 20), (2, 3), (3, 30), (4, 8)):
+        engine.submit(rid, [rid] * size, max_tokens=1, arrival=0.05 * rid)
+    return order(engine)
+
+
+def test_the_knob_goes_from_shortest_first_to_first_come_first_served(build_engine: BuildEngine) -> None:
+    assert served(build_engine, gamma=1e-3) == [2, 4, 1, 3]
+    assert served(build_engine, gamma=1e6) == [1, 2, 3, 4]
+    assert served(build_engine, gamma=1e-3, base=Reversed) != [2, 4, 1, 3]
+
+
+def largest_wait_for_later_ones(policy: UniBoost, seed: int) -> float:
+    """By how much a request that goes first came later than one that it passes, less the boost of the least work."""
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 4000) for _ in range(60)]
+    arrivals = [rng.uniform(0, 60) for _ in sizes]
+    places = sorted((arrival - policy.boost(size), arrival) for size, arrival in zip(sizes, arrivals, strict=True))
+    latest, worst = -math.inf, -math.inf
+    for _, arrival in places:
+        worst = max(worst, latest - arrival)
+        latest = max(latest, arrival)
+    return worst - policy.boost(min(sizes))
+
+
+def test_nobody_is_passed_by_one_that_came_later_than_the_largest_boost() -> None:
+    for seed in range(20):
+        assert largest_wait_for_later_ones(UniBoost(), seed) <= 1e-9
+    assert max(largest_wait_for_later_ones(Reversed(), seed) for seed in range(20)) < 0, "the bound says nothing of it"
+    longest = UniBoost()
+    assert longest.boost(1) > longest.boost(100) > longest.boost(10_000) > 0
+
+
+def test_a_long_answer_of_a_heavy_tail_loses_its_boost() -> None:
+    policy = UniBoost()
+    policy._sorted = sorted([10] * 90 + [1000] * 10)
+    assert policy.rest(0) == pytest.approx(109)
+    assert policy.rest(50) == pytest.approx(950), "those that said as much say much more"
+    assert policy.rest(2000) == 2000, "longer than any was"
+    assert policy.boost(policy.rest(0)) > policy.boost(policy.rest(50))
+
+
+def test_uniboost_learns_how_long_answers_are(build_engine: BuildEngine) -> None:
+    policy = UniBoost()
+    engine = build_engine(policy=KeyPlanner(policy), max_num_seqs=2)
+    for rid in range(1, 9):
+        engine.submit(rid, [rid], max_tokens=rid, ignore_eos=True)
+    engine.run()
+    assert policy._sorted == list(range(1, 9))
+    assert policy.rest(4) == pytest.approx(6.5 - 4)
+
+
+def test_uniboost_displaces_for_memory_and_once(build_engine: BuildEngine) -> None:
+    """A long answer gives its place to a short prompt that came a little later; the computation that is lost counts."""
+    for lost_counts, expected in ((1e6, True), (0.5, False)):
+        policy = type("Tuned", (UniBoost,), {"gamma": 0.1, "unknown_output": 1.0})()
+        policy._tokens_per_s = lost_counts
+        policy._sorted = sorted([1] * 50 + [39] * 2)
+        engine = build_engine(policy=KeyPlanner(policy), max_num_seqs=1, depth=1)
+        engine.submit(1, [1] * 10, max_tokens=25, ignore_eos=True)
+        for _ in range(8):
+            step(engine)
+            policy._tokens_per_s = lost_counts
+        engine.submit(2, [2], max_tokens=1, arrival=engine.now)
+        engine.launch()
+        assert (engine.scheduler.statistics().num_preemptions == 1) == expected
+        engine.complete()
+        engine.run()
+        assert {end.reason for end in engine.ends.values()} == {"length"}
+
+
+# Andes: the reader that has enough to read makes room for one that has nothing ----------------------------------------------
+
+
+class Indifferent(Andes):
+    """A mistake: a reader's buffer does not count."""
+
+    def density(self, sequence: Any, view: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("cls", "is_displaced"), [(Andes, True), (Indifferent, False)])
+def test_a_reader_with_enough_to_read_makes_room(
+    build_engine: BuildEngine, cls: type[Andes], is_displaced: bool
+) -> None:
+    engine = build_engine(policy=KeyPlanner(cls(Linear())), max_num_seqs=1, depth=1)
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True, slo=[0.1, 0.5, None, 0.0])
+    for _ in range(12):
+        step(engine)  # a token every 20 ms, of which one is read in half a second
+    engine.submit(2, [2], max_tokens=4, ignore_eos=True, arrival=engine.now, slo=[0.1, 0.5, None, 0.0])
+    assert (order(engine) == [2, 1]) == is_displaced
+    assert engine.scheduler.statistics().num_preemptions == is_displaced
+
+
+def test_andes_displaces_nobody_while_there_is_room(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=KeyPlanner(Andes(Linear())), max_num_seqs=4, depth=1, max_num_batched_tokens=2)
+    for rid in (1, 2, 3):
+        engine.submit(rid, [rid], max_tokens=20, ignore_eos=True, slo=[0.01, 0.5, None, 0.0])
+    for _ in range(8):
+        step(engine)
+    engine.submit(4, range(8), max_tokens=4, ignore_eos=True, arrival=engine.now, slo=[0.01, 0.01, None, 0.0])
+    engine.run()
+    assert engine.scheduler.statistics().num_preemptions == 0
+
+
+# Apt-Serve: pending time for memory --------------------------------------------------------------------------------------
+
+
+class ByArrival(AptServe):
+    """A mistake: memory does not count."""
+
+    def key(self, sequence: Any, view: Any) -> Any:
+        return (sequence.arrival,)
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(AptServe, [2, 1, 3]), (ByArrival, [3, 1, 2])])
+def test_who_waited_longest_for_its_memory_is_next(
+    build_engine: BuildEngine, cls: type[AptServe], expected: list[int]
+) -> None:
+    """Pending for 4 s with 8 blocks, 1 s with 1 block; and 9 s, of which 8 too late."""
+    engine = build_engine(policy=KeyPlanner(cls()), max_num_seqs=1)
+    engine.now = 9.0
+    engine.submit(1, range(32), max_tokens=1, arrival=5.0)
+    engine.submit(2, [2, 3], max_tokens=1, arrival=8.0)
+    engine.submit(3, [3, 4], max_tokens=1, arrival=0.0, slo=[1.0, None, None, 0.0])
+    assert order(engine) == expected
+
+
+def test_prompts_wait_while_the_decode_is_worth_more(build_engine: BuildEngine) -> None:
+    policy = AptServe()
+    engine = build_engine(policy=KeyPlanner(policy), depth=1)
+    for rid in (1, 2, 3):
+        engine.submit(rid, [rid], max_tokens=30, ignore_eos=True)
+    step(engine)
+    policy._step_s = 0.02
+    engine.submit(4, [4], max_tokens=1, arrival=engine.now)
+    waited = 0
+    while not engine.streams[4]:
+        step(engine)
+        policy._step_s = 0.02
+        waited += 1
+    assert waited == 4, "three running requests are pending for 20 ms a step each, the waiting one for 60 ms by then"
+    engine.run()
+    assert policy._num == 0
+    assert policy._arrivals == 0
+
+
+# SlidingServe: the largest set of those at risk, and pairs of steps -------------------------------------------------------
+
+
+class NoRescue(SlidingServe):
+    most_rescued = 0
+
+
+@pytest.mark.parametrize(("cls", "num_in_time"), [(SlidingServe, 3), (NoRescue, 1)])
+def test_of_those_at_risk_the_most_are_saved(
+    build_engine: BuildEngine, cls: type[SlidingServe], num_in_time: int
+) -> None:
+    """One prompt of 36 tokens that is due a little sooner than three of 10, and 50 tokens by when they are due."""
+    policy = type("Tuned", (cls,), {"risk_s": 10.0, "relegates": False, "is_dynamic": False})(Linear())
+    engine = build_engine(policy=KeyPlanner(policy), depth=1, max_num_batched_tokens=10, max_num_seqs=4)
+    policy._tokens_per_s = 500.0
+    engine.submit(1, [1] * 36, max_tokens=1, slo=[0.075, None, None, 0.0])
+    for rid in (2, 3, 4):
+        engine.submit(rid, [rid] * 10, max_tokens=1, slo=[0.08, None, None, 0.0])
+    first: dict[int, float] = {}
+    while len(first) < 4:
+        step(engine)
+        policy._tokens_per_s = 500.0
+        first |= {rid: engine.now for rid in engine.streams if engine.streams[rid] and rid not in first}
+    in_time = sum(first[rid] <= due for rid, due in ((1, 0.075), (2, 0.08), (3, 0.08), (4, 0.08)))
+    assert in_time >= num_in_time if cls is SlidingServe else in_time <= num_in_time
+
+
+class Recorded(SlidingServe):
+    """Keeps what it knew when it chose the size of a step."""
+
+    def __init__(self, step_time: Any = None) -> None:
+        super().__init__(step_time)
+        self.chosen: list[tuple[float, float, float]] = []
+
+    def _two_steps(self, view: Any) -> int:
+        tokens = super()._two_steps(view)
+        start = self._pace.free_at(view) if not view.num_in_flight else math.nan
+        first = float(self._deadlines.next_due(view).min(initial=math.inf)) - start
+        self.chosen.append((tokens, first, view.decode_slots.size))
+        return tokens
+
+
+def test_a_step_ends_before_the_tokens_are_due_that_it_brings(build_engine: BuildEngine) -> None:
+    policy = Recorded(Linear())
+    engine = build_engine(
+        policy=KeyPlanner(policy), depth=1, max_num_batched_tokens=2552, num_blocks=4000, max_model_len=4000
+    )
+    engine.submit(1, [1], max_tokens=60, ignore_eos=True, slo=[0.05, 0.1, None, 0.0])
+    for _ in range(3):
+        step(engine)
+    engine.submit(2, [i % 90 for i in range(3900)], max_tokens=2)
+    for _ in range(40):
+        step(engine)
+    sizes = [(tokens, first) for tokens, first, d in policy.chosen if d and math.isfinite(first)]
+    assert sizes
+    for tokens, first in sizes:
+        assert 1.2 * Linear().seconds(tokens, 0, 0) <= first or tokens == 128, "the smallest step there is"
+    assert max(tokens for tokens, _ in sizes) >= 512, "and it is no smaller than need be"
+
+
+@pytest.mark.parametrize("cls", [KeyPolicy, UniBoost, Andes, AptServe, SlidingServe, Sarathi])
+def test_a_policy_replays_with_the_same_plans(build_engine: BuildEngine, cls: type[KeyPolicy]) -> None:
+    """It looks at nothing but what it is told: two runs of the same calls end alike."""
+    ends = []
+    for _ in range(2):
+        engine = build_engine(policy=KeyPlanner(cls()), num_blocks=22, max_num_batched_tokens=12)
+        rng = random.Random(7)
+        for rid in range(1, 30):
+            slo = [None, [0.3, 0.05, None, 0.01], [None, None, 3.0, 0.0]][rid % 3]
+            engine.submit(rid, [rid] * rng.randint(1, 20), max_tokens=rng.randint(1, 15), ignore_eos=True, slo=slo,
+                          arrival=engine.now)  # fmt: skip
+            if rng.random() < 0.5 and engine.launch() is not None:
+                engine.complete()
+        engine.run()
+        ends.append(list(engine.ends))
+    assert ends[0] == ends[1]
