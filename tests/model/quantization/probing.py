@@ -16,7 +16,7 @@ def logits(runner: Any, ids: list[int] | None = None) -> torch.Tensor:
     tokens = np.random.default_rng(0).integers(0, 97, 40) if ids is None else np.array(ids)
     blocks: Any = SimpleNamespace(probed_block_size=runner.config.cache.block_size)
     with torch.inference_mode():
-        chunk = probe._inputs(blocks, None, [(tokens, 0, np.arange(40, dtype=np.int32))])
+        chunk = probe.step_inputs(blocks, None, [(tokens, 0, np.arange(40, dtype=np.int32))])
         hidden = runner.decoder.forward(chunk, runner.cache)
         made: torch.Tensor = runner.decoder.logits(runner.decoder.select(hidden, np.arange(len(tokens)))).clone()
     return made
