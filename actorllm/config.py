@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -29,7 +30,7 @@ from actorllm.errors import (
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
-from actorllm.text.reasoning.parsers import Marks, marks_of
+from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Costs, Speculation
@@ -105,6 +106,8 @@ class ModelConfig:
     """Which images or audio prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+    io_processor_plugin: str | None = None
+    """What makes prompts of the data of a request, and its answer of their vectors (`client.plugin_data`)."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """What counts in place of the same fields of config.json (hf_overrides)."""
     reasoning_parser: str | None = None
@@ -125,6 +128,33 @@ class ModelConfig:
     """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
+
+    # By vLLM's names, for plug-ins
+
+    @property
+    def model(self) -> str:
+        """The folder, where vLLM has what the user gave."""
+        return self.path
+
+    @property
+    def pooler_config(self) -> Pooler | None:
+        """As `pooler`."""
+        return self.pooler
+
+    @property
+    def matryoshka_dimensions(self) -> list[int] | None:
+        """The lengths that the vectors may be cut to; None: the model does not list them."""
+        return list(self.pooler.matryoshka) if self.pooler is not None and self.pooler.matryoshka else None
+
+    @property
+    def is_matryoshka(self) -> bool:
+        """The vectors may be cut."""
+        return self.pooler is not None and self.pooler.matryoshka is not None
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of `hf_config` that is about text."""
+        return self.hf_config.get_text_config()
 
     @property
     def hf_config(self) -> Any:
@@ -295,6 +325,7 @@ class EngineConfig:
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
+    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
@@ -487,6 +518,7 @@ class EngineConfig:
                 takes_prompt_embeds=given["enable_prompt_embeds"],
                 media=media,
                 pooler=pooler,
+                io_processor_plugin=_io_processor(given["io_processor_plugin"], hf, pooler),
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
@@ -545,6 +577,7 @@ class EngineConfig:
             enable_expert_parallel=given["enable_expert_parallel"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
+            otlp_traces_endpoint=_address("otlp_traces_endpoint", given["otlp_traces_endpoint"]),
             lora=_lora(given, pooler, module),
             enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
@@ -722,6 +755,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
     read_variables(given)
     translate(given)
+    given["reasoning_parser"] = reasoning_of_file(given["reasoning_parser"], given["reasoning_parser_plugin"])
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
@@ -927,6 +961,20 @@ def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
     return paths
 
 
+def _io_processor(given: Any, hf: Mapping[str, Any], pooler: Pooler | None) -> str | None:
+    """The model's own plug-in is not asked for where it generates text."""
+    if given is not None and (not isinstance(given, str) or not given):
+        raise ConfigError(f"io_processor_plugin={given!r:.120} must be the name of a plug-in, or None")
+    if pooler is None:
+        if given is not None:
+            raise ConfigError(f"io_processor_plugin={given!r:.120} needs runner='pooling'; this engine generates text")
+        return None
+    own = hf.get("io_processor_plugin")
+    if given is None and own is not None and not isinstance(own, str):
+        raise CorruptModelError(f"config.json: io_processor_plugin is {own!r:.80}, the name of a plug-in is needed")
+    return given if given is not None else own
+
+
 def _check_pooling(
     pooler: Pooler, given: dict[str, Any], max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
@@ -1108,6 +1156,12 @@ def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
     return size
+
+
+def _address(name: str, given: Any) -> str | None:
+    if given is not None and not (isinstance(given, str) and given.startswith(("http://", "https://"))):
+        raise ConfigError(f"{name}={given!r:.120} must be an address that begins with http:// or https://")
+    return None if given is None else str(given)
 
 
 def _profile_folder(given: Any) -> str | None:

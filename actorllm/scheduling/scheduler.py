@@ -63,6 +63,7 @@ from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
+from actorllm.scheduling.telemetry.step_seconds import StepSeconds
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
@@ -159,6 +160,7 @@ class Scheduler:
             pools_only=pools_only,
             vector_size=vector_size,
         )
+        self.seconds = StepSeconds(self.ledger)
         self._table = RequestTable(
             self,
             policy,
@@ -173,6 +175,7 @@ class Scheduler:
             expiry=self._expiry,
             admission=self._admission,
             drafts=draft_counters,
+            seconds=self.seconds,
         )
         self.prefilling = self._table.prefilling
         self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
@@ -618,6 +621,7 @@ class Scheduler:
             self._num_dropped += 1
             return NOTHING
         self.ledger.complete(record)
+        self.seconds.done(record, result.ended - result.started, now)
         events = self._results.apply(result, record, spans)
         if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)

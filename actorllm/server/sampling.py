@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,7 +128,16 @@ class Defaults:
         own = self.answers.chat_template
         templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
         shows_tools = any("tools" in template for template in templates)
-        return replace(self, tool_parser=parser_named(tool_call_parser, templates), shows_tools=shows_tools)
+        return replace(
+            self,
+            tool_parser=parser_named(tool_call_parser, templates).for_folder(folder),
+            reasoning=None if self.reasoning is None else self.reasoning.for_folder(folder),
+            shows_tools=shows_tools,
+        )
+
+    def reasoning_of(self, body: Any) -> Callable[[str], ReasoningParser] | None:
+        """What makes a parser of thoughts for this request, of the end of its prompt."""
+        return None if self.reasoning is None else self.reasoning.for_request(body)
 
     def conversation(self, messages: Any, **options: Any) -> Conversation:
         """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.

@@ -80,6 +80,9 @@ class EngineOptions(VLLMOptions, total=False):
     """'embed': pool a model that was made for text, as runner='pooling' does; 'none': never."""
     pooler_config: Annotated[Any, None]
     """How vectors are pooled: a PoolerConfig, a mapping of its fields, or that as JSON; None: as the model's folder says."""
+    io_processor_plugin: Annotated[str | None, None]
+    """A plug-in for vLLM that makes prompts of data and answers of vectors: its name (entry points 'vllm.io_processor_plugins'), or
+    an IOProcessor of yours as 'module:Class'. None: what config.json names."""
     hf_overrides: Annotated[Mapping[str, Any] | str | None, None]
     """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]
@@ -131,16 +134,22 @@ class EngineOptions(VLLMOptions, total=False):
     reasoning_parser: Annotated[str, ""]
     """How the model marks what it thinks: a name of vLLM's, or a class as 'module:Class'. Structured output begins behind the
     thought, and requests may bound it (thinking_token_budget). Empty: output is not looked through for thoughts."""
+    reasoning_parser_plugin: Annotated[str | None, None]
+    """A Python file with parsers of thoughts, one of which reasoning_parser names: written for vLLM, or for this package."""
     reasoning_config: Annotated[Mapping[str, Any] | None, None]
     """Marks of a thought in place of the parser's: 'reasoning_start_str', and 'reasoning_end_str', which is what a thought is
     ended with at its budget; without a parser both are needed."""
     structured_outputs_config: Annotated[Mapping[str, Any] | None, None]
     """Of all structured outputs: 'disable_any_whitespace', 'disable_additional_properties', 'enable_in_reasoning' (True or
-    False each) and 'reasoning_parser'. 'backend' and 'disable_fallback' are taken, and there is one backend."""
+    False each), 'reasoning_parser' and 'reasoning_parser_plugin'. 'backend' and 'disable_fallback' are taken, and there is one
+    backend."""
     override_generation_config: Annotated[Mapping[str, Any] | None, None]
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]
     """New tokens per output; a request may ask for more."""
+    otlp_traces_endpoint: Annotated[str | None, None]
+    """Send an OpenTelemetry span of every request there, over HTTP (`actorllm[otel]`). None: those with trace_headers are spans of
+    the application's tracer provider, if there is one."""
     disable_log_stats: Annotated[bool | None, True]
     """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]

@@ -44,7 +44,6 @@ class VLLMOptions(TypedDict, total=False):
     rope_theta: Literal[None]
     logprobs_mode: Literal["raw_logprobs"]
     override_attention_dtype: Literal[None]
-    io_processor_plugin: Literal[None]
     skip_mm_profiling: Literal[False, True]
     use_tqdm_on_load: Literal[True, False]
     pt_load_map_location: Annotated[Any, "cpu"]
@@ -84,14 +83,12 @@ class VLLMOptions(TypedDict, total=False):
     fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
     guided_decoding_backend: Annotated[Any, "auto", "guidance"]
-    reasoning_parser_plugin: Literal["", None]
     interleave_mm_strings: Annotated[Any, False]
     media_io_kwargs: Annotated[Any, {}, None]
     mm_processor_cache_gb: Annotated[Any, 4]
     mm_encoder_only: Literal[False]
     mm_encoder_tp_mode: Annotated[Any, "weights"]
     video_pruning_rate: Annotated[Any, None]
-    otlp_traces_endpoint: Annotated[Any, None]
     collect_detailed_traces: Annotated[Any, None]
     show_hidden_metrics_for_version: Annotated[Any, None]
     kv_cache_metrics: Annotated[Any, False]
@@ -269,7 +266,6 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "logging_config",
         "log_level",
         "log_config_file",
-        "otlp_traces_endpoint",
         "collect_detailed_traces",
         "show_hidden_metrics_for_version",
         "kv_cache_metrics",

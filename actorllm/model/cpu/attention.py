@@ -302,10 +302,10 @@ class AttentionBatch:
                 self.groups += self._output_groups(inputs.prefill_tables[index], start, first, num_prompt, count)
             if num_prompt:
                 table = inputs.prefill_tables[index]
-                if cache.has_fixed_tiles:
+                whole = None if inputs.whole is None else inputs.whole[start : start + num_prompt]
+                if cache.has_fixed_tiles and whole is None:
                     row = self._fixed_row(table, start, num_prompt, first)
                 else:
-                    whole = None if inputs.whole is None else inputs.whole[start : start + num_prompt]
                     row = self._prefill_row(table, start, num_prompt, first, whole)
                 self.rows.append(row)
                 self._has_fresh_rows |= row.block_ids is None
@@ -564,7 +564,10 @@ class AttentionBatch:
     def _prefill_row(
         self, table: I32, start: int, count: int, first_position: int, whole: NDArray[np.bool_] | None
     ) -> PrefillRow:
-        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees. whole: as in `inputs`."""
+        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees.
+
+        whole: which tokens see the item that they are of as a whole; None: none does.
+        """
         size, window = self._cache.block_size, self._window
         length = first_position + count
         oldest = 0 if window is None else max(0, first_position + 1 - window)

@@ -69,7 +69,7 @@ def ask(
         asked.extras.warnings.append("output_config.effort has no effect")
     return replace(
         asked,
-        shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, defaults.reasoning, decode)),
+        shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, asked.shape.reasoning, decode)),
     )
 
 
