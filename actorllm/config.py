@@ -44,7 +44,7 @@ from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import read_method
+from actorllm.types.quantization import is_twin, read_method
 from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -120,6 +120,10 @@ class ModelConfig:
     """Options that hold for every structured output, those that are on (structured_outputs_config)."""
     quantization: str | None = None
     """How the weights of the linear layers are quantized (`actorllm.types.quantization`); None: not at all."""
+    quantization_twin: bool | None = None
+    """Whether rows of prompts may have weights of their own; None: where that is faster and there is memory for it."""
+    scheme: str | None = None
+    """What products are computed as, of decode rows and of prompts (`model.cpu.scheme`); None: that was not measured yet."""
     weights: WeightSource = FIRST_WEIGHTS
     """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
@@ -351,7 +355,7 @@ class EngineConfig:
     @property
     def keeps_output_apart(self) -> bool:
         """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
-        return self.batch_invariant
+        return self.batch_invariant or is_twin(self.model.scheme)
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -378,12 +382,15 @@ class EngineConfig:
         """How many ranks there are."""
         return ParallelConfig(self.world_size, data_parallel_size=self.data_parallel_size)
 
-    def resolved(self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = ()) -> EngineConfig:
+    def resolved(
+        self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = (), *, scheme: str | None = None
+    ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
 
         Arguments:
             num_blocks: of `cache.block_size` tokens each.
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
+            scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
 
         Raises:
             ConfigError: not even one sequence of max_model_len would fit.
@@ -401,7 +408,8 @@ class EngineConfig:
         speculation = self.speculation
         if speculation is not None:
             speculation = with_costs(speculation, step_costs, draft_costs)
-        return replace(self, cache=replace(self.cache, num_blocks=num_blocks), speculation=speculation)
+        model = replace(self.model, scheme=scheme or self.model.scheme)
+        return replace(self, model=model, cache=replace(self.cache, num_blocks=num_blocks), speculation=speculation)
 
     def to_json(self) -> bytes:
         """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""
@@ -517,6 +525,7 @@ class EngineConfig:
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler),
+                quantization_twin=given["quantization_twin"],
                 module=module,
             ),
             cache=CacheConfig(
@@ -635,7 +644,11 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
         raise ConfigError(f"{told} is about streams of text, and this model makes vectors; leave it out")
     if module is not None or given["model_impl"] == "transformers":
         raise ConfigError(f"{told} does not hold for modules of transformers; leave it out")
-    for name, unused in (("enable_lora", (None, False)), ("tensor_parallel_size", (1,))):
+    for name, unused in (
+        ("enable_lora", (None, False)),
+        ("tensor_parallel_size", (1,)),
+        ("quantization_twin", (None, False)),
+    ):
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
     return True
@@ -751,7 +764,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_expert_parallel"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        *("enable_lora", "enable_sleep_mode", "batch_invariant"),
+        *("enable_lora", "enable_sleep_mode", "batch_invariant", "quantization_twin"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

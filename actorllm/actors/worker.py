@@ -97,7 +97,9 @@ class WorkerActor(Actor):
         self._is_replacement = config.cache.num_blocks is not None
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
             return {"num_blocks": config.cache.num_blocks}
-        sizes = {"weight_bytes": self.runner.weight_bytes}
+        sizes: dict[str, Any] = {"weight_bytes": self.runner.weight_bytes}
+        if self.runner.scheme is not None:
+            sizes["scheme"] = self.runner.scheme
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
         return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}

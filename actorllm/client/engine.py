@@ -86,6 +86,7 @@ from actorllm.types.params import (
     check_timeout,
     is_text,
 )
+from actorllm.types.quantization import scheme_of
 from actorllm.types.sleep import check_sleep, checked_tags
 from actorllm.types.speculation import draft_costs_of
 from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
@@ -222,7 +223,7 @@ class Engine:
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts))
+        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
 
     # Life
 

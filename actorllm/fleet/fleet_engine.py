@@ -127,7 +127,8 @@ class FleetEngine(Engine):
             raise EngineError("the engine gets its first replicas just now; wait for that")
         self._check_growth(self._given)
         given = self._given
-        config = replace(given, data_parallel_size=num_replicas, ready_replicas=num_replicas - 1)
+        model = replace(given.model, scheme=self.config.model.scheme)  # moved streams keep their bits
+        config = replace(given, model=model, data_parallel_size=num_replicas, ready_replicas=num_replicas - 1)
         frontend = cast(FrontendActor, self._frontend)
         fleet = Fleet(config, frontend.last_rid, self._on_end, is_first_held=True)
         self._is_growing = True

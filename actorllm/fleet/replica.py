@@ -30,6 +30,7 @@ from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
+from actorllm.types.quantization import scheme_of
 from actorllm.types.speculation import draft_costs_of
 
 ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "lost", "stopped"]
@@ -338,7 +339,7 @@ class Replica:
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts))
+        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
 
     def _note_death(self, death: ActorDeath) -> None:
         """Its supervisor gives up; the frontend hears of it by its link."""

@@ -151,6 +151,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     batch: PersistentBatch
     tell_drafts: Callable[[Drafted], None] | None = None
     """Hears what late rows try before their forward runs, once for each plan with late rows and drafts; None: they try nothing."""
+    scheme: str | None = None
+    """What its products are computed as, where that was measured (`ModelConfig.scheme`)."""
     adapters: Adapters | None = None
     """Of requests; made with the weights. None: there are none."""
 

@@ -64,6 +64,9 @@ class EngineOptions(VLLMOptions, total=False):
     ]
     """'int8', 'int4': round the weights to so many bits while they are read, on a CPU; 'int4-g64', 'int4-g128': in larger groups;
     'compressed-tensors', 'gptq', 'awq', 'fp8', 'gguf': the files are quantized; None: as config.json says."""
+    quantization_twin: Annotated[bool | None, None]
+    """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
+    False also keeps rows of prompts in bfloat16 where float32 is faster for them."""
     batch_invariant: Annotated[bool, False]
     """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
     hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""

@@ -55,6 +55,16 @@ OPTIONAL = ("weights.dynamic", "weights.symmetric")
 """Fields that a checkpoint may leave out."""
 
 
+def scheme_of(facts: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the first worker has found to be fastest (`ModelConfig.scheme`); None: it had no choice."""
+    return next((fact["scheme"] for fact in facts.values() if fact.get("scheme")), None)
+
+
+def is_twin(scheme: str | None) -> bool:
+    """Whether rows of prompts have a scheme of their own."""
+    return scheme is not None and "+" in scheme
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
     """How the linear layers of a checkpoint are stored."""

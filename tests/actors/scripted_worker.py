@@ -40,6 +40,7 @@ class ScriptedRunner:
     launches_ahead = False
     weight_bytes = 0
     block_bytes = 0
+    scheme = None
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size

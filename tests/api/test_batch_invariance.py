@@ -190,6 +190,7 @@ def test_tiles_depend_on_the_position_only(window: int | None) -> None:
     ({"enable_lora": True}, "enable_lora=True"),
     ({"tensor_parallel_size": 2, "topology": "process"}, "tensor_parallel_size=2"),
     ({"model_impl": "transformers"}, "transformers"),
+    ({"quantization": "int4", "quantization_twin": True}, "quantization_twin=True"),
 ])  # fmt: skip
 def test_what_it_does_not_hold_with_is_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

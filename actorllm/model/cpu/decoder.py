@@ -22,6 +22,7 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Form, Linear, LinearWeight
+from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.rope import rotation_angles, rotation_length
@@ -196,12 +197,14 @@ class Decoder:
         ranks: Ranks | None = None,
         form: Form = Dense,
         adapters: AdapterSlots | None = None,
-        linear: Callable[[LinearWeight], Linear] = linear,
+        make: Callable[[LinearWeight], Linear] = linear,
+        kinds: RowKinds | None = None,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`.
 
         max_positions: how long a sequence may get. form: of the weights of the linear layers. adapters: empty ones, which the
-        products of this model are added to; None: it is never adapted. linear: makes what computes with a weight.
+        products of this model are added to; None: it is never adapted. make: what computes with a weight of a layer.
+        kinds: told before each step which rows are of prompts; None: nothing asks for that.
         """
         self.config = config
         self._adapters = adapters
@@ -230,14 +233,16 @@ class Decoder:
                 self.share,
                 adapters,
                 None if adapters is None else tensors.targets(i),
-                linear,
+                make,
             )
             for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
         self.lm_head: Linear | None = None
+        self._kinds = kinds
         if config.has_head:
-            self.lm_head = linear(tensors.head() or form.head_of(self.embedding))
+            # One arithmetic for both kinds of rows: that of a single scheme.
+            self.lm_head = (make if kinds is None else linear)(tensors.head() or form.head_of(self.embedding))
         tensors.close()
 
     def take_adapters(self, other: Decoder) -> None:
@@ -285,6 +290,8 @@ class Decoder:
             place_rows(x, inputs)
         if self._adapters is not None:
             self._adapters.begin(inputs)
+        if self._kinds is not None:
+            self._kinds.begin(inputs)
         for layer in self.layers:
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x

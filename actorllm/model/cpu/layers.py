@@ -48,9 +48,9 @@ _NO_SCALARS: list[Any] = []
 
 
 class WidenedLinear(PackedLinear):
-    """A weight in float16, where oneDNN has no products of that type: they are computed in float32 and rounded.
+    """A weight in float16 or bfloat16, whose products are computed in float32 and rounded.
 
-    The copy that is kept is float32, so it takes twice the memory of the weight.
+    Where oneDNN has none of that type, or slower ones. The copy that is kept is float32, so it takes twice the memory.
     """
 
     __slots__ = ()
@@ -102,6 +102,8 @@ def _adds_alike(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
 
 def widens(dtype: torch.dtype) -> bool:
     """Whether products of weights of this type are computed in float32 (`WidenedLinear`)."""
+    if dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 

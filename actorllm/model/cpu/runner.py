@@ -28,10 +28,13 @@ from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
+from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
+from actorllm.model.linear import Linear, LinearWeight
+from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.logits import apply_masks, masks_behind, only_choices
 from actorllm.model.parallel import Ranks
@@ -39,7 +42,6 @@ from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
 from actorllm.model.quantization import form_of, open_weights, rounding_of
 from actorllm.model.quantization.int4 import Int4Weights
-from actorllm.model.quantization.speed import measured
 from actorllm.model.registry import Plan, check_same_model, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
@@ -48,7 +50,7 @@ from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Costs
-from actorllm.types.quantization import GGUF
+from actorllm.types.quantization import GGUF, is_twin
 from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
@@ -155,8 +157,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder = self._load()
         if self._draft_model is not None:
             self._draft_model.load(self._show_progress)
-        if self.config.model.quantization is not None and not self.rank:
-            self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
         if self.config.batch_invariant:
@@ -165,8 +165,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _check_invariance(self) -> None:
         """Raises UnsupportedModelError where a row depends on more than its request."""
         plan = self.model_config
-        if not isinstance(plan, DecoderConfig) or plan.experts is not None:
+        if not isinstance(plan, DecoderConfig) or plan.experts is not None or self.config.model.media is not None:
             what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+            what = what if self.config.model.media is None else "that take images or audio"
             raise UnsupportedModelError(
                 f"batch_invariant=True is not supported for models {what} yet ({self.config.model.architecture}); leave it out"
             )
@@ -187,7 +188,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         sizes = sizes_of(num_threads)
         if len(sizes) == 1:
             return Team(sizes)
-        plan, form = self.model_config, rounding_of(self.config.model)
+        plan, form = self.model_config, rounding_of(self._computed(self.config.model))
         num_products = 4 * plan.num_layers + 1
         # What a form stores for a number: only the order of magnitude matters, steps are measured themselves.
         per_number = self.dtype.itemsize if form is Dense else 0.5 if isinstance(form, Int4Weights) else 1.0
@@ -203,33 +204,24 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._team = self._measured_team(num_threads)
         self._team.limit(num_threads)
 
-    def _tell_speed(self) -> None:
-        size = self.model_config.hidden_size
-        form = rounding_of(self.config.model)
-        found = measured(4 * size, size, self.dtype, linear, form)
-        logger.log(
-            logging.WARNING if found.is_slower else logging.INFO,
-            "products of %d bits are %.2f times as fast here as those of %s for one row, %.2f times for a prompt%s",
-            4 if isinstance(form, Int4Weights) else 8,
-            found.decode,
-            self.config.model.dtype,
-            found.prompt,
-            "; without quantization this model is faster, and takes more memory" if found.is_slower else "",
-        )
-
     def _load(self) -> CausalLM:
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
         plan, model = self.model_config, self.config.model
         model.weights.check_unchanged()
         check_shares(plan, model, self.ranks.size)
         if widens(self.dtype) and not self.rank:
+            better = " (dtype='bfloat16' takes less, and is faster)" if self.dtype == torch.float16 else ""
             logger.warning(
-                "dtype='float16': this processor has no fast products of that type; they are computed in float32, and "
-                "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
+                "dtype=%r: this processor has no fast products of that type; they are computed in float32, and "
+                "the weights take twice their memory%s",
+                model.dtype,
+                "" if widens(torch.bfloat16) else better,
             )
         if self.config.lora is not None:
             self.adapters = Adapters(self.config.lora, torch.float32 if widens(self.dtype) else self.dtype)
         slots = None if self.adapters is None else self.adapters.slots
+        found = choose(self.config, plan, self.dtype, self.rank)
+        self.scheme = None if found is None else str(found)
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 decoder, self._head = self._read_decoder(plan, weights, slots)
@@ -241,7 +233,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self, model: ModelConfig, slots: AdapterSlots | None = None
     ) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
         """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
-        plan = self.model_config
+        plan, model = self.model_config, self._computed(model)
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
@@ -259,8 +251,19 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        products = paired if self.config.batch_invariant else linear
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots, products), head
+        make: Callable[[LinearWeight], Linear] = paired if self.config.batch_invariant else linear
+        kinds: RowKinds | None = None
+        if self.scheme is not None:
+            scheme = Scheme.parse(self.scheme)
+            kinds = RowKinds() if scheme.is_twin else None
+            make = products(scheme, self.dtype, kinds, make)
+        form = form_of(self._computed(model))
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots, make, kinds), head
+
+    def _computed(self, model: ModelConfig) -> ModelConfig:
+        """The same without quantization, where that is faster here."""
+        is_left_out = self.scheme is not None and Scheme.parse(self.scheme).leaves_out(model)
+        return replace(model, quantization=None) if is_left_out else model
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -333,7 +336,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         return self.decoder.num_bytes
 
     def statistics(self) -> dict[str, Any]:
-        return {"threads": self._team.statistics()}
+        return {"threads": self._team.statistics(), "scheme": self.scheme}
 
     @property
     def block_bytes(self) -> int:
@@ -381,7 +384,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             num_blocks,
             size,
             self.dtype,
-            keeps_output_apart=self.config.keeps_output_apart,
+            keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
             has_fixed_tiles=self.config.batch_invariant,
         )
         self.batch = self._empty_batch()

@@ -263,4 +263,5 @@ def step_inputs(
         result_tokens=np.zeros(0, np.int64),
         forks=[],
         rows_version=0,
+        num_prompts=[first + len(tokens) for tokens, first, _ in prefills],
     )

@@ -28,13 +28,16 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     if not isinstance(plan, DecoderConfig):
         return {"linear layers": model.quantization, "all else": model.dtype}
     form, width = form_of(model), 4 if model.dtype == "float32" else 2
-    stored = _gguf_kinds(model) if isinstance(form, GgufForm) else {}
+    stored = gguf_kinds(model) if isinstance(form, GgufForm) else {}
+
+    def kind_of(name: str, num_inputs: int) -> str:
+        return stored[name] if name in stored else becomes(form, name, num_inputs)
 
     def told(parts: list[tuple[str, int, int]]) -> str:
         """parts: names, outputs and inputs of layers."""
         sizes: dict[str, int] = {}
         for name, num_outputs, num_inputs in parts:
-            kind = stored[name] if name in stored else becomes(form, name, num_inputs)
+            kind = kind_of(name, num_inputs)
             if kind.startswith("int4"):
                 num_bytes = num_outputs * (num_inputs // 2 + 4 * num_inputs // int(kind.rpartition("g")[2]))
             elif kind == "int8":
@@ -47,6 +50,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     # Every layer by its names in the checkpoint. Experts are layers of their own, since each has its scales.
     c, names = plan, plan.names
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    # Every layer by its name, as `DecoderTensors` reads it: a checkpoint may leave single ones out.
     layers: list[tuple[str, int, int]] = []
     wide: list[tuple[tuple[str, ...], tuple[int, ...]]]
     for index in range(c.num_layers):
@@ -67,6 +71,14 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         layers += [(prefix + name, c.hidden_size, size) for name, size in narrow]
     # The head may be the embedding, which only a checkpoint leaves as it is: else its codes are a copy.
     rows = {"linear layers": told(layers)}
+    # What a worker may keep besides is measured when it starts.
+    if model.quantization_twin is not False and "int4" in rows["linear layers"]:
+        twins = sum(
+            outputs * (inputs + 4) for name, outputs, inputs in layers if kind_of(name, inputs).startswith("int4")
+        )
+        rows["for prompts"] = (
+            f"int8 besides, {twins / 1e6:.1f} MB, where that is faster and there is memory (not with quantization_twin=False)"
+        )
     if c.has_head:
         is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
@@ -95,7 +107,7 @@ def weight_files(folder: Path, hf: Mapping[str, Any]) -> Iterator[Path]:
         yield from folder.glob("*.safetensors")
 
 
-def _gguf_kinds(model: ModelConfig) -> dict[str, str]:
+def gguf_kinds(model: ModelConfig) -> dict[str, str]:
     """What each layer of a GGUF file becomes, as `becomes` says it; 8 bits where rounding is near enough."""
     checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
     assert checkpoint is not None

@@ -68,10 +68,12 @@ def test_every_layer_and_the_head_are_quantized_and_the_embedding_is_not(make_dr
 def test_logits_change_more_with_4_bits(dtype: str, make_driver: Callable[..., Any]) -> None:
     expected = logits_of(make_driver, dtype="float32")
     found = {
-        name: error(logits_of(make_driver, dtype=dtype, quantization=name), expected)
+        name: error(logits_of(make_driver, dtype=dtype, quantization=name, quantization_twin=False), expected)
         for name in ("int4", "int4-g64", "int4-g128")
     }
     assert 0.03 < found["int4"] <= MAX_INT4_ERROR
+    twin = logits_of(make_driver, dtype=dtype, quantization="int4", quantization_twin=True)
+    assert 0.03 < error(twin, expected) <= MAX_INT4_ERROR, "rows of prompts, whose products may have 8 bits"
     # Groups that are too large are not enough: the measure sees them.
     assert found["int4"] < found["int4-g64"] <= found["int4-g128"]
 
@@ -79,11 +81,15 @@ def test_logits_change_more_with_4_bits(dtype: str, make_driver: Callable[..., A
 def test_three_bits_are_not_enough(make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = logits_of(make_driver, dtype="float32")
     monkeypatch.setattr(int4, "LARGEST", 7)
-    assert error(logits_of(make_driver, dtype="bfloat16", quantization="int4"), expected) > 1.2 * MAX_INT4_ERROR
+    assert (
+        error(logits_of(make_driver, dtype="bfloat16", quantization="int4", quantization_twin=False), expected)
+        > 1.2 * MAX_INT4_ERROR
+    )
 
 
 def test_layers_have_4_bits_and_the_head_8(make_driver: Callable[..., Any]) -> None:
-    decoder = make_driver("storyteller", dtype="bfloat16", quantization="int4").runner.decoder
+    arguments = {"dtype": "bfloat16", "quantization": "int4", "quantization_twin": False}
+    decoder = make_driver("storyteller", **arguments).runner.decoder
     for layer in decoder.layers:
         assert all(isinstance(y, Int4Linear) for y in (layer.qkv, layer.output, layer.gate_up, layer.down))
     assert isinstance(decoder.lm_head, Int8Linear)

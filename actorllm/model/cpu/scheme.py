@@ -1,0 +1,238 @@
+"""What the products of a model are computed as: a scheme for decode rows, and perhaps another for rows of prompts.
+
+The fastest is found out when an engine starts for the first time. Products of one size are measured for all models, so that the
+processor decides and not the model. The resolved configuration keeps it (`ModelConfig.scheme`), and recordings say it. A worker
+that takes another's place computes the same bits. Processors are told apart by what they take, not by names of instructions.
+
+A scheme is "int8", "int4", "bfloat16", "float16" or "float32". Two are written "int4+int8": of decode rows, and of prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actorllm.config import EngineConfig, ModelConfig
+from actorllm.model import memory
+from actorllm.model.cpu.layers import WidenedLinear, linear, widens
+from actorllm.model.cpu.thread_count import set_own_num_threads
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.linear import Form, Linear, LinearWeight
+from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
+from actorllm.model.linear.dense import Dense
+from actorllm.model.linear.side_by_side import SideBySide, SideBySideLinear
+from actorllm.model.quantization import rounding_of
+from actorllm.model.quantization.description import gguf_kinds
+from actorllm.model.quantization.grouped import nearest
+from actorllm.model.quantization.int4 import Int4, Int4Weights
+from actorllm.model.quantization.int8 import Int8
+from actorllm.model.quantization.onednn import is_exact
+from actorllm.model.registry import Plan
+from actorllm.types.quantization import GGUF, ROUNDING
+
+PLAIN = ("bfloat16", "float16", "float32")
+
+NUM_BYTES = {"int4": 0.625, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+"""Of a weight."""
+
+ROWS = (1, 64)
+"""Of a decode step, and of part of a prompt."""
+
+SHAPE = (2048, 1024)
+"""Outputs and inputs of the weight that is measured."""
+
+ROUNDS = 5
+
+EVICTED_BYTES = 64 << 20
+"""Read before a product of one row: in a decode step, weights come from memory and not from a cache."""
+
+MIN_GAIN = 1.25
+"""Times as fast: what takes more memory than what was asked for must be."""
+
+MIN_LOSS = 1.1
+"""Times as slow: what was asked for and is not used must be, for one row and for prompts. Times vary by less."""
+
+TWIN_SHARE, PLAIN_SHARE = 0.25, 0.5
+"""Of the available memory that the second form of weights, and one that is larger than what was asked for, may take."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """See the module docstring."""
+
+    decode: str
+    prompt: str
+
+    def __str__(self) -> str:
+        return self.decode if self.decode == self.prompt else f"{self.decode}+{self.prompt}"
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        decode, _, prompt = text.partition("+")
+        return cls(decode, prompt or decode)
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether each weight is kept twice."""
+        return self.decode != self.prompt
+
+    def leaves_out(self, model: ModelConfig) -> bool:
+        """Whether the model is not rounded, although that was asked for."""
+        return model.quantization in ROUNDING and self.decode in PLAIN
+
+
+def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) -> Scheme | None:
+    """What the configuration says, or what is fastest here; the log says why. None: there is no choice.
+
+    Ranks and replicas would each find out for themselves, and perhaps differ: they compute what was asked for.
+    """
+    model = config.model
+    if model.scheme is not None:
+        return Scheme.parse(model.scheme)
+    if rank or config.world_size > 1 or config.data_parallel_size > 1:
+        return None
+    form, is_fused = rounding_of(model), isinstance(plan, DecoderConfig)
+    if model.quantization == GGUF and any(kind.startswith("int4") for kind in gguf_kinds(model).values()):
+        form = Int4Weights()
+    is_rounded = model.quantization in ROUNDING
+    may_twin = is_fused and not config.batch_invariant and model.quantization_twin is not False and model.pooler is None
+    if model.quantization is None:
+        if not is_fused or config.batch_invariant or dtype != torch.bfloat16 or widens(dtype):
+            return None
+    elif not is_rounded and not (may_twin and isinstance(form, Int4Weights)):
+        return None
+    before = torch.get_num_threads()
+    set_own_num_threads(1)  # what others compute disturbs one thread least
+    try:
+        found, told = measured(dtype, form, may_twin=may_twin)
+    finally:
+        set_own_num_threads(before)
+    if not is_rounded and model.quantization is not None:  # the weights of a checkpoint stay as they are
+        found = Scheme("int4", found.prompt if found.prompt == "int8" else "int4")
+    found = _within_memory(found, model, _number_of_weights(plan))
+    is_left_out = found.leaves_out(model)
+    logger.log(
+        logging.WARNING if is_left_out else logging.INFO,
+        "products are computed as %s (%s)%s",
+        found,
+        told,
+        f"; quantization={model.quantization!r} would be slower or wrong, and is not used" if is_left_out else "",
+    )
+    return found
+
+
+def _within_memory(found: Scheme, model: ModelConfig, num_weights: int) -> Scheme:
+    """The same, or what takes less memory."""
+    available = memory.available_bytes()
+    if found.is_twin and model.quantization_twin is None:
+        if num_weights * NUM_BYTES[found.prompt] > TWIN_SHARE * available:
+            return Scheme(found.decode, found.decode)
+    elif found.leaves_out(model) and is_exact():
+        asked = "int8" if model.quantization == "int8" else "int4"
+        if num_weights * NUM_BYTES[found.decode] > PLAIN_SHARE * available:
+            return Scheme(asked, asked)
+    elif model.quantization is None and num_weights * NUM_BYTES[found.decode] > PLAIN_SHARE * available:
+        return Scheme("bfloat16", "bfloat16")
+    return found
+
+
+def _number_of_weights(plan: Plan) -> int:
+    """Roughly, of the layers; 0: that is not known."""
+    if not isinstance(plan, DecoderConfig):
+        return 0
+    attention = plan.head_dim * (2 * plan.num_heads + 2 * plan.num_kv_heads)
+    return plan.num_layers * plan.hidden_size * (attention + 3 * plan.intermediate_size)
+
+
+def product_times(sides: Sequence[Linear], dtype: torch.dtype) -> list[tuple[float, ...]]:
+    """Of each side the seconds of a product, by `ROWS`; taken in turns, and the shortest counts."""
+    found = [[float("inf")] * len(ROWS) for _ in sides]
+    other = torch.ones(EVICTED_BYTES // 4)
+    for at, num_rows in enumerate(ROWS):
+        x = torch.ones(num_rows, sides[0].in_features, dtype=dtype)
+        for _ in range(ROUNDS):
+            for times, side in zip(found, sides, strict=True):
+                if num_rows == 1:
+                    side(x)  # kernels are made in the first call
+                    other.sum()
+                began = time.perf_counter()
+                side(x)
+                times[at] = min(times[at], time.perf_counter() - began)
+    return [tuple(times) for times in found]
+
+
+def measured(dtype: torch.dtype, form: Form, *, may_twin: bool) -> tuple[Scheme, str]:
+    """The fastest scheme here, and in words what was found.
+
+    Arguments:
+        dtype: of the model.
+        form: what plain weights are rounded to; `Dense`: they are not.
+        may_twin: rows of prompts may have a scheme of their own, which keeps every weight twice.
+    """
+    plain = "float32" if widens(dtype) else str(dtype).removeprefix("torch.")
+    if form is not Dense and not is_exact():
+        return Scheme(plain, plain), "sums of 8 bits are not exact: this processor has no VNNI"
+    weight = torch.full(SHAPE, 0.5, dtype=dtype)
+    sides: dict[str, Linear] = {plain: linear(Dense(weight))}
+    if form is Dense:
+        if plain != "bfloat16":
+            return Scheme(plain, plain), ""
+        sides["float32"] = WidenedLinear(weight)
+    elif isinstance(form, Int4Weights):
+        sides["int4"] = linear(form.of(weight))
+        if may_twin:
+            sides["int8"] = linear(Int8.of(weight))
+    else:
+        sides["int8"] = linear(form.of(weight))
+    times = dict(zip(sides, product_times(list(sides.values()), dtype), strict=True))
+    told = ", ".join(
+        f"{name} {times[plain][0] / one:.2f} and {times[plain][1] / many:.2f}"
+        for name, (one, many) in times.items()
+        if name != plain
+    )
+    told = f"times as fast as {plain}, for one row and for prompts: {told}"
+    return _fastest(times, plain, may_twin), told
+
+
+def _fastest(times: dict[str, tuple[float, ...]], plain: str, may_twin: bool) -> Scheme:
+    one, many = times[plain]
+    if "int4" in times or "int8" in times:
+        decode = "int4" if "int4" in times else "int8"
+        is_twin = decode == "int4" and "int8" in times and times["int4"][1] >= MIN_GAIN * times["int8"][1]
+        found = Scheme(decode, "int8" if is_twin else decode)
+        is_slower = times[found.decode][0] > MIN_LOSS * one and times[found.prompt][1] > MIN_LOSS * many
+        return Scheme(plain, plain) if is_slower else found
+    wide = times["float32"]
+    decode = "float32" if one >= MIN_GAIN * wide[0] else plain
+    prompt = "float32" if many >= MIN_GAIN * wide[1] else plain
+    if decode != prompt and not (may_twin and decode == plain):
+        decode = prompt = plain
+    return Scheme(decode, prompt)
+
+
+def products(
+    scheme: Scheme, dtype: torch.dtype, kinds: RowKinds | None, make: Callable[[LinearWeight], Linear]
+) -> Callable[[LinearWeight], Linear]:
+    """What makes the products of a scheme. kinds: None where it is one. make: those of a weight as it is."""
+
+    def of(weight: LinearWeight) -> Linear:
+        if isinstance(weight, SideBySide):
+            return SideBySideLinear([of(part) for part in weight.parts])
+        if isinstance(weight, Dense) and weight.weight.dtype == torch.bfloat16:
+            if scheme.decode == "float32":
+                return WidenedLinear(weight.weight, weight.bias)
+            if kinds is not None and scheme.prompt == "float32":
+                return ByKindLinear(make(weight), WidenedLinear(weight.weight, weight.bias), kinds)
+        if isinstance(weight, Int4) and kinds is not None:
+            twin = nearest(weight.dense(), weight.bias, dtype)
+            if isinstance(twin, Int8):  # else 8 bits would change the weight too much
+                return ByKindLinear(make(weight), linear(twin), kinds)
+        return make(weight)
+
+    return of

@@ -1,0 +1,262 @@
+"""What products are computed as is measured once, told, kept, and chosen by kind of row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm import LLM, SamplingParams
+from actorllm.actors.record_file import recorded_configuration
+from actorllm.config import EngineConfig
+from actorllm.model.cpu import runner as cpu_runner
+from actorllm.model.cpu import scheme
+from actorllm.model.cpu.layers import PackedLinear, WidenedLinear
+from actorllm.model.cpu.scheme import Scheme, _fastest, measured, product_times, products
+from actorllm.model.linear import Linear
+from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
+from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization.int4 import Int4, Int4Weights
+from actorllm.model.quantization.int4pack import Int4Linear
+from actorllm.model.quantization.int8 import Int8
+from actorllm.model.quantization.onednn import Int8Linear
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16", "topology": "inline", "num_threads": 1, "max_model_len": 128, "block_size": 16,
+}  # fmt: skip
+
+
+class Clock:
+    """Moves when a product is computed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed(Linear):
+    """Takes so long for a row."""
+
+    def __init__(self, clock: Clock, num_seconds: float) -> None:
+        super().__init__(1, 1, 1)
+        self.clock, self.num_seconds = clock, num_seconds
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.now += self.num_seconds * len(x)
+        return x
+
+
+def test_sides_are_timed_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(scheme, "time", clock)
+    one, two = product_times([Timed(clock, 1.0), Timed(clock, 2.0)], torch.float32)
+    assert one == pytest.approx((1.0, 64.0))
+    assert two == pytest.approx((2.0, 128.0))
+
+
+@pytest.mark.parametrize(("times", "expected"), [
+    ({"bfloat16": (2, 2), "int8": (1, 3)}, "int8"),
+    ({"bfloat16": (2, 2), "int8": (3, 1)}, "int8"),
+    ({"bfloat16": (2, 2), "int8": (3, 3)}, "bfloat16"),
+    ({"bfloat16": (2, 2), "int4": (1, 3), "int8": (1, 1)}, "int4+int8"),
+    ({"bfloat16": (2, 2), "int4": (1, 1.2), "int8": (1, 1)}, "int4"),
+    ({"bfloat16": (2, 2), "int4": (1, 9)}, "int4"),
+    ({"bfloat16": (2, 2), "int4": (3, 9), "int8": (1, 1)}, "int4+int8"),
+    ({"bfloat16": (2, 2), "int4": (3, 9), "int8": (1, 3)}, "bfloat16"),
+    ({"bfloat16": (2, 2), "int8": (2.1, 2.1)}, "int8"),
+    ({"bfloat16": (2, 2), "float32": (1.9, 1.9)}, "bfloat16"),
+    ({"bfloat16": (2, 2), "float32": (1, 1)}, "float32"),
+    ({"bfloat16": (2, 2), "float32": (3, 1)}, "bfloat16+float32"),
+    ({"bfloat16": (2, 2), "float32": (1, 3)}, "bfloat16"),
+])  # fmt: skip
+def test_the_fastest_is_chosen(times: dict[str, tuple[float, float]], expected: str) -> None:
+    found = _fastest(times, "bfloat16", may_twin=True)
+    assert str(found) == expected
+    assert Scheme.parse(expected) == found
+    assert "+" not in str(_fastest({k: v for k, v in times.items() if k != "int8" or "int4" not in times}, "bfloat16",
+                                   may_twin=False))  # fmt: skip
+
+
+def chosen(dtype: str = "bfloat16", **arguments: Any) -> Scheme | None:
+    """For the bundled model."""
+    config = EngineConfig.from_arguments("storyteller", dtype=dtype, num_threads=1, **arguments)
+    runner = cpu_runner.CpuRunner(config, show_progress=False)
+    return scheme.choose(config, runner.model_config, runner.dtype)
+
+
+def test_where_there_is_no_choice_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(scheme, "measured")
+    assert chosen("float32") is None
+    assert chosen(batch_invariant=True) is None
+    assert chosen(quantization="int8", data_parallel_size=2) is None
+    assert chosen(quantization="int8", tensor_parallel_size=2) is None
+
+
+def test_both_shapes_are_told() -> None:
+    _, told = measured(torch.bfloat16, Int4Weights(), may_twin=True)
+    assert "int4 " in told
+    assert "int8 " in told
+
+
+def test_rows_of_each_kind_are_computed_in_their_way() -> None:
+    kinds = RowKinds()
+    twin = ByKindLinear(Timed(Clock(), 0), Timed(Clock(), 0), kinds)
+    twin.decode = lambda x: x + 1  # type: ignore[assignment]
+    twin.prompt = lambda x: x + 100  # type: ignore[assignment]
+
+    def computed(num_rows: int, **more: Any) -> list[int]:
+        columns: dict[str, Any] = {name: [] for name in ("starts", "counts", "first")}
+        columns = {f"prefill_{name}": value for name, value in columns.items()} | {"num_prompts": [], "num_decodes": 2}
+        inputs: Any = SimpleNamespace(token_ids=np.zeros(num_rows, np.int64), **columns | more)
+        kinds.begin(inputs)
+        return [int(value) for value in twin(torch.zeros(num_rows, 1)).flatten()]
+
+    assert computed(2) == [1, 1]
+    assert computed(3, num_decodes=0) == [100] * 3
+    assert computed(4) == [1, 1, 100, 100]
+    # A request that comes back: positions 3 to 6 of it, of which the prompt has 5; then one that is all prompt, then padding.
+    columns = {"prefill_starts": [2, 6], "prefill_counts": [4, 2], "prefill_first": [3, 0], "num_prompts": [5, 2]}
+    assert computed(9, **columns) == [1, 1, 100, 100, 1, 1, 100, 100, 100]
+    columns = {"prefill_starts": [2], "prefill_counts": [2], "prefill_first": [7], "num_prompts": [5]}
+    assert computed(4, **columns) == [1, 1, 1, 1]
+
+
+def test_a_scheme_makes_its_products() -> None:
+    weight = torch.randn(64, 64, dtype=torch.bfloat16)
+    kinds = RowKinds()
+
+    def made(text: str, form: Any) -> Linear:
+        found = Scheme.parse(text)
+        return products(found, torch.bfloat16, kinds if found.is_twin else None, scheme.linear)(form)
+
+    assert type(made("bfloat16", Dense(weight))) is PackedLinear
+    assert type(made("float32", Dense(weight))) is WidenedLinear
+    assert type(made("int8", Int8.of(weight))) is Int8Linear
+    twin = made("int4+int8", Int4.of(weight))
+    assert isinstance(twin, ByKindLinear)
+    assert (type(twin.decode), type(twin.prompt)) == (Int4Linear, Int8Linear)
+    wild = torch.randn(64, 64) * (10.0 ** (8 * torch.rand(64, 64)))
+    assert type(made("int4+int8", Int4.of(wild))) is Int4Linear, "8 bits for a row would be too few"
+    both = made("bfloat16+float32", Dense(weight))
+    x = torch.randn(5, 64).bfloat16()
+    kinds.split = 2
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(both(x).double(), exact, rtol=1e-2, atol=5e-2)
+    kinds.split = 5
+    assert torch.equal(both(x)[:2], made("bfloat16", Dense(weight))(x)[:2])
+
+
+def test_what_was_found_is_in_the_configuration_and_in_recordings(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with LLM("storyteller", quantization="int4", record=str(record), **OPTIONS) as llm:
+        llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
+        config = llm._engine.config
+    assert config.model.scheme in ("int4", "int4+int8")
+    assert recorded_configuration(record).model.scheme == config.model.scheme
+    assert EngineConfig.from_json(config.to_json()).model.scheme == config.model.scheme
+
+
+def test_a_worker_that_takes_another_place_measures_nothing(
+    make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.from_arguments("storyteller", dtype="bfloat16", num_threads=1, quantization="int4")
+    monkeypatch.delattr(scheme, "measured")
+    for text, kind in (("int4", Int4Linear), ("int4+int8", ByKindLinear), ("bfloat16", PackedLinear)):
+        runner = cpu_runner.CpuRunner(replace(config, model=replace(config.model, scheme=text)), show_progress=False)
+        runner.load()
+        assert runner.scheme == text
+        assert type(runner.decoder.layers[0].qkv) is kind
+        runner.close()
+
+
+@pytest.mark.parametrize("found", ["bfloat16", "int8"])
+def test_what_is_slower_is_not_used_and_said(
+    found: str, make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheme, "measured", lambda *_, **__: (Scheme(found, found), "0.5 times as fast"))
+    with caplog.at_level(logging.INFO):
+        decoder = make_driver("storyteller", dtype="bfloat16", quantization="int8").runner.decoder
+    (told,) = [record for record in caplog.records if "products are computed" in record.message]
+    assert (told.levelno == logging.WARNING) == (found == "bfloat16")
+    assert ("quantization='int8' would be slower" in told.message) == (found == "bfloat16")
+    assert type(decoder.lm_head) is (Int8Linear if found == "int8" else PackedLinear)
+
+
+def test_a_twin_that_has_no_room_or_is_refused_is_not_made(
+    make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheme, "measured", lambda *_, may_twin, **__: (
+        Scheme("int4", "int8" if may_twin else "int4"), "measured"))  # fmt: skip
+
+    def scheme_of(**arguments: Any) -> str:
+        found: str = make_driver("storyteller", dtype="bfloat16", quantization="int4", **arguments).runner.scheme
+        return found
+
+    assert scheme_of() == "int4+int8"
+    assert scheme_of(quantization_twin=False) == "int4"
+    assert scheme_of(batch_invariant=True) == "int4"
+    monkeypatch.setattr(scheme, "TWIN_SHARE", 1e-9)
+    assert scheme_of() == "int4"
+    assert scheme_of(quantization_twin=True) == "int4+int8"
+
+
+@pytest.mark.parametrize("text", ["int4+int8", "bfloat16+float32"])
+def test_streams_of_two_schemes_do_not_depend_on_the_batch_or_a_preemption(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Scheme.parse(text)
+    monkeypatch.setattr(scheme, "measured", lambda *_, **__: (found, "measured"))
+    prompts = [
+        "Once upon a time there was a king who had three sons, and the youngest of them was so clever that all the people of "
+        "the land spoke of him, and one day the king said to him that he should go out into the world and",
+        "The",
+        "A little girl",
+        "He said",
+    ]
+    params = SamplingParams(temperature=0.8, max_tokens=20, seed=3, ignore_eos=True)
+
+    def streams(batch: list[str], **more: Any) -> list[list[int]]:
+        with LLM("storyteller", quantization="int4" if found.decode == "int4" else None, **OPTIONS | more) as llm:
+            outputs = llm.generate(batch, params, use_tqdm=False)
+            assert "num_gpu_blocks_override" not in more or (
+                llm.stats()["scheduler"]["scheduler"]["num_preemptions"] > 0
+            )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    alone = [streams([prompt])[0] for prompt in prompts[:2]]
+    assert streams(prompts[::-1], num_gpu_blocks_override=9, max_num_seqs=4)[:1:-1] == alone
+    assert streams(prompts, max_num_batched_tokens=8, max_num_seqs=4)[:2] == alone
+
+
+CHILD = """
+import json, logging
+logging.basicConfig(level=logging.INFO)
+from actorllm import LLM, SamplingParams
+with LLM("storyteller", dtype="bfloat16", quantization="int8", topology="inline", num_threads=1, max_model_len=64) as llm:
+    output = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
+    print(json.dumps([llm._engine.config.model.scheme, output.outputs[0].text]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instructions of another architecture")
+def test_a_processor_with_avx2_only_computes_in_float32() -> None:
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    child = subprocess.run([sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True)
+    found, text = json.loads(child.stdout.splitlines()[-1])
+    assert found == "float32"
+    assert "no VNNI" in child.stderr
+    assert text.strip()
