@@ -141,9 +141,12 @@ class Scenario:
     @property
     def digest(self) -> str:
         """Of its values and of the files that they name."""
-        named = [self.model] if self.model not in PRESETS else []
+        named = [self.model] if self.model not in PRESETS and Path(self.model).exists() else []
         named += [self.workload] if self.workload not in ("sample", *DRAWN) else []
-        return _hash({"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict())
+        values = {"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict()
+        if ":" in self.model:
+            values["model_source"] = _own_source(self.model)
+        return _hash(values)
 
     def trace_report(self) -> TraceReport | None:
         """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
