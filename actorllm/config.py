@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -29,7 +30,7 @@ from actorllm.errors import (
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
-from actorllm.text.reasoning.parsers import Marks, marks_of
+from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.drafter import Costs, Speculation
@@ -38,7 +39,7 @@ from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
-from actorllm.types.media_rules import MediaRules
+from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
     "storyteller": Path(__file__).parent / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
@@ -101,9 +103,11 @@ class ModelConfig:
     takes_prompt_embeds: bool = False
     """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
     media: MediaRules | None = None
-    """Which images prompts may have; None: prompts are text."""
+    """Which images or audio prompts may have; None: prompts are text."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+    io_processor_plugin: str | None = None
+    """What makes prompts of the data of a request, and its answer of their vectors (`client.plugin_data`)."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """What counts in place of the same fields of config.json (hf_overrides)."""
     reasoning_parser: str | None = None
@@ -120,6 +124,33 @@ class ModelConfig:
     """Which version of the weights counts, and where it is read (`update_weights_from_disk`)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
+
+    # By vLLM's names, for plug-ins
+
+    @property
+    def model(self) -> str:
+        """The folder, where vLLM has what the user gave."""
+        return self.path
+
+    @property
+    def pooler_config(self) -> Pooler | None:
+        """As `pooler`."""
+        return self.pooler
+
+    @property
+    def matryoshka_dimensions(self) -> list[int] | None:
+        """The lengths that the vectors may be cut to; None: the model does not list them."""
+        return list(self.pooler.matryoshka) if self.pooler is not None and self.pooler.matryoshka else None
+
+    @property
+    def is_matryoshka(self) -> bool:
+        """The vectors may be cut."""
+        return self.pooler is not None and self.pooler.matryoshka is not None
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of `hf_config` that is about text."""
+        return self.hf_config.get_text_config()
 
     @property
     def hf_config(self) -> Any:
@@ -145,9 +176,15 @@ class ModelConfig:
         return self.get_hidden_size() if self.pooler is None else self.pooler.dimensions or self.pooler.embedding_size
 
     @property
+    def modality(self) -> Modality | None:
+        """What prompts may hold beside text."""
+        return None if self.media is None else self.media.modality
+
+    @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
-        return (self.prompt_embedding_size or 0) * (4 if self.dtype == "float32" else 2)
+        num_vectors = 1 if self.media is None else self.media.num_vectors
+        return (self.prompt_embedding_size or 0) * num_vectors * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +315,13 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    enable_expert_parallel: bool = False
+    """Of experts each rank holds some as a whole, in the place of its part of each."""
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
+    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
@@ -305,6 +345,13 @@ class EngineConfig:
     """The path of the class whose methods `collective_rpc` calls; None: RankWorker itself."""
     worker_extension_cls: str | None = None
     """The path of a class whose methods are added to that class; None: there is none."""
+    batch_invariant: bool = False
+    """No bit of a stream depends on anything but its request."""
+
+    @property
+    def keeps_output_apart(self) -> bool:
+        """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
+        return self.batch_invariant
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -373,7 +420,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
-        model["media"] = None if (media := model.get("media")) is None else MediaRules(**media)
+        model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
@@ -463,6 +510,7 @@ class EngineConfig:
                 takes_prompt_embeds=given["enable_prompt_embeds"],
                 media=media,
                 pooler=pooler,
+                io_processor_plugin=_io_processor(given["io_processor_plugin"], hf, pooler),
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
@@ -517,12 +565,15 @@ class EngineConfig:
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
+            enable_expert_parallel=given["enable_expert_parallel"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
             log_statistics=given["disable_log_stats"] is False,
+            otlp_traces_endpoint=_address("otlp_traces_endpoint", given["otlp_traces_endpoint"]),
             lora=_lora(given, pooler, module),
             enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
+            batch_invariant=_batch_invariant(given, pooler, module, device),
             **_fleet(given),
         )
 
@@ -536,16 +587,22 @@ def _media(
     device: str,
 ) -> MediaRules | None:
     """Which images prompts may have. Raises ConfigError for what they do not go together with."""
-    rules = MediaRules.read(architecture, hf, given["limit_mm_per_prompt"], given["mm_processor_kwargs"])
+    rules = MediaRules.read(architecture, hf, given)
     if rules is None or pooler is not None or module is not None:
         return None
     if device != "cpu":
         raise ConfigError(
-            f"device={device!r}: {architecture} takes images, which is tested with device='cpu'; use that"
+            f"device={device!r}: {architecture} takes {rules.modality}, which is tested with device='cpu'; use that"
+        )
+    if given["enable_prompt_embeds"] and rules.num_vectors > 1:
+        raise ConfigError(
+            f"enable_prompt_embeds=True: the rows of {architecture} hold more than an embedding; leave it out"
         )
     for name in ("enable_lora", "speculative_config"):
         if given[name]:
-            raise ConfigError(f"{name}={given[name]!r:.80} is not supported for models that take images; leave it out")
+            raise ConfigError(
+                f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
+            )
     return rules
 
 
@@ -570,6 +627,23 @@ def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | Non
             "forward"
         )
     return LoRAConfig(max_loras, max_rank, max_cached or max_loras)
+
+
+def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None, device: str) -> bool:
+    """Raises ConfigError for what it does not hold with; what depends on the machine is found out while loading."""
+    if not given["batch_invariant"]:
+        return False
+    told = "batch_invariant=True (or VLLM_BATCH_INVARIANT of the environment)"
+    if device != "cpu":
+        raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    if pooler is not None:
+        raise ConfigError(f"{told} is about streams of text, and this model makes vectors; leave it out")
+    if module is not None or given["model_impl"] == "transformers":
+        raise ConfigError(f"{told} does not hold for modules of transformers; leave it out")
+    for name, unused in (("enable_lora", (None, False)), ("tensor_parallel_size", (1,))):
+        if given[name] not in unused:
+            raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
+    return True
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
@@ -668,6 +742,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
     read_variables(given)
     translate(given)
+    given["reasoning_parser"] = reasoning_of_file(given["reasoning_parser"], given["reasoning_parser_plugin"])
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
@@ -677,9 +752,9 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
-        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
+        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_expert_parallel"),
         *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
-        *("enable_lora", "enable_sleep_mode"),
+        *("enable_lora", "enable_sleep_mode", "batch_invariant"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
@@ -873,6 +948,20 @@ def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
     return paths
 
 
+def _io_processor(given: Any, hf: Mapping[str, Any], pooler: Pooler | None) -> str | None:
+    """The model's own plug-in is not asked for where it generates text."""
+    if given is not None and (not isinstance(given, str) or not given):
+        raise ConfigError(f"io_processor_plugin={given!r:.120} must be the name of a plug-in, or None")
+    if pooler is None:
+        if given is not None:
+            raise ConfigError(f"io_processor_plugin={given!r:.120} needs runner='pooling'; this engine generates text")
+        return None
+    own = hf.get("io_processor_plugin")
+    if given is None and own is not None and not isinstance(own, str):
+        raise CorruptModelError(f"config.json: io_processor_plugin is {own!r:.80}, the name of a plug-in is needed")
+    return given if given is not None else own
+
+
 def _check_pooling(
     pooler: Pooler, given: dict[str, Any], max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
@@ -1054,6 +1143,12 @@ def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
     return size
+
+
+def _address(name: str, given: Any) -> str | None:
+    if given is not None and not (isinstance(given, str) and given.startswith(("http://", "https://"))):
+        raise ConfigError(f"{name}={given!r:.120} must be an address that begins with http:// or https://")
+    return None if given is None else str(given)
 
 
 def _profile_folder(given: Any) -> str | None:

@@ -37,8 +37,8 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
-    *("embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts", "speculation", "fleet"),
-    *("parameters", "structured", "simulation", "slo_statistics", "routers", "policies"),
+    *("neighbour", "invariance", "embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts"),
+    *("speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers", "policies"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
@@ -46,7 +46,7 @@ EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "routers", "policies", "gpu")
 """What `make bench` does not run."""
-TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness")
+TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks
@@ -219,6 +219,7 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     parts_of = {
         "docs/slo.md": parts,
         "README.md": {"figures": figures(results)},
+        "docs/embedding.md": {"cost of a token": cost_of_a_token(results / "embedding.json")},
         "docs/compatibility.md": {
             "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
             "environment variables": environment_variables(),
@@ -303,6 +304,14 @@ def figures(results: Path) -> str:
             places.setdefault(place(result), []).append(name)
     measured = "; ".join(f"{', '.join(names)}: {where}" for where, names in places.items())
     return "\n".join([*table(rows), "", f"{measured}.", ""])
+
+
+def cost_of_a_token(file: Path) -> str:
+    """By stage of its way through the host, and where it was measured."""
+    data = json.loads(file.read_text()) if file.is_file() else {}
+    if not data.get("stages"):
+        return "Not measured yet.\n"
+    return "\n".join([*table(data["stages"]), "", f"{place(data)}.", ""])
 
 
 def section(name: str, file: Path) -> str:

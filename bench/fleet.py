@@ -7,8 +7,8 @@
   batches are twice as large.
 - Pauses: the 99th percentile of the gaps between tokens in the fleet, against that one engine at half the streams.
 - Router: one decision at 8 replicas for a prompt of 256 blocks, on this thread.
-- Death: kill -9 of all processes of one replica under streams. Tokens that differ from an undisturbed run, and the longest
-  gap of the streams that moved. In float32.
+- Death: kill -9 of the scheduler, of the worker, and of both of one replica under streams, in turns, until 100,000 tokens have been
+  compared (`--kills`). Tokens that differ from an undisturbed run, and the longest gap of the streams that moved. In float32.
 - Herd: four programs join a fleet of four replicas, and send 100 requests each at the same time. The replica that was sent the
   most, against the one that was sent the least.
 """
@@ -31,6 +31,8 @@ from sides import exit_on_sigterm
 TOKENS = 200
 MODEL = "storyteller"
 HERD = "herd"
+VICTIMS = (("scheduler", "worker0"), ("scheduler",), ("worker0",))
+"""What is killed of a replica, in turns."""
 
 
 async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[float]]:
@@ -68,34 +70,42 @@ async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
     return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
 
 
-async def kill(num_streams: int, num_tokens: int) -> dict:
-    """What is seen of a replica that is killed with all its processes."""
+async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
+    """What is seen of a replica that is killed again and again: its scheduler, its worker or both, in turns."""
     from actorllm import AsyncLLM
 
     options = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2}
+    differing = num_streams_differing = num_moved = 0
+    gaps: list[float] = []
     async with AsyncLLM(MODEL, **options) as llm:
-        await all_ready(llm)
-        wanted = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
+        for number in range(num_kills):
+            await all_ready(llm)
+            seeds = range(number * num_streams, (number + 1) * num_streams)
+            wanted = await asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds])
 
-        async def strike() -> float:
-            await asyncio.sleep(1.0)
-            at = time.perf_counter()
-            for pid in llm.health().replicas[0].pids.values():
-                os.kill(pid, signal.SIGKILL)
-            return at
+            async def strike(number: int = number) -> float:
+                await asyncio.sleep(1.0)
+                at = time.perf_counter()
+                victims = VICTIMS[number % len(VICTIMS)]
+                for name, pid in llm.health().replicas[number % 2].pids.items():
+                    if name in victims:
+                        os.kill(pid, signal.SIGKILL)
+                return at
 
-        found, at = await asyncio.gather(
-            asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)]), strike()
-        )
-        num_moved = (await llm.stats())["frontend"]["num_moved"]
-    differing = sum(
-        a != b for (mine, _), (theirs, _) in zip(found, wanted, strict=True) for a, b in zip(mine, theirs, strict=True)
-    )
-    after = [max((b - a for a, b in itertools.pairwise(times) if b > at), default=0.0) for _, times in found]
-    gaps = sorted(after, reverse=True)[:num_moved]  # those that moved waited longest
+            found, at = await asyncio.gather(
+                asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds]), strike()
+            )
+            before, num_moved = num_moved, (await llm.stats())["frontend"]["num_moved"]
+            for (mine, _), (theirs, _) in zip(found, wanted, strict=True):
+                wrong = sum(a != b for a, b in zip(mine, theirs, strict=True))
+                differing += wrong
+                num_streams_differing += wrong > 0
+            after = [max((b - a for a, b in itertools.pairwise(times) if b > at), default=0.0) for _, times in found]
+            gaps += sorted(after, reverse=True)[: num_moved - before]  # those that moved waited longest
     return {
-        "tokens": num_streams * num_tokens,
+        "tokens": num_kills * num_streams * num_tokens,
         "differing": differing,
+        "streams differing": num_streams_differing,
         "moved": num_moved,
         "gap_p99_s": quantile(gaps, 0.99),
     }
@@ -161,9 +171,10 @@ def route_seconds(num_decisions: int = 2000) -> float:
     return (time.perf_counter() - began) / num_decisions
 
 
-def measured(side: str, num_streams: int, num_tokens: int) -> dict:
+def measured(side: str, num_streams: int, num_tokens: int, num_kills: int = 1) -> dict:
     """A run in a process of its own, on one core if it is the side of one engine."""
     command = [sys.executable, __file__, "--side", side, "--streams", str(num_streams), "--tokens", str(num_tokens)]
+    command += ["--kills", str(num_kills)]
     cores = sorted(os.sched_getaffinity(0))[: 1 if side == "one" else 2]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--kills", type=int, default=6, help="in each round; each of 32 streams")
     parser.add_argument("--side", choices=("one", "fleet", "kill", "herd", "burst"), help="of use to this program only")
     arguments = parser.parse_args()
     exit_on_sigterm()
@@ -185,7 +197,7 @@ def main() -> None:
         options = one if arguments.side == "one" else {**one, "data_parallel_size": 2, "ready_replicas": 2}
         match arguments.side:
             case "kill":
-                run = kill(arguments.streams, arguments.tokens)
+                run = kill(arguments.streams, arguments.tokens, arguments.kills)
             case "herd":
                 run = herd(4, arguments.streams)
             case "burst":
@@ -200,7 +212,7 @@ def main() -> None:
         fleets.append(measured("fleet", arguments.streams, arguments.tokens))
         ones.append(measured("one", arguments.streams, arguments.tokens))
         halves.append(measured("one", arguments.streams // 2, arguments.tokens))
-        deaths.append(measured("kill", 32, arguments.tokens))
+        deaths.append(measured("kill", 32, arguments.tokens, arguments.kills))
         routes.append(route_seconds() * 1e6)
         herds.append(measured("herd", 400, arguments.tokens))
     speed = [run["tokens_per_s"] for run in fleets]
@@ -233,6 +245,7 @@ def main() -> None:
         absolute(
             "herd: most to least loaded replica", [max(run.values()) / min(run.values()) for run in herds], at_most=1.1
         ),
+        informative("killed replica: tokens compared, of all rounds", [float(sum(run["tokens"] for run in deaths))]),
         informative("killed replica: sequences that moved", [float(run["moved"]) for run in deaths]),
     ]
     finish(
@@ -245,6 +258,7 @@ def main() -> None:
             "rounds": arguments.rounds,
             "streams": arguments.streams,
             "tokens": arguments.tokens,
+            "kills": arguments.kills,
             "versions": versions(),
         },
         rounds={"fleet": fleets, "one": ones, "half": halves, "kill": deaths, "router_us": routes, "herd": herds},

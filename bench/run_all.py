@@ -40,6 +40,8 @@ BENCHES = (
     Bench("ring", ("--rounds", "1"), {"--peer-python": "other"}),
     Bench("model", ("--models", "storyteller")),
     Bench("streaming", ("--rounds", "2", "--tokens", "60", "--idle", "1"), {"--peer-python": "vllm"}),
+    Bench("neighbour", ("--rounds", "2", "--tokens", "100"), {"--peer-python": "vllm"}),
+    Bench("invariance", ("--models", "storyteller")),
     Bench("serving", ("--rounds", "1", "--tokens", "40", "--prompts", "64"), {"--peer-python": "vllm"}),
     Bench(
         "models",

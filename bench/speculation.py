@@ -40,7 +40,9 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "k=7": {**NGRAM, "num_speculative_tokens": 7},
 }
 BATCHES = (1, 4, 16, 64)
-FASTER, NO_SLOWER, SCHEDULER_COST = 1.8, 0.97, 1.5
+FASTER, NO_SLOWER, SCHEDULER_COST, FASTER_STORIES = 1.8, 0.97, 1.5, 1.3
+OPENINGS = ("Once upon a time there was", "The old king called his three sons", "One evening in winter the fox")
+DRAFTS, STORY_DTYPE = 3, "float32"
 
 
 def texts(vocab_size: int, length: int) -> dict[str, list[int]]:
@@ -171,6 +173,62 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def stories(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The storyteller with the draft model that ships, at temperature 0.8: its own text, which nothing forces."""
+    from actorllm import LLM, SamplingParams
+
+    drafts = {"method": "draft_model", "model": "storyteller-draft", "num_speculative_tokens": DRAFTS}
+    sides = {"none": None, "draft model": drafts}
+    engines = {
+        side: LLM(
+            "storyteller",
+            topology="inline",
+            dtype=STORY_DTYPE,
+            num_threads=arguments.threads,
+            max_num_seqs=max(BATCHES),
+            speculative_config=config,
+        )
+        for side, config in sides.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for batch in BATCHES:
+        prompts = [OPENINGS[number % len(OPENINGS)] for number in range(batch)]
+        params = [
+            SamplingParams(max_tokens=arguments.tokens, temperature=0.8, top_p=0.95, seed=number, ignore_eos=True)
+            for number in range(batch)
+        ]
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        tokens: dict[str, Any] = {}
+        kept = 0.0
+        for turn in range(arguments.rounds + 1):
+            for side, llm in engines.items():
+                before = llm.stats()["scheduler"]["scheduler"]["num_steps"]
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                steps = llm.stats()["scheduler"]["scheduler"]["num_steps"] - before
+                metrics = [output.metrics for output in outputs]
+                spent = max(m.last_token_ts for m in metrics) - min(m.first_token_ts for m in metrics)
+                tokens[side] = [output.outputs[0].token_ids for output in outputs]
+                if turn:
+                    seconds[side].append(spent)
+                kept = batch * arguments.tokens / steps
+        assert STORY_DTYPE != "float32" or tokens["none"] == tokens["draft model"], "drafts changed a token"
+        ratios = [off / on for off, on in zip(*seconds.values(), strict=True)]
+        without, with_ = (1e3 * statistics.median(found) / (arguments.tokens - 1) for found in seconds.values())
+        row = {
+            "figure": f"storyteller, temperature 0.8, batch {batch}, draft model",
+            "without ms": without,
+            "with ms": with_,
+            "tokens a step": kept,
+            "times": statistics.median(ratios),
+            "target": FASTER_STORIES if batch == 1 else NO_SLOWER,
+        }
+        rows.append(row)
+        show(row)
+    for llm in engines.values():
+        llm.shutdown()
+    return rows
+
+
 def scheduler_cost(rounds: int) -> dict[str, Any]:
     """Processor time of a step of the pure scheduler, 64 rows: without drafts, and with three of which one to three are right."""
     from actorllm.messages import StepResult, Submit
@@ -251,7 +309,8 @@ def main() -> None:
     before = list(os.getloadavg())
     rows = [scheduler_cost(arguments.rounds)]
     show(rows[0])
-    for model in arguments.models.split(","):
+    rows += stories(arguments)
+    for model in filter(None, arguments.models.split(",")):
         rows += measure(model, arguments)
     if arguments.json is not None:
         data = {

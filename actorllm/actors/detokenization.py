@@ -129,6 +129,7 @@ class OutputRows:
                 end.details,
                 sequence.num_draft_tokens,
                 sequence.num_accepted_tokens,
+                *sequence.seconds,
             ]
         )
 

@@ -469,6 +469,16 @@ class FrontendActor(Actor):
 
         lost_at: when their scheduler died, in monotonic seconds; None: it lives, and they were moved.
         """
+        self._take_in(entries, lost_at)
+        if self._scheduler is not None:
+            for entry in entries.values():
+                self._unsent += self._as_sent(entry)
+        self._flush()
+        if self._unsent and self._scheduler is not None:
+            self.wake()
+
+    def _take_in(self, entries: Mapping[int, JournalEntry], lost_at: float | None) -> None:
+        """Into the journal."""
         if entries and not self._journal:
             self.on_work()
         for rid, entry in entries.items():
@@ -481,12 +491,7 @@ class FrontendActor(Actor):
                 self._interrupted.add(rid)
             self._journal[rid] = entry
             entry.consumer.note_version(len(entry.emitted), self.weights.version)
-            if self._scheduler is not None:
-                self._unsent += self._as_sent(entry)
         self._num_adopted += len(entries)
-        self._flush()
-        if self._unsent and self._scheduler is not None:
-            self.wake()
 
     def assume_paused(self, mode: str | None) -> None:
         """Before there is a scheduler: it is told of this pause before it gets a request. None: there is none."""

@@ -238,6 +238,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "vector_size": 0 if config.model.pooler is None else config.model.pooler.vector_size,
         "weights": config.model.weights.identity,
         "tells_salts": config.speculation is not None and config.speculation.drafts_from_others,
+        **({"keeps_output_apart": True} if config.keeps_output_apart else {}),
     }
 
 

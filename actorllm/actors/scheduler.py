@@ -471,7 +471,9 @@ class SchedulerActor(Actor):
         scheduler = self.scheduler
         self._wake_at = math.inf  # with no room for a step there will be a result
         while scheduler.has_room and self.has_workers and not self._gate.is_closed:
-            plan = scheduler.schedule(now())
+            began = now()
+            plan = scheduler.schedule(began)
+            scheduler.seconds.add_planning(now() - began)
             if scheduler.has_rejected:
                 self.send_ends(scheduler.take_rejected())
             if plan is not None:
@@ -623,6 +625,7 @@ class SchedulerActor(Actor):
         except ContradictionError as contradiction:
             self._part_with_workers(link, str(contradiction))
             return NOTHING
+        self.scheduler.seconds.add_planning(now() - began)
         if self._step_watch is not None:
             self._step_watch.done(result)
         if self._load is not None:

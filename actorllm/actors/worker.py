@@ -481,4 +481,5 @@ class WorkerActor(Actor):
             "num_orphaned_steps": self._num_orphaned,
             "busy_s": round(self._busy_s, 6),
             **({} if self._pipeline is None else self._pipeline.statistics()),
+            **(self.runner.statistics() if hasattr(self, "runner") else {}),
         }

@@ -19,7 +19,7 @@ from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import TextScoring
+from actorllm.client.scoring import TextScoring, tokenization_of
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.client.weight_updates import NewWeights, check_transport
 from actorllm.config import EngineConfig, ModelConfig
@@ -219,7 +219,7 @@ class AsyncLLM:
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
             lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
-            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
+            vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
 
         Raises:
             InvalidParameterError, UnknownParameterError, DuplicateRequestError: at once.
@@ -287,7 +287,7 @@ class AsyncLLM:
         """
         conversation = Conversation.of(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -334,7 +334,7 @@ class AsyncLLM:
             lora_request: as in `generate`.
             session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs, kv_hints: accepted at None, where vLLM's argument
                 asks for nothing.
-            trace_headers: taken with a warning; the engine writes no spans of its own.
+            trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             extras: as in `generate`.
 
         Raises:
@@ -397,7 +397,7 @@ class AsyncLLM:
             prompt, request_id, priority: as in `generate`.
             pooling_params: None: the engine's own way.
             lora_request: as in `generate`. reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
-            trace_headers: taken with a warning; the engine writes no spans of its own.
+            trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             extras: as in `generate`.
 
@@ -456,6 +456,7 @@ class AsyncLLM:
         data_1: Prompt | Sequence[Prompt],
         data_2: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
         **extras: Any,
     ) -> list[ScoringRequestOutput]:
         """How alike texts are: one text and all of data_2, or each of data_1 with its own. By what, as in `LLM`.
@@ -464,6 +465,7 @@ class AsyncLLM:
             data_1: one prompt, or as many as data_2 has.
             data_2: one prompt, or several.
             pooling_params, extras: as in `encode`, for all of the texts.
+            chat_template: as in `LLM.score`.
 
         Raises:
             InvalidParameterError: the numbers of texts do not fit; everything else as in `encode`.
@@ -473,7 +475,8 @@ class AsyncLLM:
             print(output.outputs.score)
         """
         first, second = as_batch(data_1), as_batch(data_2)
-        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params, chat_template)
+        extras["tokenization_kwargs"] = tokenization_of(chat_template, extras.get("tokenization_kwargs"))
         outputs = await self._pool(scoring.prompts, scoring.params, extras)
         return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 

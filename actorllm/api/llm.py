@@ -13,11 +13,12 @@ from typing import Any, Protocol, Self, TypeVar, Unpack
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.api.blocking import BlockingDoor
-from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.api.engine_args import EngineArgs
 from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.engine import Engine
+from actorllm.client.plugin_data import data_of
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import TextScoring
+from actorllm.client.scoring import TextScoring, tokenization_of
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -39,6 +40,7 @@ from actorllm.types.pooling_outputs import (
 )
 
 O = TypeVar("O")  # noqa: E741
+T = TypeVar("T")
 O_co = TypeVar("O_co", covariant=True)
 
 
@@ -149,7 +151,7 @@ class LLM(BlockingDoor):
             timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
                 stop_reason "deadline". None: no limit.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
-            vllm_arguments: further arguments of vLLM (trace_headers ...), accepted at their defaults.
+            vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
 
         Raises:
             RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
@@ -223,7 +225,7 @@ class LLM(BlockingDoor):
         }
         batch = _conversations(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -248,7 +250,8 @@ class LLM(BlockingDoor):
         """A vector of every prompt, as a tensor, in the order of the prompts. The engine must pool (runner="pooling").
 
         Arguments:
-            prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
+            prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them; with io_processor_plugin also
+                {'data': ...}, or a list of these. Such data have one output, whose `outputs` are what the plug-in has made.
             pooling_params: one for all, or one per prompt; None: the engine's own way.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
@@ -267,6 +270,17 @@ class LLM(BlockingDoor):
             (output,) = embedder.encode("Once upon a time", use_tqdm=False)
             print(output.outputs.data.shape)
         """
+        data = data_of(prompts, pooling_task)
+        if data is not None:
+            return self._encode_data(
+                data,
+                pooling_params,
+                _adapter_per_prompt(lora_request, len(data)),
+                priority,
+                use_tqdm=use_tqdm,
+                tokenization_kwargs=tokenization_kwargs,
+                timeout=timeout,
+            )
         batch = as_batch(prompts)
         params = _params_per_prompt(pooling_params, len(batch))
         if pooling_task is not None:
@@ -292,6 +306,30 @@ class LLM(BlockingDoor):
             for stream in streams:
                 stream.abort()
             host.close()
+
+    def _encode_data(
+        self,
+        data: Sequence[Any],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        adapters: Sequence[LoRARequest | None],
+        priority: Sequence[int] | None,
+        **arguments: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """`encode`, of data that the plug-in of the engine understands. arguments: of `encode`, the same for all."""
+        plugin = self._engine.needed_plugin
+        given = _params_per_prompt(params, len(data))
+        _check_priority(priority, len(data))
+        asked = [plugin.asked(one, own) for one, own in zip(data, given, strict=True)]
+        sizes = [len(prompts) for prompts, _ in asked]
+        outputs = self.encode(
+            [prompt for prompts, _ in asked for prompt in prompts],
+            [one for _, each in asked for one in each],
+            lora_request=_repeated(adapters, sizes),
+            priority=None if priority is None else _repeated(priority, sizes),
+            **arguments,
+        )
+        taken = iter(outputs)
+        return [plugin.answered([next(taken) for _ in range(size)]) for size in sizes]
 
     def embed(
         self,
@@ -395,7 +433,7 @@ class LLM(BlockingDoor):
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        chat_template: None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How alike texts are: one text and all of data_2, or each of data_1 with its own.
 
@@ -405,7 +443,8 @@ class LLM(BlockingDoor):
             data_1: one prompt, or as many as data_2 has.
             data_2: one prompt, or several.
             use_tqdm, pooling_params, lora_request, tokenization_kwargs: as in `encode`, for all of the texts.
-            chat_template: must be None.
+            chat_template: a Jinja template that makes one prompt of messages with the roles "query" and "document", for a
+                cross-encoder; None: its own way.
 
         Raises:
             InvalidParameterError: the numbers of texts do not fit; everything else as in `encode`.
@@ -414,15 +453,14 @@ class LLM(BlockingDoor):
             outputs = embedder.score("A fox ran.", ["A fox sat.", "It rained."], use_tqdm=False)
             print([output.outputs.score for output in outputs])
         """
-        check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
-        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params, chat_template)
         outputs = self.encode(
             scoring.prompts,
             scoring.params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
+            tokenization_kwargs=tokenization_of(chat_template, tokenization_kwargs),
         )
         return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
@@ -516,7 +554,7 @@ class LLM(BlockingDoor):
         """
         batch = _conversations(
             messages,
-            takes_images=self._engine.config.model.media is not None,
+            modality=self._engine.config.model.modality,
             chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -719,6 +757,10 @@ def _params_per_prompt(
     if len(params) != count:
         raise InvalidParameterError(f"{len(params)} pooling_params for {count} prompts; give one, or one per prompt")
     return params
+
+
+def _repeated(values: Sequence[T], times: Sequence[int]) -> list[T]:
+    return [value for value, number in zip(values, times, strict=True) for _ in range(number)]
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

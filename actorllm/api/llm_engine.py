@@ -144,7 +144,7 @@ class LLMEngine(BlockingDoor):
             priority: lower is sooner, under policies that look at it; default 0.
             lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
             session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
-            trace_headers: taken with a warning; the engine writes no spans of its own.
+            trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             extras: as in `AsyncLLM.generate`.
 
         Raises:

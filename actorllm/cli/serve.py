@@ -6,15 +6,11 @@ only here, so that the other commands work without the extra.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
-import sys
 import uuid
-from collections.abc import Container
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -44,6 +40,7 @@ class ServedEngineOptions(SeededEngineFlags):
     runner: str | None = None
     convert: str | None = None
     pooler_config: str | None = None
+    io_processor_plugin: str | None = None
     hf_overrides: str | None = None
     override_generation_config: str | None = None
     skip_tokenizer_init: bool | None = None
@@ -82,24 +79,6 @@ def json_option(name: str, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--{name} {text:.80} must be JSON: {error}") from error
-
-
-def of_plugin(option: str, path: str, name: str | None, known: Container[str]) -> str | None:
-    """'module:Class' for a class of a plug-in file, which every process of the server can then import; other names as they are.
-
-    option: that has the path. name: of a parser. known: names of parsers of the package. Raises ConfigError.
-    """
-    file = Path(path).resolve()
-    if not file.is_file() or file.suffix != ".py":
-        raise ConfigError(f"--{option} {path:.200} must be a Python file")
-    if name is None or name in known or ":" in name:
-        return name
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
-    if found is None or found.origin is None or Path(found.origin).resolve() != file:
-        raise ConfigError(f"--{option} {path:.200}: another module is called {file.stem!r}; give the file another name")
-    return f"{file.stem}:{name}"
 
 
 def serve(
@@ -250,22 +229,20 @@ def serve(
     assert config is None, "the command line was read without it"
     for warning in their_options.warnings():
         logger.warning("%s", warning)
-    if middleware or any(
-        ":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None
-    ):
+    classes = (tool_call_parser, engine_options.reasoning_parser, engine_options.io_processor_plugin)
+    if middleware or any(":" in path for path in classes if path is not None):
         see_own_folder()
     keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()
     from actorllm.server.tool_formats import FORMATS
     from actorllm.server.tool_parsers import PARSERS
-    from actorllm.text.reasoning.parsers import REASONING
+    from actorllm.types.plugin_file import parser_of_file
 
     if tool_parser_plugin:
-        tool_call_parser = of_plugin("tool-parser-plugin", tool_parser_plugin, tool_call_parser, {*PARSERS, *FORMATS})
+        known = {*PARSERS, *FORMATS}
+        tool_call_parser = parser_of_file("--tool-parser-plugin", tool_parser_plugin, tool_call_parser, known)
     if reasoning_parser_plugin:
-        arguments["reasoning_parser"] = of_plugin(
-            "reasoning-parser-plugin", reasoning_parser_plugin, arguments.get("reasoning_parser"), REASONING
-        )
+        arguments["reasoning_parser_plugin"] = reasoning_parser_plugin
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
     adapter_routes.check_processes(api_processes)
@@ -324,7 +301,7 @@ def serve(
     provider: Any = None
     if otlp_traces_endpoint is not None:
         try:
-            from actorllm.server.tracing import otlp_provider
+            from actorllm.client.request_spans import otlp_provider
         except ModuleNotFoundError as error:
             raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
         provider = otlp_provider(otlp_traces_endpoint, {})

@@ -27,9 +27,6 @@ class AttachedEngine(Engine):
         self._membership.on_loss = self._on_loss
         super().__init__(self._membership.config)
 
-    def _new_media(self) -> None:
-        """Prompts with images are not taken: each program would have an encoder of its own."""
-
     def _new_frontend(self) -> FrontendActor:
         return self._membership.frontend
 

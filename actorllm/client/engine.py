@@ -33,7 +33,9 @@ from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
+from actorllm.client.plugin_data import PluginData
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.request_spans import NO_TRACE, RequestSpans, RequestTrace, checked_trace_headers
 from actorllm.client.sleep import Sleep
 from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
@@ -127,6 +129,9 @@ class Engine:
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
+        self.prompts = PromptReader(config.model)
+        self.plugin_data = PluginData.of(config, self.prompts)
+        """The plug-in that makes prompts of data (io_processor_plugin)."""
         self.stepper: Stepper | None = None
         self._frontend: EngineFrontend
         self._supervisor: EngineService
@@ -154,12 +159,12 @@ class Engine:
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
         self._lanes = self._new_lanes()
-        self.prompts = PromptReader(self.config.model)
         self.prompts.media = self._new_media()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
         self.sleep_state = Sleep(self)
+        self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -400,6 +405,7 @@ class Engine:
         for stream in streams:
             if not stream.has_ended:
                 self._fail(stream._mailbox, error)
+        self._spans.close()
 
     def drain(self, timeout: float | None = None) -> Future[bool]:
         """Take no new request, let those finish that there are, and abort what is left after `timeout` seconds.
@@ -541,6 +547,7 @@ class Engine:
         self.sleep_state.check_request()
         replica = self._pinned_replica(vllm_arguments)
         lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
+        trace_headers = checked_trace_headers(vllm_arguments.pop("trace_headers", None))
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -583,6 +590,7 @@ class Engine:
             timeout=timeout,
             arrival_time=arrival_time,
             replica=replica,
+            trace=RequestTrace(trace_headers, params),
         )
         stream.lora_request = lora_request
         return stream
@@ -602,6 +610,7 @@ class Engine:
         of_vllm = dict(vllm_arguments or {})
         replica = self._pinned_replica(of_vllm)
         lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
+        trace_headers = checked_trace_headers(of_vllm.pop("trace_headers", None))
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:
@@ -621,8 +630,18 @@ class Engine:
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
-        stream = self._accept(prompt, asked, request_id, replica=replica, **extras)
+        trace = RequestTrace(trace_headers, params)
+        stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)
+
+    @property
+    def needed_plugin(self) -> PluginData:
+        """The plug-in that data are for. Raises InvalidParameterError: there is none."""
+        if self.plugin_data is None:
+            raise InvalidParameterError(
+                "data are for a plug-in, and this engine has none; build it with io_processor_plugin, or give a prompt"
+            )
+        return self.plugin_data
 
     def _pinned_replica(self, vllm_arguments: dict[str, Any]) -> int | None:
         """What vLLM calls data_parallel_rank, taken out. Raises InvalidParameterError: there is no such replica."""
@@ -680,12 +699,14 @@ class Engine:
         *,
         host: HostLoop | None = None,
         replica: int | None = None,
+        trace: RequestTrace = NO_TRACE,
         **extras: Any,
     ) -> RequestStream:
         """What requests of both kinds share, from here on to the intake. extras: as in `SubmitMaker.carried`."""
         prompt = snapshot(prompt)
         arrival, carried = self._submits.carried(**extras)
-        mailbox = Mailbox(host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
+        how = (host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
+        mailbox = self._spans.mailbox(trace, arrival, *how)
         mailbox.replica = replica
         with self._lock:
             if self._is_draining:

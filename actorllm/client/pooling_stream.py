@@ -98,7 +98,7 @@ class PoolingStream:
             )
         return PoolingRequestOutput(
             output.request_id,
-            PoolingOutput(NO_VECTOR if vector is None else shaped(vector, self._pooling)),
+            PoolingOutput(NO_VECTOR if vector is None else shaped(vector, self._pooling, output.prompt_token_ids)),
             output.prompt_token_ids,
             output.num_cached_tokens,
             finished=True,

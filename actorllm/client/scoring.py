@@ -6,11 +6,13 @@ reads two texts as one prompt. Called by the front doors and by the server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt, TextPair
+from actorllm.text.chat_template import Conversation
 from actorllm.types.params import PoolingParams
 from actorllm.types.pooling_outputs import (
     PoolingOutput,
@@ -35,13 +37,25 @@ class TextScoring:
 
     @classmethod
     def of(
-        cls, pooler: Pooler | None, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams | None
+        cls,
+        pooler: Pooler | None,
+        first: Sequence[Prompt],
+        second: Sequence[Prompt],
+        params: PoolingParams | None,
+        template: str | None = None,
     ) -> TextScoring:
-        """pooler: of the engine; None: it generates text. Raises InvalidParameterError."""
+        """pooler: of the engine; None: it generates text. template: a Jinja template that makes one prompt of two texts.
+
+        Raises InvalidParameterError.
+        """
         pairs = paired(len(first), len(second))
         params = PoolingParams() if params is None else params
         task = None if params.task == "score" else params.task
         if pooler is None or pooler.head is None:
+            if template is not None:
+                raise InvalidParameterError(
+                    "chat_template: only a cross-encoder reads two texts as one prompt, and this model is none; leave it out"
+                )
             task = task or (pooler.task if pooler is not None else None) or "embed"
             return cls([*first, *second], replace(params, task=task), len(first))
         if not pooler.is_cross_encoder:
@@ -50,7 +64,9 @@ class TextScoring:
                 f"{' for every token' if pooler.head.is_of_tokens else ''}: use classify() or encode()"
             )
         return cls(
-            [_pair(pooler, first[i], second[j]) for i, j in pairs], replace(params, task=task or "classify"), None
+            [_pair(pooler, first[i], second[j], template) for i, j in pairs],
+            replace(params, task=task or "classify"),
+            None,
         )
 
     def outputs(
@@ -68,8 +84,16 @@ def reads_pairs(pooler: Pooler | None) -> bool:
     return pooler is not None and pooler.is_cross_encoder
 
 
-def _pair(pooler: Pooler, first: Prompt, second: Prompt) -> Prompt:
+def tokenization_of(template: str | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Tokenization arguments: a prompt that a template has made of two texts gets special tokens as any text, as in vLLM."""
+    return given if template is None else {"add_special_tokens": True, **(given or {})}
+
+
+def _pair(pooler: Pooler, first: Prompt, second: Prompt, template: str | None) -> Prompt:
     if not isinstance(first, str) or not isinstance(second, str):
         raise InvalidParameterError("a cross-encoder compares texts; other kinds of prompts are not supported")
+    if template is not None:
+        messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+        return Conversation.of(messages, is_own=True, chat_template=template, add_generation_prompt=False)
     # A head that is made of a head for text belongs to a model that was trained on one text, as vLLM has it.
     return first + second if pooler.head is not None and pooler.head.tokens else TextPair(first, second)

@@ -15,6 +15,7 @@ Offers `Engine` the same verbs as EngineThread and Supervisor together.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import signal
@@ -238,14 +239,32 @@ def interrupts_held() -> Iterator[None]:
             ours(number, frame)
         is_held = True
 
-    signal.signal(signal.SIGINT, hold)
+    _replace_handler(hold)
     try:
         yield
     finally:
         if signal.getsignal(signal.SIGINT) is hold:  # else the host has set one meanwhile
-            signal.signal(signal.SIGINT, ours)
+            _replace_handler(ours)
     if is_held:
         raise KeyboardInterrupt
+
+
+def _replace_handler(handler: Callable[[int, FrameType | None], object]) -> None:
+    """What Python calls for SIGINT, and nothing of what the kernel calls.
+
+    `signal.signal` sets that, too. It would remove a function of C in front of Python's (`faulthandler.register`), and the flags
+    that `signal.siginterrupt` has set.
+    """
+    action = ctypes.create_string_buffer(_SIZE_OF_ACTION)
+    is_known = _sigaction is not None and _sigaction(signal.SIGINT, None, action) == 0
+    signal.signal(signal.SIGINT, handler)
+    if is_known:
+        _sigaction(signal.SIGINT, action, None)
+
+
+_SIZE_OF_ACTION = 512
+"""Bytes for a `struct sigaction`, which has at most 152 on Linux and macOS."""
+_sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None)
 
 
 class CallLink(Link):

@@ -162,7 +162,7 @@ class SubmitMaker:
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         if self._config.cache.enable_prefix_caching:
             size = self._config.cache.block_size
-            keys = block_keys(prompt.images, ids.size // size, size)
+            keys = block_keys(prompt.items, ids.size // size, size)
             if -1 in keys:  # an image in the first block, which may be a partial one
                 salt = f"{salt or ''}\0{keys[-1].decode()}"
             hashes = hash_blocks(ids, size, extra_key(salt, digest, weights), keys)

@@ -50,6 +50,44 @@ _LOGITS_INTERFACE = _same(
     "actorllm.types.logits_processors", "AddedRequest", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"
 ) | _same("actorllm.types.logits_processors", "MovedRequest", "RemovedRequest")
 
+_CLASSES = "actorllm.text.plugin_classes"
+_ASKED = dict.fromkeys(("ChatCompletionRequest", "ResponsesRequest"), f"{_CLASSES}.deltas:AskedFields")
+_DELTAS = _same(
+    f"{_CLASSES}.deltas",
+    *("DeltaMessage", "DeltaToolCall", "DeltaFunctionCall", "ExtractedToolCallInformation", "FunctionCall", "ToolCall"),
+    *("FunctionDefinition", "ChatCompletionToolsParam"),
+)
+_TOOLS = {
+    "ToolParser": f"{_CLASSES}.tool_base:PluginToolParser",
+    "ToolParserManager": f"{_CLASSES}.managers:ToolParserManager",
+}
+_TOOL_FUNCTIONS = _same(
+    f"{_CLASSES}.tool_base",
+    *("consume_space", "extract_intermediate_diff", "find_all_indices", "find_common_prefix", "find_common_suffix"),
+    *("is_complete_json", "partial_json_loads"),
+)
+_THOUGHTS = {
+    "ReasoningParser": f"{_CLASSES}.reasoning_base:PluginReasoningParser",
+    "ReasoningParserManager": f"{_CLASSES}.managers:ReasoningParserManager",
+}
+_THINKING = _same(f"{_CLASSES}.reasoning_base", "BaseThinkingReasoningParser")
+_CALL_IDS = _same(f"{_CLASSES}.deltas", "make_tool_call_id", "random_tool_call_id")
+_BODIES = "actorllm.server.vectors.plugin_bodies"
+_BODY_NAMES = {
+    "UsageInfo": f"{_BODIES}:UsageInfo",
+    "OpenAIBaseModel": f"{_BODIES}:OpenBody",
+}
+_VECTOR_BODIES = {
+    "PoolingBasicRequestMixin": f"{_BODIES}:PoolingBody",
+    "CompletionRequestMixin": f"{_BODIES}:CompletionBody",
+    "EncodingRequestMixin": f"{_BODIES}:EncodingBody",
+    "EmbedRequestMixin": f"{_BODIES}:VectorBody",
+    "ClassifyRequestMixin": f"{_BODIES}:ClassifyBody",
+}
+_PLUGIN_BODIES = {"IOProcessorRequest": f"{_BODIES}:PluginRequest", "IOProcessorResponse": f"{_BODIES}:PluginResponse"}
+_IO_PROCESSOR = _same("actorllm.types.io_processor", "IOProcessor", "IOProcessorInput", "IOProcessorOutput")
+_TOKENIZER = dict.fromkeys(("AnyTokenizer", "TokenizerLike"), "typing:Any")
+
 MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
     "config": {
@@ -62,12 +100,32 @@ MODULES: dict[str, dict[str, str]] = {
     "engine.async_llm_engine": {**_ASYNC, "AsyncEngineDeadError": "actorllm.errors:EngineDeadError"},
     "engine.llm_engine": _same("actorllm", "LLMEngine"),
     "entrypoints": {},
+    "entrypoints.chat_utils": _CALL_IDS,
     "entrypoints.llm": _same("actorllm", "LLM"),
     "entrypoints.openai": {},
+    "entrypoints.openai.chat_completion": {},
+    "entrypoints.openai.chat_completion.protocol": {**_ASKED, **_DELTAS},
+    "entrypoints.openai.engine": {},
+    "entrypoints.openai.engine.protocol": {**_ASKED, **_DELTAS, **_BODY_NAMES},
+    "entrypoints.openai.protocol": {**_ASKED, **_DELTAS, **_CALL_IDS, **_BODY_NAMES, **_PLUGIN_BODIES},
+    "entrypoints.openai.responses": {},
+    "entrypoints.openai.responses.protocol": _ASKED,
+    "entrypoints.openai.tool_parsers": _TOOLS,
+    "entrypoints.openai.tool_parsers.abstract_tool_parser": _TOOLS,
+    "entrypoints.openai.tool_parsers.utils": _TOOL_FUNCTIONS,
     "entrypoints.openai.api_server": {"main": "actorllm.compat:serve"},
+    "entrypoints.pooling": {},
+    "entrypoints.pooling.base": {},
+    "entrypoints.pooling.base.protocol": _VECTOR_BODIES,
+    "entrypoints.pooling.pooling": {},
+    "entrypoints.pooling.pooling.protocol": _PLUGIN_BODIES,
+    "entrypoints.serve": {},
+    "entrypoints.serve.engine": {},
+    "entrypoints.serve.engine.protocol": _BODY_NAMES,
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
     "inputs.data": _PROMPTS,
+    "logger": _same(f"{_CLASSES}.deltas", "init_logger"),
     "logits_process": {"LogitsProcessor": "actorllm.types.logits_processors:RequestLogitsProcessor"},
     "logprobs": _LOGPROBS,
     "lora": {},
@@ -77,16 +135,33 @@ MODULES: dict[str, dict[str, str]] = {
         **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
         **_same("actorllm", "EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     },
+    "plugins": {"IO_PROCESSOR_PLUGINS_GROUP": "actorllm.client.plugin_data:GROUP"},
+    "plugins.io_processors": _IO_PROCESSOR,
+    "plugins.io_processors.interface": _IO_PROCESSOR,
     "pooling_params": _same("actorllm", "PoolingParams"),
+    "reasoning": {**_THOUGHTS, **_THINKING},
+    "reasoning.abs_reasoning_parsers": _THOUGHTS,
+    "reasoning.basic_parsers": {**_THOUGHTS, **_THINKING},
+    "reasoning.deepseek_r1_reasoning_parser": _same(f"{_CLASSES}.reasoning_base", "DeepSeekR1ReasoningParser"),
+    "reasoning.qwen3_reasoning_parser": _same(f"{_CLASSES}.reasoning_base", "Qwen3ReasoningParser"),
+    "renderers": {"BaseRenderer": "actorllm.client.plugin_data:PromptRenderer"},
     "sampling_params": {
         **_same("actorllm", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams"),
         **_same("actorllm", "RepetitionDetectionParams", "BeamSearchParams"),
     },
     "sequence": {**_LOGPROBS, **_same("actorllm", "RequestMetrics")},
+    "tokenizers": _TOKENIZER,
+    "tokenizers.detokenizer_utils": _same("actorllm.types.io_processor", "convert_ids_list_to_tokens"),
+    "tool_parsers": _TOOLS,
+    "tool_parsers.abstract_tool_parser": _TOOLS,
+    "tool_parsers.utils": _TOOL_FUNCTIONS,
+    "transformers_utils": {},
+    "transformers_utils.tokenizer": _TOKENIZER,
     "usage": {},
     "usage.usage_lib": _same("actorllm.compat", "UsageContext"),
     "utils": {**_PARSER, **_same("actorllm.compat", "random_uuid")},
     "utils.argparse_utils": _PARSER,
+    "utils.collection_utils": _same("actorllm.types.io_processor", "is_list_of"),
     "v1": {},
     "v1.sample": {},
     "v1.sample.logits_processor": {

@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -27,6 +28,7 @@ from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
+from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import add_journal, journal_of, routable_of, views_of
 from actorllm.messages import Submit
@@ -462,8 +464,14 @@ class Dispatcher:
                     chosen[key] = self._choose(routable_of(entry.submit, 1), candidates)
                 by_target.setdefault(chosen[key], {})[rid] = entry
         for number, part in by_target.items():
-            tightest_first = dict(sorted(part.items(), key=lambda item: _urgency(item[1].submit)))
-            self._replicas[number].frontend.adopt(tightest_first, lost_at)
+            target, tightest_first = (
+                self._replicas[number],
+                dict(sorted(part.items(), key=lambda item: urgency(item[1]))),
+            )
+            if lost_at is None and not is_trial:
+                target.frontend.adopt_paced(tightest_first, partial(self._room_at, target))
+            else:
+                target.frontend.adopt(tightest_first, lost_at)
         self.num_moved += len(entries)
         logger.warning(
             "%d sequences of replica %d go on elsewhere: %s",
@@ -472,14 +480,17 @@ class Dispatcher:
             ", ".join(f"{len(part)} on replica {number}" for number, part in by_target.items()),
         )
 
+    @staticmethod
+    def _room_at(target: RoutedReplica) -> float:
+        """How many tokens of what has moved there may be computed at a time."""
+        arriving = target.frontend.arriving
+        others = [entry for rid, entry in target.frontend.journal().items() if rid not in arriving]
+        (view,) = views_of([target])
+        return room(view, others, now())
+
 
 def pin_of(consumer: Consumer) -> int | None:
     """The replica that the caller asked for (`data_parallel_rank`); None: any."""
     if isinstance(consumer, Sibling):
         consumer = consumer.mailbox
     return consumer.replica if isinstance(consumer, Mailbox) else None
-
-
-def _urgency(submit: Submit) -> tuple[float, int, float]:
-    """The tightest first: by deadline, by priority, by arrival."""
-    return math.inf if submit.deadline is None else submit.deadline, submit.priority, submit.arrival

@@ -16,10 +16,9 @@ from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.client.stat_recorder import StatRecorder
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDrainingError, EngineError, InvalidParameterError
+from actorllm.errors import EngineDrainingError, EngineError
 from actorllm.fleet.fleet import Fleet, check_num_replicas
 from actorllm.fleet.succession import Succession
-from actorllm.intake.media.media_reader import MediaReader
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.supervisor import Supervisor
@@ -66,10 +65,6 @@ class FleetEngine(Engine):
             self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board
         )
         return self._attach_server
-
-    def _new_media(self) -> MediaReader | None:
-        """Several replicas do not take prompts with images: moves of such requests are not tested."""
-        return super()._new_media() if self.config.data_parallel_size == 1 else None
 
     def _on_death(self, death: ActorDeath) -> None:
         if self._fleet is None:  # else it is of the one that the fleet follows
@@ -167,8 +162,6 @@ class FleetEngine(Engine):
             raise EngineDrainingError("the engine is draining, and gets no replicas")
         if self._given is not given:
             raise EngineError("the weights were changed while the replicas started; scale the engine once more")
-        if self.prompts.media is not None:
-            raise InvalidParameterError("an engine whose prompts may have images has one replica")
         if self._attach_server is not None and self._attach_server.num_attached:
             raise EngineError(
                 f"programs have joined engine {self.config.name!r}, which know of one replica; build it with "

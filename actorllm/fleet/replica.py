@@ -6,7 +6,8 @@ GPUs and its recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -14,12 +15,15 @@ from typing import Any, Literal, Protocol, cast
 import anyio
 
 from actorllm.actors.frontend import FrontendActor, JournalEntry, OutputObserver
+from actorllm.actors.link import Link
 from actorllm.actors.load_board import LoadBoard
 from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
+from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineShutdownError
+from actorllm.fleet.pacing import size
 from actorllm.scheduling.router import LinearSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
@@ -77,13 +81,79 @@ class ReplicaFrontend(FrontendActor):
         self._next_rid = next_rid
         self._on_lost = on_lost
         self._on_outputs = on_outputs
+        self._held: dict[int, None] = {}
+        """Of the journal, what has moved here and was not sent yet, in its order."""
+        self._sent: dict[int, int] = {}
+        """What was sent of it and has had no token since: how many it had."""
+        self._room: Callable[[], float] = lambda: math.inf
 
     def next_rid(self) -> int:
         return self._next_rid()
 
     def on_batch(self) -> None:
         super().on_batch()
+        if self._held or self._sent:
+            self._send_held()
         self._on_outputs()
+
+    # What moves here bit by bit
+
+    def adopt_paced(self, entries: Mapping[int, JournalEntry], room: Callable[[], float]) -> None:
+        """As `adopt` of requests whose scheduler lives. They are sent in their order, as far as there is room (`pacing`).
+
+        room: tokens that may be computed at a time. One request is always under way.
+        """
+        self._room = room
+        self._take_in(entries, None)
+        if self._scheduler is not None:  # else the next one is sent the whole journal
+            self._held |= dict.fromkeys(entries)
+            self._send_held()
+
+    @property
+    def arriving(self) -> Set[int]:
+        """Those of the journal that moved here and are not computed yet."""
+        return self._held.keys() | self._sent.keys()
+
+    def _send_held(self, is_all: bool = False) -> None:
+        journal = self._journal
+        waiting = {rid: n for rid, n in self._sent.items() if rid in journal and len(journal[rid].emitted) == n}
+        self._sent = waiting
+        under_way = sum(size(journal[rid]) for rid in waiting)
+        most, at = math.inf if is_all or not under_way else self._room(), now()
+        for rid in list(self._held):
+            entry = journal.get(rid)
+            if entry is not None:
+                is_over = entry.submit.deadline is not None and entry.submit.deadline <= at
+                if under_way and under_way + size(entry) > most and not is_over:
+                    return
+                if not under_way:
+                    most = math.inf if is_all else self._room()
+                under_way += size(entry)
+                waiting[rid] = len(entry.emitted)
+                for message in self._as_sent(entry):
+                    self._post(message)
+            del self._held[rid]
+
+    def abort(self, rid: int) -> None:
+        if rid in self._held:  # its scheduler has to know of it, to end it
+            del self._held[rid]
+            self._post(self._as_sent(self._journal[rid])[0])
+        super().abort(rid)
+
+    def surrender(self, is_moved: Callable[[JournalEntry], bool] = lambda entry: True) -> dict[int, JournalEntry]:
+        taken = super().surrender(is_moved)
+        for rid in self._held.keys() & taken.keys():
+            del self._held[rid]
+        return taken
+
+    def _adopt(self, link: Link) -> None:
+        self._held.clear()  # the whole journal is sent
+        super()._adopt(link)
+
+    async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
+        if self._held and verb in ("drain", "abort_all", "pause_generation"):  # which are meant for these, too
+            self._send_held(is_all=True)
+        return await super().ask_scheduler(verb, **arguments)
 
     def fail_all(self, error: BaseException) -> None:
         """This replica is gone for good: what it had goes on elsewhere, if there is an elsewhere."""

@@ -82,7 +82,7 @@ class Lane:
         return self._lanes.num_replaced >= MAX_REPLACED
 
     def render(self, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
-        fields = {name: getattr(conversation, name) for name in Conversation.__dataclass_fields__ if name != "images"}
+        fields = {name: getattr(conversation, name) for name in Conversation.__dataclass_fields__ if name != "items"}
         fields["messages"] = list(conversation.messages)
         try:
             return self._ask("render", str(tokenizer.path), most, fields, most_s=RENDER_TIMEOUT_S).decode()

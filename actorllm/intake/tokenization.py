@@ -18,15 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.config import ModelConfig
-from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name, shown
+from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError, nearest_name, shown
 from actorllm.messages import I32, NO_I32, U8, no_u8
 from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
+from actorllm.types.media_rules import Modality, processor_kwargs
 from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
 
 if TYPE_CHECKING:
-    from actorllm.intake.media.media_reader import MediaReader, PlacedImage
+    from actorllm.intake.media.media_reader import GivenMedia, MediaReader, PlacedItem
 
 T = TypeVar("T")
 
@@ -54,13 +55,13 @@ PROMPT_KEYS = ("prompt_token_ids", "prompt")
 EMBEDS_KEYS = ("prompt_embeds", "prompt_is_token_ids")
 """Of a prompt that is given as embeddings, as a whole or in part; the second says where 'prompt_token_ids' count."""
 
-MEDIA_KEY = "multi_modal_data"
-"""Of a prompt with images, for a model that takes them."""
+MEDIA_KEY, UUIDS_KEY, PROCESSOR_KEY = "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"
+"""Of a prompt with images or audio, for a model that takes them: the items, their names, and how they are processed."""
 
 VLLM_PROMPT_KEYS = (
     MEDIA_KEY,
-    "multi_modal_uuids",
-    "mm_processor_kwargs",
+    UUIDS_KEY,
+    PROCESSOR_KEY,
     "encoder_prompt",
     "decoder_prompt",
 )
@@ -105,8 +106,8 @@ class TokenizedPrompt:
     """Where the second text of a pair begins; 0: there is none, or the model does not tell them apart."""
     shown_ids: list[int] | None = None
     """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
-    images: tuple[PlacedImage, ...] = ()
-    """What the rows are of; without images, they are the caller's."""
+    items: tuple[PlacedItem, ...] = ()
+    """What the rows are of; without items, they are the caller's."""
 
     def continued(self, token_ids: list[int]) -> Prompt:
         """The prompt of a request that goes on from this one."""
@@ -174,12 +175,12 @@ class PromptReader:
         template writes them itself.
         """
         num_kept = self._kept_tokens(truncate_prompt_tokens)
-        if images := images_of(prompt):
+        if (media := self._media_of(prompt)) is not None:
             if num_kept is not None:
                 raise InvalidPromptError(
-                    f"truncate_prompt_tokens={truncate_prompt_tokens}: prompts with images are not cut; leave it out"
+                    f"truncate_prompt_tokens={truncate_prompt_tokens}: prompts with images or audio are not cut; leave it out"
                 )
-            return self._with_images(prompt, images, add_special_tokens, workplace)
+            return self._with_media(prompt, media, add_special_tokens, workplace)
         salt: str | None = None
         pooler = self._model.pooler
         text = prompt_text(prompt)
@@ -231,19 +232,32 @@ class PromptReader:
             )
         return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids=shown_ids)
 
-    def _with_images(
-        self, prompt: Prompt, images: list[Any], adds_special: bool | None, workplace: Workplace | None
-    ) -> TokenizedPrompt:
-        """A text, or a conversation, with a placeholder for each image."""
+    def _media_of(self, prompt: Prompt) -> GivenMedia | None:
+        """What is beside the text of a prompt. Raises InvalidPromptError for what this model does not take."""
+        items, modality = items_of(prompt), None if self._model.media is None else self._model.media.modality
+        if not items:
+            return None
         if self.media is None:
             raise InvalidPromptError(
-                f"prompts with {MEDIA_KEY!r} are not supported by this model, nor with several replicas, nor in a program that "
-                f"joined an engine; give text or token ids"
+                f"prompts with {MEDIA_KEY!r} are not supported by this model; give text or token ids"
             )
+        other = next((name for name in items if name != modality), None)
+        if other is not None:
+            raise InvalidPromptError(
+                f"{MEDIA_KEY}: {other!r:.80} is not supported; prompts of this model may have {modality!r}"
+            )
+        assert modality is not None
+        return given_media(prompt if isinstance(prompt, Mapping) else {}, modality, items[modality])
+
+    def _with_media(
+        self, prompt: Prompt, media: GivenMedia, adds_special: bool | None, workplace: Workplace | None
+    ) -> TokenizedPrompt:
+        """A text, or a conversation, with a placeholder for each item."""
+        assert self.media is not None
         salt: str | None = None
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
-            prompt = _unwrap({key: value for key, value in prompt.items() if key != MEDIA_KEY})
+            prompt = _unwrap({key: value for key, value in prompt.items() if key not in VLLM_PROMPT_KEYS[:3]})
         if isinstance(prompt, Conversation):
             text = self._render(prompt, workplace)
             adds_special = bool(adds_special)
@@ -253,14 +267,14 @@ class PromptReader:
             raise InvalidPromptError(f"a prompt with {MEDIA_KEY!r} must be text: give it under 'prompt'")
         self.check_characters(len(text))
         most = self._model.max_model_len - 1  # a token is to come
-        made = self.media.read(text, images, adds_special is not False, most, workplace)
-        return TokenizedPrompt(made.ids, text, salt, made.rows, shown_ids=made.shown_ids, images=made.images)
+        made = self.media.read(text, media, adds_special is not False, most, workplace)
+        return TokenizedPrompt(made.ids, text, salt, made.rows, shown_ids=made.shown_ids, items=made.items)
 
     def ids_of(self, prompt: str | Conversation, adds_special: bool, workplace: Workplace | None = None) -> list[int]:
         """The token ids of a text, or of a conversation, however many the model has room for. Raises as `tokenize`."""
-        if images_of(prompt):
+        if items_of(prompt):
             raise InvalidPromptError(
-                "the tokens of a conversation with images are known when it is answered; ask without"
+                "the tokens of a conversation with images or audio are known when it is answered; ask without"
             )
         text = self._render(prompt, workplace) if isinstance(prompt, Conversation) else prompt
         self.check_characters(len(text))
@@ -273,7 +287,7 @@ class PromptReader:
 
     def is_large(self, prompt: Prompt) -> bool:
         """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
-        if self.media is not None and images_of(prompt):
+        if self.media is not None and items_of(prompt):
             return True
         if isinstance(prompt, Mapping):
             prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
@@ -447,22 +461,44 @@ def checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams
     return checked
 
 
-def images_of(prompt: Prompt) -> list[Any]:
-    """The images of a prompt as its caller gave them. Raises InvalidPromptError for other media."""
-    if isinstance(prompt, Conversation):
-        return list(prompt.images)
+def items_of(prompt: Prompt) -> dict[str, list[Any]]:
+    """The images and recordings of a prompt as its caller gave them, by modality; those that are not there are left out."""
     if isinstance(prompt, Mapping) and isinstance(inner := prompt.get("prompt"), Conversation):
-        return list(inner.images)
+        prompt = inner
+    if isinstance(prompt, Conversation):
+        return {} if prompt.modality is None or not prompt.items else {prompt.modality: list(prompt.items)}
     data = prompt.get(MEDIA_KEY) if isinstance(prompt, Mapping) else None
     if not isinstance(data, Mapping):
-        return []  # what else it is, is told where the keys are checked
-    for name, value in data.items():
-        if name != "image" and value is not None:
-            raise InvalidPromptError(f"{MEDIA_KEY}: {name!r:.80} is not supported; prompts may have images ('image')")
-    given = data.get("image")
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
+        return {}  # what else it is, is told where the keys are checked
+    listed = {
+        name: list(given) if isinstance(given, list) or (name == "image" and isinstance(given, tuple)) else [given]
+        for name, given in data.items()
+        if given is not None
+    }
+    return {name: given for name, given in listed.items() if given}
+
+
+def given_media(prompt: Mapping[str, Any], modality: Modality, items: list[Any]) -> GivenMedia:
+    """With what stands beside the items in the mapping of a prompt. Raises InvalidPromptError."""
+    from actorllm.intake.media.media_reader import GivenMedia
+
+    uuids = prompt.get(UUIDS_KEY)
+    given = uuids.get(modality) if isinstance(uuids, Mapping) else uuids
+    named = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    is_text = all(name is None or (isinstance(name, str) and 0 < len(name) <= MAX_UUID) for name in named)
+    if not is_text or (named and len(named) != len(items)):
+        raise InvalidPromptError(
+            f"{UUIDS_KEY}={shown(uuids)} must be {{{modality!r}: [...]}} with a short text or None for each of {len(items)} items"
+        )
+    try:
+        options = processor_kwargs(PROCESSOR_KEY, prompt.get(PROCESSOR_KEY))
+    except ConfigError as error:
+        raise InvalidPromptError(str(error)) from error
+    return GivenMedia(items, named, options)
+
+
+MAX_UUID = 256
+"""Characters of the name that a caller gives to an item."""
 
 
 def snapshot(prompt: Prompt) -> Prompt:
@@ -482,8 +518,8 @@ def _copied(value: Any) -> Any:
 
 def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
     for key, value in prompt.items():
-        if key == MEDIA_KEY and isinstance(value, Mapping) and not images_of(prompt):
-            continue  # of no images
+        if key in VLLM_PROMPT_KEYS[:3] and isinstance(value, Mapping) and not items_of(prompt):
+            continue  # of no items
         if key in VLLM_PROMPT_KEYS and value is not None:
             raise InvalidPromptError(f"prompts with {key!r} are not supported; give text or token ids")
         if key not in (*PROMPT_KEYS, *EMBEDS_KEYS) and key != "cache_salt" and value is not None:

@@ -135,7 +135,7 @@ class Submit:
     """The whole prompt is computed, whatever is cached; what it leaves behind can be found. So it is anyway while
     log-probabilities of the prompt are to come."""
     prompt_embeds: U8 = field(default_factory=no_u8)
-    """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
+    """Of every position of the prompt whose id is below zero (`embeds`), its row in the bytes of the model's dtype."""
     name: str | None = None
     """The caller's request_id, where the scheduler is recorded: for readers of the recording."""
     processor_params: U8 = field(default_factory=no_u8)

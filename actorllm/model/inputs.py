@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import I32, NO_U8, U8, StepPlan, no_u8
-from actorllm.messages.embeds import EMBEDDED
+from actorllm.messages.embeds import GRID, LOWEST_ID, WHOLE
 from actorllm.messages.logit_rules import decode_rules
+from actorllm.model.grid_positions import grid_positions
 from actorllm.model.logits import LogitRules
 
 I64 = NDArray[np.int64]
@@ -74,8 +75,14 @@ class StepInputs:
     embedded: I64 | None = None  # [num_rows] which tokens have an embedding that the prompt brought
     embeds: U8 = field(default_factory=no_u8)
     """Those embeddings, in the bytes of the model's dtype."""
+    whole: NDArray[np.bool_] | None = None
+    """[num_tokens] which of them attend to all rows of their item, those behind them too; None: none does."""
+    grid_positions: I64 | None = None
+    """[3, num_tokens] positions on three axes, where a request of the step has rows in a grid; None: `positions` are all."""
     adapter_ids: I32 | None = None
     """[num_tokens] the slot of each token's adapter, 0 for none and for padding; None: no token has one."""
+    num_prompts: list[int] = field(default_factory=list)
+    """By prefill row, how many of its known tokens are of the prompt. Others were sampled, and are computed once more."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
     drafts: Drafts | None = None
@@ -115,6 +122,8 @@ class Columns:
     """The slot of its adapter; 0: none."""
     pair_start: I32
     """Where the second text of its prompt begins; 0: it has one, or the model does not tell them apart."""
+    position_shift: I32
+    """How far the positions behind its prompt lag behind the number of tokens, where rows of it stand in a grid."""
 
 
 _COLUMN_TYPES: dict[str, Any] = {
@@ -133,6 +142,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "pooling": np.uint8,
     "adapter_id": np.int32,
     "pair_start": np.int32,
+    "position_shift": np.int32,
 }
 
 
@@ -177,6 +187,8 @@ class PersistentBatch:
     """Of slots that still have to prefill."""
     bad_slots: set[int] = field(default_factory=set)
     """Slots whose prompt had states that are not finite: what they sample is void."""
+    grids: dict[int, I64] = field(default_factory=dict)
+    """The positions [3, num_known] of slots that still have to prefill, if rows of theirs stand in a grid."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """Of slots that want them and have some to come."""
     rules: LogitRules = field(init=False)
@@ -298,7 +310,23 @@ class PersistentBatch:
             self._add_prefill(plan, inputs)
         if self.max_adapters:
             self._add_adapters(slots, inputs)
+        if self.embedding_bytes:
+            self._add_grid_positions(slots, inputs)
         return inputs
+
+    def _add_grid_positions(self, decode_slots: I32, inputs: StepInputs) -> None:
+        """decode_slots: in the order of the tokens, with padding."""
+        shifts = self.columns.position_shift[decode_slots]
+        if not self.grids and not shifts.any():
+            return
+        made = np.tile(inputs.positions, (3, 1))
+        made[:, : len(shifts)] -= shifts
+        for slot, start, count, first in zip(
+            inputs.prefill_slots, inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True
+        ):
+            if slot in self.grids:
+                made[:, start : start + count] = self.grids[slot][:, first : first + count]
+        inputs.grid_positions = made
 
     def _add_adapters(self, decode_slots: I32, inputs: StepInputs) -> None:
         """decode_slots: in the order of the tokens, with padding."""
@@ -322,6 +350,7 @@ class PersistentBatch:
         if self.known_tokens:
             for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
                 del self.known_tokens[slot]
+                self.grids.pop(slot, None)
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these rows: the next plan may decode them without naming the tokens."""
@@ -353,6 +382,7 @@ class PersistentBatch:
         assert (columns.num_computed[live] <= columns.num_known[live]).all(), "computed beyond what is known"
         waiting = {int(slot) for slot in self.known_tokens}
         assert waiting <= set(live.tolist()), "tokens kept of a dead slot"
+        assert set(self.grids) <= waiting, "positions kept of a prefill that is over"
         assert self.bad_slots <= set(live.tolist()), "a dead slot is bad"
         assert set(self.prompt_logprobs) <= set(live.tolist()), "prompt logprobs kept of a dead slot"
         self.rules.check_integrity(set(live.tolist()))
@@ -376,6 +406,7 @@ class PersistentBatch:
         self.num_slot_blocks[:, slots] = 0
         for slot in slots.tolist():
             self.known_tokens.pop(slot, None)
+            self.grids.pop(slot, None)
             self.bad_slots.discard(slot)
             self.prompt_logprobs.pop(slot, None)
         if self.rules.is_used:
@@ -394,7 +425,7 @@ class PersistentBatch:
             raise ValueError(f"step {plan.step}: one of the new slots {slots.tolist()} is in use")
         if (new["num_computed"] >= num_tokens).any() or (new["num_computed"] < 0).any():
             raise ValueError(f"step {plan.step}: a new slot must have at least one token that is not computed")
-        lowest = EMBEDDED if self.embedding_bytes else 0
+        lowest = LOWEST_ID if self.embedding_bytes else 0
         if plan.new_tokens.min(initial=0) < lowest or plan.new_tokens.max(initial=0) >= self.vocab_size:
             raise ValueError(f"step {plan.step}: token ids must be in [0, {self.vocab_size})")
         if int(new["adapter_id"].min()) < 0 or int(new["adapter_id"].max()) > self.max_adapters:
@@ -418,6 +449,7 @@ class PersistentBatch:
         columns.pooling[slots] = new["pooling"] & 0xFF
         columns.adapter_id[slots] = new["adapter_id"]
         columns.pair_start[slots] = new["pooling"] >> 8
+        columns.position_shift[slots] = 0
         self.num_slot_blocks[:, slots] = counts.T
         # Ragged parts, row by row: tokens, blocks and stop ids of all rows follow each other.
         token_ends = np.cumsum(num_tokens)
@@ -427,6 +459,8 @@ class PersistentBatch:
             tokens = plan.new_tokens[token_ends[i] - num_tokens[i] : token_ends[i]].copy()
             self.known_tokens[slot] = tokens
             columns.last_token[slot] = tokens[-1]
+            if self.embedding_bytes and int(tokens.min()) < GRID:
+                self.grids[slot], columns.position_shift[slot] = grid_positions(tokens)
             for group in range(self.num_groups):
                 count = int(counts[i, group])
                 self.block_tables[group, slot, :count] = plan.new_blocks[block_end : block_end + count]
@@ -448,7 +482,7 @@ class PersistentBatch:
             num_prompt = len(tokens) - num_outputs[slot]
             prompt = tokens[:num_prompt]
             if self.embedding_bytes:
-                prompt = prompt[prompt != EMBEDDED]
+                prompt = prompt[prompt >= 0]
             self.rules.add(slot, rules, prompt, tokens[num_prompt:])
             if rules.num_prompt_logprobs >= 0 and first < num_prompt:
                 self.prompt_logprobs[slot] = PromptLogprobs(rules.num_prompt_logprobs, first, num_prompt)
@@ -497,6 +531,7 @@ class PersistentBatch:
             inputs.prefill_starts.append(start)
             inputs.prefill_counts.append(count)
             inputs.prefill_first.append(first)
+            inputs.num_prompts.append(int(columns.num_known[slot] - columns.num_outputs[slot]))
             inputs.pair_starts.append(int(columns.pair_start[slot]))
             inputs.prefill_tables.append(tables[slot].copy())
             start += count
@@ -524,13 +559,15 @@ class PersistentBatch:
             self.rows_version += 1
 
     def _take_embeds(self, plan: StepPlan, inputs: StepInputs) -> None:
-        embedded = np.flatnonzero(inputs.token_ids == EMBEDDED)
+        embedded = np.flatnonzero(inputs.token_ids < 0)
         if embedded.size * self.embedding_bytes != plan.embeds.size:
             raise ValueError(
                 f"step {plan.step}: {plan.embeds.size} bytes of embeddings are not {self.embedding_bytes} for each of "
                 f"{embedded.size} tokens"
             )
         if embedded.size:
+            is_whole = inputs.token_ids == WHOLE
+            inputs.whole = is_whole if is_whole.any() else None
             inputs.token_ids[embedded] = 0  # something to look up
             inputs.embedded, inputs.embeds = embedded, plan.embeds
 

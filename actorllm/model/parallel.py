@@ -27,9 +27,11 @@ CONNECT_TIMEOUT_S = 120.0
 class Ranks:
     """This rank and the others. Without arguments: one rank that is alone."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, has_whole_experts: bool = False) -> None:
+        """has_whole_experts: of experts each rank holds some as a whole, in the place of its part of each."""
         self.rank = rank
         self.size = size
+        self.has_whole_experts = has_whole_experts
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
@@ -43,7 +45,7 @@ class Ranks:
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
-        return cls(rank, config.world_size)
+        return cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel)
 
     def close(self) -> None:
         """Leave the group; the others notice when they next need this rank."""

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import I32, StepPlan
-from actorllm.messages.embeds import EMBEDDED
 from actorllm.types.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
 from actorllm.types.logits_processors.paths import load
 from actorllm.types.logits_processors.travel import decode_rows
@@ -154,7 +153,7 @@ class Processors:
             tokens = known_tokens[slot].tolist()
             num_prompt = len(tokens) - num_outputs[slot]
             prompt = tokens[:num_prompt]
-            self._live[slot] = Row(slot, params, None if EMBEDDED in prompt else prompt, tokens[num_prompt:])
+            self._live[slot] = Row(slot, params, None if min(prompt) < 0 else prompt, tokens[num_prompt:])
         self._is_changed = True
 
     def clear(self) -> None:

@@ -235,6 +235,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
             f"models that generate text on the CPU can (device='cpu')"
         )
 
+    def statistics(self) -> dict[str, Any]:
+        """What `stats()` tells of this worker's computing, as JSON values."""
+        return {}
+
     @property
     @abstractmethod
     def num_kv_heads(self) -> int:

@@ -24,21 +24,6 @@ hold a core for as long as the engine is idle, and on a machine with two cores s
 """
 
 
-PAYING_PRODUCT_S = 40e-6
-BYTES_PER_S, FLOPS_PER_S = 35e9, 400e9
-"""What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
-
-OTHERS_S_PER_TOKEN, OTHERS_SHARE = 25e-6, 0.3
-"""What scheduler, frontend and application compute for a token (measured with the storyteller), and the share of a step
-above which a team that takes every core waits for them in every product."""
-
-CROWDED_SHARE, CROWDED_S = 0.35, 2e-3
-"""Waiting, of a step and in seconds, up to which a team is still worth it."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 8, 512
-"""Steps with one thread after a crowded one."""
-
-
 def num_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -92,46 +77,3 @@ def visible_devices(config: EngineConfig, known: str | None) -> str:
             f"{config.data_parallel_size * config.world_size} GPUs, and CUDA_VISIBLE_DEVICES={known!r} names {len(names)}"
         )
     return ",".join(names[config.first_device : last])
-
-
-class Team:
-    """How many threads the next step computes with: one, or all.
-
-    A team pays once a product is long enough to outlast its start and end (`PAYING_PRODUCT_S`). It does not pay while
-    something else keeps the cores busy: every product then waits until its last thread has had its turn, some
-    milliseconds on Linux, and a step takes ten times as long instead of twice. So after a step that mostly waited, the
-    next ones are computed by one thread, and the team is tried again later, after ever longer pauses.
-    """
-
-    def __init__(self, max_threads: int, product_bytes: float, flops_per_row: float, num_products: int = 1) -> None:
-        """product_bytes, flops_per_row: of a matrix product of the model, on average. num_products: of one step."""
-        self.max_threads = max_threads
-        self._num_products = num_products
-        self._product_bytes, self._flops_per_row = product_bytes, flops_per_row
-        self._pause = 0
-        self._next_pause = FIRST_PAUSE
-        self.num_crowded = 0
-        """Steps that mostly waited."""
-
-    def size(self, num_rows: int, num_samples: int = 0) -> int:
-        """Threads for a step of so many tokens, which samples so many rows."""
-        if self._pause:
-            self._pause -= 1
-            return 1
-        product_s = max(self._product_bytes / BYTES_PER_S, num_rows * self._flops_per_row / FLOPS_PER_S)
-        # Frontend and scheduler need a core for every sampled token while the step runs: theirs is not the team's.
-        others = num_samples * OTHERS_S_PER_TOKEN / (self._num_products * product_s)
-        if others > OTHERS_SHARE and self.max_threads >= num_cores():
-            return 1
-        return self.max_threads if product_s > PAYING_PRODUCT_S else 1
-
-    def observe(self, size: int, wall_s: float, cpu_s: float) -> None:
-        """How long a step of `size` threads took, and how much of that its first thread computed."""
-        if size == 1:
-            return
-        if wall_s - cpu_s > max(CROWDED_SHARE * wall_s, CROWDED_S):
-            self.num_crowded += 1
-            self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-        else:
-            self._next_pause = max(self._next_pause - 1, FIRST_PAUSE)

@@ -29,11 +29,27 @@ from actorllm.scheduling.telemetry.statistics import PrefixCacheStatistics
 
 
 class PrefixCache:
-    """spare: tokens that a row needs room for beyond the one that a step samples."""
+    """See the module docstring."""
 
-    def __init__(self, kv: KVCacheManager, batch: Batch, ledger: Ledger, spare: int, weights: str = "") -> None:
-        """weights: the identity of those that the workers compute with."""
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        batch: Batch,
+        ledger: Ledger,
+        spare: int,
+        weights: str = "",
+        *,
+        keeps_output_apart: bool = False,
+    ) -> None:
+        """What is found of each other's KV.
+
+        Arguments:
+            spare: tokens that a row needs room for beyond the one that a step samples.
+            weights: the identity of those that the workers compute with.
+            keeps_output_apart: blocks that hold output are never found: a prompt of the same tokens has other bits.
+        """
         self._weights = weights
+        self._keeps_output_apart = keeps_output_apart
         self._kv = kv
         self._batch = batch
         self._ledger = ledger
@@ -54,9 +70,10 @@ class PrefixCache:
         is_current = submit.weights == self._weights  # else its frontend did not know of the weights of now
         hashes = sequence.hashes or (submit.block_hashes.tobytes() if is_current else b"")
         done = len(hashes) // HASH_BYTES * size
-        if sequence.known.size - done >= size:
+        num_hashed = submit.prompt.size if self._keeps_output_apart else sequence.known.size
+        if num_hashed - done >= size:
             digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter, self._weights))
-            hashes += continue_hashes(digest, sequence.known[done:], size)
+            hashes += continue_hashes(digest, sequence.known[done:num_hashed], size)
         sequence.hashes, sequence.first_hash = hashes, hashes[:HASH_BYTES]
 
     def look_up(self, sequence: Sequence) -> None:
@@ -151,7 +168,7 @@ class PrefixCache:
     def publish_rest(self, sequence: Sequence) -> None:
         """A request ends: what it computed since its admission can be found from now on."""
         size = self._kv.block_size
-        num_blocks = self._num_reported(sequence) // size
+        num_blocks = self._num_findable(sequence)
         num_hashed = len(sequence.hashes) // HASH_BYTES
         if num_blocks <= sequence.num_published or self._batch.is_simulated.item(sequence.slot):
             self.settle(sequence)
@@ -176,7 +193,7 @@ class PrefixCache:
     def publish_known(self, sequence: Sequence) -> None:
         """A request leaves its slot and comes back: it will look for what it has computed, by all its known tokens."""
         self.settle(sequence)
-        num_blocks = self._num_reported(sequence) // self._kv.block_size
+        num_blocks = self._num_findable(sequence)
         sequence.known = self._known_tokens(sequence)
         sequence.hits, sequence.looked_up = NO_I32, -1
         if self._batch.is_simulated[sequence.slot]:
@@ -187,6 +204,13 @@ class PrefixCache:
         if is_valid and num_blocks > sequence.num_published:
             self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def _num_findable(self, sequence: Sequence) -> int:
+        """How many blocks of a request in a slot may be found, now that it leaves it."""
+        num_tokens = self._num_reported(sequence)
+        if self._keeps_output_apart:
+            num_tokens = min(num_tokens, sequence.submit.prompt.size)
+        return num_tokens // self._kv.block_size
 
     def _num_reported(self, sequence: Sequence) -> int:
         """How many tokens of a request in a slot have KV that a step has reported as computed."""

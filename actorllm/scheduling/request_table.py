@@ -28,6 +28,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import FINISHED, RUNNING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
+from actorllm.scheduling.telemetry.step_seconds import StepSeconds
 from actorllm.supervision.blame.step_failures import StepFailures
 from actorllm.types.outputs import FinishReason
 
@@ -51,6 +52,7 @@ class RequestTable:
         expiry: Expiry,
         admission: Admission,
         drafts: DraftCounters,
+        seconds: StepSeconds,
     ) -> None:
         self.alive: dict[Key, Sequence] = {}
         self.waiting: set[Sequence] = set()
@@ -81,6 +83,7 @@ class RequestTable:
         self._expiry = expiry
         self._admission = admission
         self._drafts = drafts
+        self._seconds = seconds
 
     # Into a slot ------------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class RequestTable:
             sequence.scheduled = self._view.now
             sequence.num_cached_tokens = sequence.num_done
         self._batch.occupy(sequence)
+        self._seconds.enter(sequence)
         self.prefilling[sequence] = None
         if sequence.rules is not None:
             self._message_budget.enter_slot(sequence.rules)
@@ -136,6 +140,7 @@ class RequestTable:
         fork.num_cached_tokens = leader.num_cached_tokens
         fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
         slot = self._batch.occupy(fork)
+        self._seconds.enter(fork)
         self._batch.num_computed[slot] = fork.num_prompt
         if fork.rules is not None:
             self._message_budget.enter_slot(fork.rules)
@@ -250,6 +255,7 @@ class RequestTable:
         self.prefilling.pop(sequence, None)
         if sequence.rules is not None:
             self._message_budget.leave_slot(sequence.rules)
+        self._seconds.leave(sequence)
         self._kv.empty(slot, zero=zero)
         self._batch.vacate(slot)
         self._builder.free(slot)

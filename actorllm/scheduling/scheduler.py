@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages.embeds import chunk_of_items
 from actorllm.scheduling.admission import Admission, Refusal
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.decode_rows import DecodeRows
@@ -62,6 +63,7 @@ from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
+from actorllm.scheduling.telemetry.step_seconds import StepSeconds
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
@@ -98,13 +100,15 @@ class Scheduler:
         vector_size: int = 0,
         weights: str = "",
         tells_salts: bool = False,
+        keeps_output_apart: bool = False,
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
-        the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. is_simulated: the contents of
+        the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
+        output are found by no prompt, because their KV has other bits. is_simulated: the contents of
         plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -139,7 +143,7 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
-        self._cache = PrefixCache(kv, batch, self.ledger, spare, weights)
+        self._cache = PrefixCache(kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart)
         self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
@@ -156,6 +160,7 @@ class Scheduler:
             pools_only=pools_only,
             vector_size=vector_size,
         )
+        self.seconds = StepSeconds(self.ledger)
         self._table = RequestTable(
             self,
             policy,
@@ -170,6 +175,7 @@ class Scheduler:
             expiry=self._expiry,
             admission=self._admission,
             drafts=draft_counters,
+            seconds=self.seconds,
         )
         self.prefilling = self._table.prefilling
         self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
@@ -555,6 +561,9 @@ class Scheduler:
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
+            if has_embeds:
+                submit, most = sequence.submit, min(embeds_room, max_tokens - num_tokens)
+                size = chunk_of_items(submit.prompt, sequence.known.size - remaining, size, most)
             self._num_refused += size < wanted
             # No room, or a prompt that must go through in one step and does not fit.
             if size <= 0 or (size < remaining and sequence.is_whole):
@@ -612,6 +621,7 @@ class Scheduler:
             self._num_dropped += 1
             return NOTHING
         self.ledger.complete(record)
+        self.seconds.done(record, result.ended - result.started, now)
         events = self._results.apply(result, record, spans)
         if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)

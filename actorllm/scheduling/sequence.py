@@ -98,6 +98,10 @@ class Sequence:
     """When they did so last."""
     recovery_s: float = 0.0
     """What it waited in all for the next token after that."""
+    seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Of the steps that it was in, as far as it has left its slot: see `telemetry.step_seconds`."""
+    seconds_before: tuple[float, ...] | None = None
+    """The sums over all steps before its first one."""
     hashes: bytes = b""
     """Of its first full blocks, as many as are hashed."""
     first_hash: bytes = b""

@@ -12,7 +12,7 @@ import numpy as np
 
 from actorllm.kvcache.prefix_index import HASH_BYTES
 from actorllm.messages import POOLING_CODES, Submit
-from actorllm.messages.embeds import EMBEDDED, wrong_rows
+from actorllm.messages.embeds import LOWEST_ID, longest_whole, wrong_rows
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
@@ -92,12 +92,12 @@ class SubmitValidation:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
-        # EMBEDDED is the one id below zero, and counts only where the prompt has rows for it.
+        # Ids below zero count only where the prompt has rows for them.
         lowest = int(sequence.known.min())
         if submit.prompt_embeds.size:
             if error := wrong_rows(submit, self._embedding_bytes):
                 return error
-            lowest -= EMBEDDED
+            lowest -= LOWEST_ID
         if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
         num_hashes, num_full = submit.block_hashes.size / HASH_BYTES, submit.prompt.size // self._block_size
@@ -111,6 +111,9 @@ class SubmitValidation:
             always_free -= self._limits.max_seqs - 1
         if sequence.is_whole and size > always_free:
             return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
+        # The rows of an item that attend to each other stay in one chunk, which must fit in the same way.
+        if submit.prompt_embeds.size and (longest := longest_whole(submit.prompt)) > always_free:
+            return f"{longest} rows must not be cut, and a step has room for {always_free} tokens at any time"
         return None
 
     def take_rules(self, sequence: Sequence, given: dict[str, Any]) -> str | None:

@@ -91,7 +91,7 @@ class ApiProgram:
         os.close(board_fd)
         llm = AsyncLLM.attach(engine)
         if otlp_traces_endpoint is not None:
-            from actorllm.server.tracing import otlp_provider
+            from actorllm.client.request_spans import otlp_provider
 
             app["tracer_provider"] = otlp_provider(otlp_traces_endpoint, {"service.instance.id": str(row)})
         made = create_app(llm, **app)

@@ -68,7 +68,8 @@ def ask(
     if tool_use is not None or defaults.reasoning is not None:
         is_asked = body.include_reasoning is not False
         needs_prompt = defaults.reasoning is not None or reads_thoughts
-        shape.read_parts(MessageParts(tool_use, defaults.reasoning, is_asked), needs_prompt, defaults.reasoning)
+        reasoning = defaults.reasoning_of(body)
+        shape.read_parts(MessageParts(tool_use, reasoning, is_asked), needs_prompt, reasoning)
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
     shape.tool_use = tool_use
     shape.role = defaults.answers.response_role
@@ -130,14 +131,17 @@ class ChatShape(OpenAIShape):
     shows_prompt_logprobs = False
     _parts: MessageParts | None = None
     _needs_prompt = False
-    _reasoning: type[ReasoningParser] | None = None
+    reasoning: Callable[[str], ReasoningParser] | None = None
+    """What makes a parser of thoughts, of the end of the prompt."""
 
-    def read_parts(self, parts: MessageParts, needs_prompt: bool, reasoning: type[ReasoningParser] | None) -> None:
+    def read_parts(
+        self, parts: MessageParts, needs_prompt: bool, reasoning: Callable[[str], ReasoningParser] | None
+    ) -> None:
         """The text is looked through for thoughts and calls. needs_prompt: the end of the prompt says how it begins.
         reasoning: what tells the tokens of a thought, which are counted."""
         self._parts = parts
         self._needs_prompt = needs_prompt
-        self._reasoning = reasoning
+        self.reasoning = reasoning
         self._counts: dict[int, ThoughtCount] = {}
         self.is_plain = False
 
@@ -147,18 +151,18 @@ class ChatShape(OpenAIShape):
 
     def _count(self, index: int, one: CompletionOutput) -> None:
         """The tokens of the thought."""
-        if self._reasoning is None or self._parts is None:
+        if self.reasoning is None or self._parts is None:
             return
         count = self._counts.get(index)
         if count is None:
-            count = self._counts[index] = ThoughtCount(self._reasoning(self._parts.prompt), self._decode)
+            count = self._counts[index] = ThoughtCount(self.reasoning(self._parts.prompt), self._decode)
         count.push(one.token_ids)
         if one.finish_reason is not None:
             count.finish()
 
     def _usage(self, states: Sequence[PromptState]) -> dict[str, Any]:
         told = super()._usage(states)
-        if self._reasoning is not None:
+        if self.reasoning is not None:
             told["completion_tokens_details"] = {"reasoning_tokens": sum(c.num for c in self._counts.values())}
         return told
 
@@ -173,7 +177,7 @@ class ChatShape(OpenAIShape):
         }
         if self._parts is not None:
             self._see_prompt(output.prompt_token_ids)
-            self._parts.put_into(choice, one.text, self.echoed)
+            self._parts.put_into(choice, one.text, self.echoed, one.token_ids)
             self._count(index, one)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
@@ -202,7 +206,7 @@ class ChatShape(OpenAIShape):
             choice["token_ids"] = one.token_ids
         if self._parts is not None:
             self._count(index, one)
-            is_news = self._parts.put_into_delta(index, choice, one.text)
+            is_news = self._parts.put_into_delta(index, choice, one.text, one.token_ids)
             if not is_news and self.view.logprobs is None and not self.view.has_token_ids:
                 return None
         return choice

@@ -57,7 +57,10 @@ class ItemShape(Shape):
         self._state.take(outputs[0])
         (one,) = outputs[0].outputs
         items = self._items
-        for _ in (*items.begin(self._state.ids), *items.write(one.text, self._logprobs_of(one))):
+        for _ in (
+            *items.begin(self._state.ids),
+            *items.write(one.text, self._logprobs_of(one), one.token_ids, is_whole=True),
+        ):
             pass
         self._see(one)
         for _ in items.end(self._is_whole(one)):
@@ -75,7 +78,7 @@ class ItemShape(Shape):
                 state.has_begun = True
                 made += self._opening()
             self._see(one)
-            made += self._written(self._items.write(one.text, self._logprobs_of(one)))
+            made += self._written(self._items.write(one.text, self._logprobs_of(one), one.token_ids))
             if one.finish_reason is not None:
                 made += self._written(self._items.end(self._is_whole(one)))
                 made += self._ending(one)

@@ -5,6 +5,7 @@ Both go the same way, so a stream makes the message that the whole answer is. Us
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actorllm.server.tool_parsers import Arguments, Piece, Text, ToolCallStart, ToolParser
@@ -18,7 +19,7 @@ MAX_ARGUMENTS = 1 << 20
 class PieceReader:
     """The pieces of one sequence: its thought, and behind that text and calls."""
 
-    def __init__(self, use: ToolUse | None, reasoning: type[ReasoningParser] | None, prompt: str) -> None:
+    def __init__(self, use: ToolUse | None, reasoning: Callable[[str], ReasoningParser] | None, prompt: str) -> None:
         """prompt: the end of its text."""
         self._tools: ToolParser | None = None if use is None else use.new_parser()
         reads_thoughts = self._tools is not None and self._tools.READS_THOUGHTS
@@ -26,6 +27,8 @@ class PieceReader:
         self._space: list[str] = []
         """That the answer begins with. Before calls it is left out."""
         self._has_text = False
+        self._seen: Sequence[int] = ()
+        self._is_whole = False
         self._sizes: dict[int, int] = {}
         """Of the arguments of calls."""
 
@@ -36,8 +39,19 @@ class PieceReader:
     def new_id(self) -> str:
         return "" if self._tools is None else self._tools.new_id()
 
+    def see(self, token_ids: Sequence[int], is_whole: bool) -> None:
+        """Called before a `push` with the ids of its text. is_whole: no other text comes."""
+        self._seen = token_ids
+        self._is_whole = is_whole
+        if self._reasoning is not None:
+            self._reasoning.see(token_ids, is_whole)
+
     def push(self, text: str) -> list[Piece]:
         parts: list[Part] = [Said(text)] if self._reasoning is None else self._reasoning.push(text)
+        if self._tools is not None:
+            # The ids of a part of the text are not known.
+            is_said = len(parts) == 1 and parts[0] == Said(text)
+            self._tools.see(self._seen if is_said else (), self._is_whole)
         return [told for piece in self._read(parts) for told in self._allowed(piece)]
 
     def finish(self) -> list[Piece]:
@@ -84,7 +98,10 @@ class MessageParts:
     """Of one request; a reader for each of its sequences."""
 
     def __init__(
-        self, use: ToolUse | None, reasoning: type[ReasoningParser] | None, shows_thoughts: bool = True
+        self,
+        use: ToolUse | None,
+        reasoning: Callable[[str], ReasoningParser] | None,
+        shows_thoughts: bool = True,
     ) -> None:
         """use: None: no tools. reasoning: None: the model marks no thoughts."""
         self._use = use
@@ -94,9 +111,10 @@ class MessageParts:
         self.prompt = ""
         """The end of its text."""
 
-    def put_into(self, choice: dict[str, Any], text: str, before: str) -> None:
-        """Make of a whole choice what it is in parts. before: text that the answer goes on from."""
+    def put_into(self, choice: dict[str, Any], text: str, before: str, token_ids: Sequence[int] = ()) -> None:
+        """Make of a whole choice what it is in parts. before: text that the answer goes on from. token_ids: of the text."""
         reader = PieceReader(self._use, self._reasoning, self.prompt)
+        reader.see(token_ids, is_whole=True)
         calls: list[dict[str, Any]] = []
         thoughts: list[str] = []
         texts = [before]
@@ -125,11 +143,12 @@ class MessageParts:
             message["tool_calls"] = calls
             choice["finish_reason"] = self._reason(choice["finish_reason"])
 
-    def put_into_delta(self, index: int, choice: dict[str, Any], text: str) -> bool:
-        """Make of a choice of a stream what it is in parts. Returns whether it says anything new."""
+    def put_into_delta(self, index: int, choice: dict[str, Any], text: str, token_ids: Sequence[int] = ()) -> bool:
+        """Make of a choice of a stream what it is in parts. Returns whether it says anything new. token_ids: of the text."""
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = PieceReader(self._use, self._reasoning, self.prompt)
+        reader.see(token_ids, is_whole=False)
         pieces = reader.push(text)
         if choice["finish_reason"] is not None:
             pieces += reader.finish()

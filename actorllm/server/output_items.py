@@ -6,13 +6,13 @@ thoughts there is one message, open from the beginning. Blanks between calls bel
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import orjson
 
 from actorllm.server.message_parts import PieceReader
+from actorllm.server.random_names import random_name
 from actorllm.server.tool_parsers import Arguments, Piece, Text, ToolCallStart
 from actorllm.server.tools import ToolUse
 from actorllm.text.reasoning.counting import ThoughtCount
@@ -29,11 +29,11 @@ class OutputItems:
     def __init__(
         self,
         use: ToolUse | None,
-        reasoning: type[ReasoningParser] | None = None,
+        reasoning: Callable[[str], ReasoningParser] | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """use: None: no tools. reasoning: None: the model marks no thoughts. decode: ids to text, of the end of the prompt."""
-        name = uuid.uuid4().hex
+        name = random_name()
         self.first_id = f"msg_{name}"
         """Of the first message."""
         self.done: list[dict[str, Any]] = []
@@ -60,11 +60,14 @@ class OutputItems:
         if self._reasoning is not None and self._decode is not None:
             self._count = ThoughtCount(self._reasoning(text), self._decode)
 
-    def write(self, text: str, entries: list[Any]) -> Iterator[Event]:
-        """entries: log-probabilities of the text."""
+    def write(
+        self, text: str, entries: list[Any], token_ids: Sequence[int] = (), is_whole: bool = False
+    ) -> Iterator[Event]:
+        """entries: log-probabilities of the text. token_ids: of the text. is_whole: no other text comes."""
         if self._reader is None:
             yield from self._write_text(text, entries)
             return
+        self._reader.see(token_ids, is_whole)
         for piece in self._allowed(self._reader.push(text)):
             yield from self._take(piece)
 
@@ -152,14 +155,14 @@ class OutputItems:
         yield "response.content_part.added", {**self._place, "content_index": 0, "part": _part("", [])}
 
     def _begin_thought(self) -> Iterator[Event]:
-        name = f"rs_{uuid.uuid4().hex}"
+        name = f"rs_{random_name()}"
         self._open = {"id": name, "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
         yield from self._added()
 
     def _begin_call(self, name: str, call_id: str | None) -> Iterator[Event]:
         assert self._reader is not None
         self._open = {
-            "id": f"fc_{uuid.uuid4().hex}",
+            "id": f"fc_{random_name()}",
             "type": "function_call",
             "call_id": call_id or self._reader.new_id(),
             "name": name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser, pa
 from actorllm.server.tools import response_format_of
 from actorllm.text.chat_template import Conversation, chat_templates
 from actorllm.text.reasoning.parsers import ReasoningParser, reasoning_named
+from actorllm.types.media_rules import Modality
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -95,8 +96,8 @@ class Defaults:
     max_prompt_characters: int
     """The engine's."""
     trusts_chat_templates: bool = False
-    takes_images: bool = False
-    """Whether messages may hold images."""
+    modality: Modality | None = None
+    """What messages may hold beside text."""
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
     """Which one, may depend on the model's chat templates: known after `ServerState.read_templates`."""
     reasoning: type[ReasoningParser] | None = None
@@ -113,7 +114,7 @@ class Defaults:
             sampling=model.sampling_defaults,
             max_prompt_characters=model.max_prompt_characters,
             trusts_chat_templates=trusts_chat_templates,
-            takes_images=model.media is not None,
+            modality=model.modality,
             reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
             answers=answers,
         )
@@ -127,7 +128,16 @@ class Defaults:
         own = self.answers.chat_template
         templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
         shows_tools = any("tools" in template for template in templates)
-        return replace(self, tool_parser=parser_named(tool_call_parser, templates), shows_tools=shows_tools)
+        return replace(
+            self,
+            tool_parser=parser_named(tool_call_parser, templates).for_folder(folder),
+            reasoning=None if self.reasoning is None else self.reasoning.for_folder(folder),
+            shows_tools=shows_tools,
+        )
+
+    def reasoning_of(self, body: Any) -> Callable[[str], ReasoningParser] | None:
+        """What makes a parser of thoughts for this request, of the end of its prompt."""
+        return None if self.reasoning is None else self.reasoning.for_request(body)
 
     def conversation(self, messages: Any, **options: Any) -> Conversation:
         """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.
@@ -148,7 +158,7 @@ class Defaults:
         if answers.default_chat_template_kwargs and (further is None or isinstance(further, Mapping)):
             options["chat_template_kwargs"] = {**answers.default_chat_template_kwargs, **(further or {})}
         options["chat_template_content_format"] = answers.chat_template_content_format
-        return Conversation.of(messages, is_own=True, takes_images=self.takes_images, **options)
+        return Conversation.of(messages, is_own=True, modality=self.modality, **options)
 
     def fill(self, body: Body) -> None:
         """Put into a body what it leaves to the server."""

@@ -7,7 +7,6 @@ log-probabilities, token ids, usage in every event) goes through a dictionary. P
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import orjson
 from actorllm.actors.frontend import Delta
 from actorllm.server.logprob_format import LogprobsView, Position
 from actorllm.server.protocol import Generation
+from actorllm.server.random_names import random_name
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.request_metrics import RequestMetrics
@@ -128,7 +128,7 @@ class OpenAIShape(Shape):
         name: str | None,
     ) -> None:
         """n: sequences per prompt. decode: ids to text. name: what the client calls the request."""
-        self.id = f"{self.PREFIX}-{name or uuid.uuid4().hex}"
+        self.id = f"{self.PREFIX}-{name or random_name()}"
         self.view = view
         self._n = n
         self._slo = slo

@@ -58,6 +58,8 @@ class ServerState:
         self.llm = llm
         self.models = models
         self.loading_adapter = anyio.Lock()
+        self.plugin_turn = anyio.CapacityLimiter(1)
+        """Of requests that are data of a plug-in, which reads one at a time."""
         self.defaults = defaults
         self.created = created
         self.is_draining = False

@@ -18,11 +18,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from actorllm.server.random_names import random_name
 from actorllm.server.tool_formats import FORMATS
 from actorllm.text.markers import overlap
 from actorllm.text.reasoning.parsers import Thought
@@ -288,11 +288,27 @@ class ToolParser(ABC):
     READS_THOUGHTS: ClassVar[bool] = False
     """It tells of thoughts itself: one format has both."""
 
+    DEMANDED: ClassVar[type[ToolParser] | None] = None
+    """What reads calls that a grammar demands; None: the parser itself."""
+
     def __init__(self, names: Collection[str]) -> None:
         """names: of the tools; a mapping has the schemas of their arguments."""
         self.num_calls = 0
         self._names = names
         self._buffer = ""
+
+    @classmethod
+    def for_folder(cls, folder: str | None) -> type[ToolParser]:
+        """The same for the tokenizer in this folder, for a parser that asks it. Reads files."""
+        return cls
+
+    @classmethod
+    def for_request(cls, names: Collection[str], body: Any) -> ToolParser:
+        """A parser for one sequence. names: as of the constructor. body: of the request."""
+        return cls(names)
+
+    def see(self, token_ids: Sequence[int], is_whole: bool) -> None:  # noqa: B027
+        """Called before a `push` with the ids of its text, for a parser that looks at them. is_whole: no other text comes."""
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -332,7 +348,7 @@ class ToolParser(ABC):
 
     @staticmethod
     def new_id() -> str:
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return f"chatcmpl-tool-{random_name()}"
 
 
 class MarkedParser(ToolParser):
@@ -526,7 +542,7 @@ class MistralParser(MarkedParser):
 
     @staticmethod
     def new_id() -> str:
-        return uuid.uuid4().hex[:9]
+        return random_name()[:9]
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
@@ -850,6 +866,8 @@ SHOWN = (
     ("<|action_start|>", "internlm"),
 )
 """By what a chat template shows calls in the formats of `tool_formats`; the first that it has counts."""
+ADAPTER = "actorllm.server.tool_formats.plugin_calls:adapted"
+"""Of classes with vLLM's interface."""
 DEFAULT_PARSER = "hermes"
 """Of models whose chat template shows no tools."""
 
@@ -858,7 +876,7 @@ def parser_named(name: str | None, templates: Sequence[str]) -> type[ToolParser]
     """The parser of this name, or a class as 'module:Class'; None: that of the way in which a model's chat templates show calls.
     Raises ConfigError."""
     if name is not None and name not in PARSERS:
-        return named_class("tool_call_parser", name, ToolParser, FORMATS, PARSERS)  # type: ignore[type-abstract]
+        return named_class("tool_call_parser", name, ToolParser, FORMATS, PARSERS, ADAPTER)  # type: ignore[type-abstract]
     if name is None and (shown := next(_family(templates), DEFAULT_PARSER)) not in PARSERS:
         return named_class("tool_call_parser", shown, ToolParser, FORMATS, PARSERS)  # type: ignore[type-abstract]
     found = PARSERS[name or next(_family(templates), DEFAULT_PARSER)]

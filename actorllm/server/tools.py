@@ -43,6 +43,8 @@ class ToolUse:
     """A tool is strict, and the model is free to write what it likes: nothing tells a call from text in advance."""
     structured: StructuredOutputsParams | None
     """The grammar that demands what is demanded; None: the model writes what it likes."""
+    request: Any = None
+    """The body, for a parser that asks it."""
 
     def warnings(self, shows_tools: bool) -> list[str]:
         """What is to be said of it. shows_tools: the chat template does."""
@@ -55,7 +57,7 @@ class ToolUse:
 
     def new_parser(self) -> ToolParser:
         """For one sequence."""
-        return self.parser(self.names)
+        return self.parser.for_request(self.names, self.request)
 
 
 def response_format_of(body: Any) -> StructuredOutputsParams | None:
@@ -177,8 +179,9 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
             structured = structured.as_hint()
         if parser.READS_THOUGHTS:
             structured.from_start()
+        parser = parser.DEMANDED or parser
     names = {tool.name: tool.parameters for tool in called}
-    return ToolUse(parser, names, name is not None, is_parallel, is_strict and tag is None, structured)
+    return ToolUse(parser, names, name is not None, is_parallel, is_strict and tag is None, structured, body)
 
 
 def _tool(given: Any) -> Tool:

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from actorllm import __version__
-from actorllm.errors import ActorLLMError, ConfigError
+from actorllm.errors import ActorLLMError
 from actorllm.server.envelope import KINDS, MAX_MESSAGE, ApiError
 from actorllm.server.guards import BEGAN, route_path
 from actorllm.types.outputs import RequestOutput
@@ -184,17 +184,3 @@ def _events(metrics: Sequence[RequestMetrics]) -> list[tuple[str, float]]:
 
 def _ns(epoch_s: float) -> int:
     return int(epoch_s * 1e9)
-
-
-def otlp_provider(endpoint: str, service: Mapping[str, str]) -> Any:
-    """A provider that sends its spans there over HTTP. Raises ConfigError when the packages are not there."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
-    provider = SdkTracerProvider(resource=Resource.create({"service.name": "actorllm", **service}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return provider

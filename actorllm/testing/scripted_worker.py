@@ -98,6 +98,11 @@ class BatchState:
         """There is nothing to give back."""
 
     @staticmethod
+    def statistics() -> dict[str, Any]:
+        """Nothing is computed."""
+        return {}
+
+    @staticmethod
     def is_memory_shortage(error: Exception) -> bool:
         return isinstance(error, MemoryError)
 

@@ -20,6 +20,7 @@ import orjson
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError, nearest_name
 from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from actorllm.types.media_rules import Modality
 from actorllm.types.model_files import read_object
 
 Message: TypeAlias = Mapping[str, Any]
@@ -28,11 +29,19 @@ ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
 TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of content parts that are text; each has it under the key 'text'."""
 
-IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")
-"""The types of content parts that are images: OpenAI's two, and those of transformers and vLLM for PIL images."""
+MEDIA_PARTS: dict[str, Modality] = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "image_pil": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio": "audio",
+}
+"""The types of content parts that are no text: OpenAI's, vLLM's and those of transformers."""
 
-PLACED = "placed image"
-"""The type of what stands in a conversation for an image that was taken out of it."""
+PLACED = "placed item"
+"""The type of what stands in a conversation for an image or a recording that was taken out of it."""
 
 ARGUMENTS_OF_CHAT = (
     "messages",
@@ -68,21 +77,27 @@ class Conversation:
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[Any, ...] = ()
-    """Those of its messages, in their order; in the messages there are placeholders."""
+    items: tuple[Any, ...] = ()
+    """The images or recordings of its messages, in their order; in the messages there are placeholders."""
+    modality: Modality | None = None
+    """Of the items; None: there may be none."""
 
     @classmethod
-    def of(cls, messages: Any, *, is_own: bool = False, takes_images: bool = False, **options: Any) -> Conversation:
+    def of(
+        cls, messages: Any, *, is_own: bool = False, modality: Modality | None = None, **options: Any
+    ) -> Conversation:
         """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options.
 
-        is_own: no caller will change messages and tools, so that what is in them is not copied. takes_images: the model does.
+        is_own: no caller will change messages and tools, so that what is in them is not copied. modality: what
+        the model takes beside text.
         """
-        images: list[Any] = []
-        if takes_images:
-            messages = _without_images(messages, images)
+        items: list[Any] = []
+        if modality is not None:
+            messages = _without_items(messages, modality, items)
         made = cls(
             _checked_messages(messages, is_own),
-            images=tuple(images),
+            items=tuple(items),
+            modality=modality,
             **{k: v for k, v in options.items() if v is not None},
         )
         for name in ("add_generation_prompt", "continue_final_message"):
@@ -348,34 +363,35 @@ def _checked_messages(messages: Any, is_own: bool) -> list[dict[str, Any]]:
     return checked
 
 
-def _without_images(messages: Any, images: list[Any]) -> Any:
-    """The messages with placeholders for images, which are added to `images`. What is no list of messages stays as it is."""
+def _without_items(messages: Any, modality: Modality, items: list[Any]) -> Any:
+    """The messages with placeholders for what is no text, which is added to `items`. What is no list of messages stays."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         return messages
-    return [_one_without_images(message, images) for message in messages]
+    return [_one_without_items(message, modality, items) for message in messages]
 
 
-def _one_without_images(message: Any, images: list[Any]) -> Any:
+def _one_without_items(message: Any, modality: Modality, items: list[Any]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = [content] if isinstance(content, Mapping) else content
     if not isinstance(parts, list | tuple):
         return message
-    return {**message, "content": [_placed(part, images) for part in parts]}
+    return {**message, "content": [_placed(part, modality, items) for part in parts]}
 
 
-def _placed(part: Any, images: list[Any]) -> Any:
+def _placed(part: Any, modality: Modality, items: list[Any]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == PLACED:
         raise InvalidPromptError(f"content parts of type {kind!r} are not supported")
-    if kind not in IMAGE_PARTS:
+    if MEDIA_PARTS.get(str(kind)) != modality:
         return part
-    found = next((part[key] for key in ("image_url", "image", "image_pil", "url") if part.get(key) is not None), None)
-    if isinstance(found, Mapping):
-        found = found.get("url")
+    names = (str(kind), *(name for name, of in MEDIA_PARTS.items() if of == modality), "url")
+    found = next((part[name] for name in names if part.get(name) is not None), None)
+    if isinstance(found, Mapping) and found.get("url") is not None:
+        found = found["url"]
     if found is None:
-        raise InvalidPromptError(f"a content part of type {kind!r} needs its image; this one has {list(part)}")
-    images.append(found)
-    return {"type": PLACED}
+        raise InvalidPromptError(f"a content part of type {kind!r} needs its {modality}; this one has {list(part)}")
+    items.append(found)
+    return {"type": PLACED, "modality": modality}
 
 
 def _text_parts(message: Message) -> Iterator[str]:
@@ -391,7 +407,7 @@ def _text_parts(message: Message) -> Iterator[str]:
             yield part
             continue
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind == PLACED and len(part) == 1:
+        if kind == PLACED and len(part) == 2:
             continue
         if kind not in TEXT_PARTS:
             raise InvalidPromptError(f"content parts of type {kind!r} are not supported: this engine takes text only")
@@ -403,9 +419,9 @@ def _text_parts(message: Message) -> Iterator[str]:
 def _for_template(message: Message, as_parts: bool) -> dict[str, Any]:
     content: Any = list(_parts(message))
     if not as_parts:
-        if any(part["type"] == "image" for part in content):
+        if any(part["type"] != "text" for part in content):
             raise InvalidPromptError(
-                "the chat template takes text only; give one with chat_template= that places images"
+                "the chat template takes text only; give one with chat_template= that places images or audio"
             )
         content = "\n".join(part["text"] for part in content)
     made = {**message, "content": content}
@@ -421,7 +437,7 @@ def _parts(message: Message) -> Iterator[dict[str, str]]:
     content = message.get("content")
     for part in content if isinstance(content, list | tuple) else [content]:
         if isinstance(part, Mapping) and part.get("type") == PLACED:
-            yield {"type": "image"}
+            yield {"type": part["modality"]}
         else:
             yield from ({"type": "text", "text": text} for text in _text_parts({"content": part}))
 

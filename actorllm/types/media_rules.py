@@ -1,4 +1,4 @@
-"""`MediaRules`: which images the prompts of an engine may hold, read from config.json and the engine's arguments.
+"""`MediaRules`: which images or audio the prompts of an engine may hold, read from config.json and the engine's arguments.
 
 Only architectures that were compared with transformers' `generate` are here. All others that take more than text are refused by
 name, where the model is planned. Read by `config`; used by `actorllm.intake.media`.
@@ -7,86 +7,160 @@ name, where the model is planned. Read by `config`; used by `actorllm.intake.med
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, shown
 
-IMAGE_ARCHITECTURES = frozenset({"LlavaForConditionalGeneration"})
-"""Whose images enter as rows beside the embeddings of the text, at ordinary positions."""
+Modality: TypeAlias = Literal["image", "audio"]
+
+RowKind: TypeAlias = Literal["plain", "grid", "whole"]
+"""How the rows of an item take part: like tokens of text; at positions on three axes; or attending to each other."""
+
+ARCHITECTURES: dict[str, tuple[Modality, RowKind]] = {
+    "Gemma3ForConditionalGeneration": ("image", "whole"),
+    "Idefics3ForConditionalGeneration": ("image", "plain"),
+    "LlavaForConditionalGeneration": ("image", "plain"),
+    "Qwen2AudioForConditionalGeneration": ("audio", "plain"),
+    "Qwen2_5_VLForConditionalGeneration": ("image", "grid"),
+    "Qwen3VLForConditionalGeneration": ("image", "grid"),
+    "SmolVLMForConditionalGeneration": ("image", "plain"),
+}
+"""What each takes beside text."""
+
+TOKEN_KEYS = {"image": ("image_token_index", "image_token_id"), "audio": ("audio_token_index", "audio_token_id")}
+"""Where config.json names the token that stands for a row."""
 
 MODALITIES = ("image", "video", "audio")
-"""That vLLM's arguments name; prompts may have images."""
+"""That vLLM's arguments name."""
 
-MAX_IMAGES = 64
+MAX_ITEMS = 64
 """Most that limit_mm_per_prompt may allow."""
 
-DEFAULT_IMAGES = 8
+DEFAULT_ITEMS = 8
+
+DOMAIN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
     """What the prompts of an engine may hold beside text."""
 
-    image_token_id: int
-    """The token that stands where an image is."""
-    max_images: int = DEFAULT_IMAGES
+    token_id: int
+    """The token that stands where a row of an item is."""
+    modality: Modality = "image"
+    rows: RowKind = "plain"
+    num_vectors: int = 1
+    """Of a row: its embedding, and what is added to the states behind the first layers."""
+    max_items: int = DEFAULT_ITEMS
     """Of one prompt."""
     processor_kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
     """Keyword arguments of the model's processor (mm_processor_kwargs)."""
+    local_path: str | None = None
+    """Files below this folder may be read (allowed_local_media_path); None: none may be."""
+    domains: tuple[str, ...] = ()
+    """Hosts that may be asked (allowed_media_domains)."""
 
     @classmethod
-    def read(
-        cls, architecture: str, hf: Mapping[str, Any], limits: object, processor_kwargs: object
-    ) -> MediaRules | None:
+    def from_tree(cls, tree: dict[str, Any] | None) -> MediaRules | None:
+        """Of a configuration that was written as JSON."""
+        if tree is None:
+            return None
+        if "image_token_id" in tree:  # of older recordings
+            renamed = {"image_token_id": "token_id", "max_images": "max_items"}
+            tree = {renamed.get(name, name): value for name, value in tree.items()}
+        return cls(**tree | {"domains": tuple(tree.get("domains", ()))})
+
+    @classmethod
+    def read(cls, architecture: str, hf: Mapping[str, Any], given: Mapping[str, Any]) -> MediaRules | None:
         """Of a model. None: its prompts are text.
 
         Arguments:
             architecture: of config.json.
             hf: config.json.
-            limits: the argument limit_mm_per_prompt.
-            processor_kwargs: the argument mm_processor_kwargs.
+            given: the engine's arguments; limit_mm_per_prompt, mm_processor_kwargs, allowed_local_media_path and
+                allowed_media_domains are read.
 
         Raises:
-            ConfigError: one of the arguments is wrong, or the model takes no images.
-            CorruptModelError: config.json names no token for images.
+            ConfigError: one of the arguments is wrong.
+            CorruptModelError: config.json names no token for the items, or an impossible tower.
         """
-        max_images, checked = _max_images(limits), _processor_kwargs(processor_kwargs)
-        if architecture not in IMAGE_ARCHITECTURES:
+        limits = _limits(given["limit_mm_per_prompt"])
+        checked = processor_kwargs("mm_processor_kwargs", given["mm_processor_kwargs"])
+        path, domains = _local_path(given["allowed_local_media_path"]), _domains(given["allowed_media_domains"])
+        if architecture not in ARCHITECTURES:
             return None
-        token = next((hf[key] for key in ("image_token_index", "image_token_id") if hf.get(key) is not None), None)
+        modality, rows = ARCHITECTURES[architecture]
+        keys = TOKEN_KEYS[modality]
+        token = next((hf[key] for key in keys if hf.get(key) is not None), None)
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise CorruptModelError(f"config.json: image_token_index is {token!r}; it must be a token id")
-        return cls(token, max_images, checked)
+            raise CorruptModelError(f"config.json: {keys[0]} is {token!r}; it must be a token id")
+        vision = hf.get("vision_config")
+        deep = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+        if not isinstance(deep or [], list) or len(deep or []) > 16:
+            raise CorruptModelError(f"config.json: deepstack_visual_indexes is {deep!r:.80}; it must be a short list")
+        return cls(
+            token,
+            modality,
+            rows,
+            1 + len(deep or []),
+            limits.get(modality, DEFAULT_ITEMS),
+            checked,
+            path,
+            domains,
+        )
 
 
-def _max_images(limits: object) -> int:
-    tree = _object("limit_mm_per_prompt", limits)
+def _limits(given: object) -> dict[str, int]:
+    tree = _object("limit_mm_per_prompt", given)
     for name, value in tree.items():
         if name not in MODALITIES:
             raise ConfigError(f"limit_mm_per_prompt: {name!r:.80} is not one of {', '.join(map(repr, MODALITIES))}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"limit_mm_per_prompt: {name}={shown(value)} must be a count")
-        if name == "image" and value > MAX_IMAGES:
-            raise ConfigError(f"limit_mm_per_prompt: image={value} must be at most {MAX_IMAGES}")
-    return int(tree.get("image", DEFAULT_IMAGES))
+        if value > MAX_ITEMS:
+            raise ConfigError(f"limit_mm_per_prompt: {name}={value} must be at most {MAX_ITEMS}")
+    return tree
 
 
-def _processor_kwargs(given: object) -> dict[str, Any]:
-    checked = _object("mm_processor_kwargs", given)
-    for name, value in checked.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"mm_processor_kwargs: {name!r:.80} must be the name of an argument")
+def processor_kwargs(name: str, given: object) -> dict[str, Any]:
+    """Keyword arguments of a processor, checked. Raises ConfigError, which names them `name`."""
+    checked = _object(name, given)
+    for key, value in checked.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{name}: {key!r:.80} must be the name of an argument")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"mm_processor_kwargs: {name}={value!r} must be finite")
+            raise ConfigError(f"{name}: {key}={value!r} must be finite")
     try:
         orjson.dumps(checked)
     except TypeError as error:
-        raise ConfigError(f"mm_processor_kwargs={shown(given)} must be plain values, as in JSON: {error}") from error
+        raise ConfigError(f"{name}={shown(given)} must be plain values, as in JSON: {error}") from error
     return checked
+
+
+def _local_path(given: object) -> str | None:
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str | Path) or not Path(given).is_dir():
+        raise ConfigError(f"allowed_local_media_path={shown(given)} must be a folder")
+    return str(Path(given).resolve())
+
+
+def _domains(given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"allowed_media_domains={shown(given)} must be a list of host names")
+    domains = tuple(given)
+    for domain in domains:
+        if not isinstance(domain, str) or not DOMAIN.fullmatch(domain.lower()):
+            raise ConfigError(f"allowed_media_domains: {shown(domain)} is no host name, as 'images.example.com'")
+    return tuple(domain.lower() for domain in domains)
 
 
 def _object(name: str, given: object) -> dict[str, Any]:

@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.plugin_file import class_in, plugin_module
 
 T = TypeVar("T")
 
 
-def named_class(option: str, name: str, base: type[T], paths: Mapping[str, str], others: Iterable[str] = ()) -> type[T]:
+def named_class(
+    option: str, name: str, base: type[T], paths: Mapping[str, str], others: Iterable[str] = (), adapter: str = ""
+) -> type[T]:
     """A subclass of `base`.
 
     option: what errors call the argument that has the name. paths: 'module:Class' by name. others: names that the caller
-    knows besides, which errors list first. Raises ConfigError for an unknown name, and for a class that cannot be had.
+    knows besides, which errors list first. adapter: 'module:function', which makes a subclass of `base` of a class with vLLM's
+    interface, and None of any other; empty: there is no such interface. Raises ConfigError for an unknown name, and for a class
+    that cannot be had.
     """
     module, _, attribute = paths.get(name, name).partition(":")
     if not attribute:
@@ -25,7 +30,10 @@ def named_class(option: str, name: str, base: type[T], paths: Mapping[str, str],
             f"class as 'module:Class'"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        if name in paths:
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            found = class_in(plugin_module(module), attribute)
     except ModuleNotFoundError as error:
         told = f"{option}={name!r:.120} cannot be loaded: {type(error).__name__}: {error}"
         if (error.name or "").partition(".")[0] == "vllm":
@@ -33,6 +41,9 @@ def named_class(option: str, name: str, base: type[T], paths: Mapping[str, str],
         raise ConfigError(told) from error
     except Exception as error:  # whatever the module raises is the caller's
         raise ConfigError(f"{option}={name!r:.120} cannot be loaded: {type(error).__name__}: {error}") from error
+    if adapter and isinstance(found, type) and not issubclass(found, base):
+        home, _, function = adapter.partition(":")
+        found = getattr(importlib.import_module(home), function)(found) or found
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{option}={name!r:.120} must be a subclass of {base.__name__} ({base.__module__})")
     return found

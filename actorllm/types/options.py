@@ -64,6 +64,9 @@ class EngineOptions(VLLMOptions, total=False):
     ]
     """'int8', 'int4': round the weights to so many bits while they are read, on a CPU; 'int4-g64', 'int4-g128': in larger groups;
     'compressed-tensors', 'gptq', 'awq', 'fp8', 'gguf': the files are quantized; None: as config.json says."""
+    batch_invariant: Annotated[bool, False]
+    """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
+    hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""
     model_impl: Annotated[Literal["auto", "vllm", "transformers"], "auto"]
     """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
     runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]
@@ -74,6 +77,9 @@ class EngineOptions(VLLMOptions, total=False):
     """'embed': pool a model that was made for text, as runner='pooling' does; 'none': never."""
     pooler_config: Annotated[Any, None]
     """How vectors are pooled: a PoolerConfig, a mapping of its fields, or that as JSON; None: as the model's folder says."""
+    io_processor_plugin: Annotated[str | None, None]
+    """A plug-in for vLLM that makes prompts of data and answers of vectors: its name (entry points 'vllm.io_processor_plugins'), or
+    an IOProcessor of yours as 'module:Class'. None: what config.json names."""
     hf_overrides: Annotated[Mapping[str, Any] | str | None, None]
     """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]
@@ -89,9 +95,13 @@ class EngineOptions(VLLMOptions, total=False):
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
     limit_mm_per_prompt: Annotated[Mapping[str, int] | str | None, None]
-    """Most images of a prompt, as {'image': 4}: at most 64, and 8 if nothing is given; also as JSON."""
+    """Most images or recordings of a prompt, as {'image': 4}: at most 64, and 8 if nothing is given; also as JSON."""
     mm_processor_kwargs: Annotated[Mapping[str, Any] | str | None, None]
-    """Keyword arguments of the model's image processor; also as JSON."""
+    """Keyword arguments of the model's processor of images or audio; also as JSON."""
+    allowed_local_media_path: Annotated[str, ""]
+    """Prompts may name files below this folder, by file: addresses, links followed. "": none."""
+    allowed_media_domains: Annotated[Sequence[str] | None, None]
+    """Prompts may name http: and https: addresses of these hosts, outside of private networks. None: none."""
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]
@@ -110,6 +120,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Most prompts at a time that are too long for what is left of a step."""
     watermark: Annotated[float, 0.01]
     """Share of the KV blocks that admissions leave free for the growth of running requests: at least 0, less than 1."""
+    enable_expert_parallel: Annotated[bool, False]
+    """With several ranks, each holds some experts of a mixture as a whole, in the place of its part of each."""
     tensor_parallel_size: Annotated[int, 1]
     """Ranks that share a model; each is a process."""
     trust_remote_code: Annotated[bool, False]
@@ -119,16 +131,22 @@ class EngineOptions(VLLMOptions, total=False):
     reasoning_parser: Annotated[str, ""]
     """How the model marks what it thinks: a name of vLLM's, or a class as 'module:Class'. Structured output begins behind the
     thought, and requests may bound it (thinking_token_budget). Empty: output is not looked through for thoughts."""
+    reasoning_parser_plugin: Annotated[str | None, None]
+    """A Python file with parsers of thoughts, one of which reasoning_parser names: written for vLLM, or for this package."""
     reasoning_config: Annotated[Mapping[str, Any] | None, None]
     """Marks of a thought in place of the parser's: 'reasoning_start_str', and 'reasoning_end_str', which is what a thought is
     ended with at its budget; without a parser both are needed."""
     structured_outputs_config: Annotated[Mapping[str, Any] | None, None]
     """Of all structured outputs: 'disable_any_whitespace', 'disable_additional_properties', 'enable_in_reasoning' (True or
-    False each) and 'reasoning_parser'. 'backend' and 'disable_fallback' are taken, and there is one backend."""
+    False each), 'reasoning_parser' and 'reasoning_parser_plugin'. 'backend' and 'disable_fallback' are taken, and there is one
+    backend."""
     override_generation_config: Annotated[Mapping[str, Any] | None, None]
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]
     """New tokens per output; a request may ask for more."""
+    otlp_traces_endpoint: Annotated[str | None, None]
+    """Send an OpenTelemetry span of every request there, over HTTP (`actorllm[otel]`). None: those with trace_headers are spans of
+    the application's tracer provider, if there is one."""
     disable_log_stats: Annotated[bool | None, True]
     """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]

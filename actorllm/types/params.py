@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -100,7 +99,6 @@ MAX_OPTIONAL_BIAS = 100.0
 
 VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prompt_adapter_request": (None,),
-    "trace_headers": (None,),
     "prompt_text": (None,),
     "reasoning_ended": (None,),
     "session_id": (None,),
@@ -111,12 +109,9 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
 
-HARMLESS_REQUEST_ARGUMENTS = {"trace_headers": "the engine writes no spans of its own; the server does"}
-"""Of these, what changes no token whatever it is: it is taken with a warning, which says what is done instead."""
-
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
-    *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request"),
+    *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request", "trace_headers"),
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""
@@ -127,10 +122,7 @@ def check_request_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in VLLM_REQUEST_ARGUMENTS:
             raise UnknownParameterError(f"a request has no argument {name!r}{nearest_name(name, REQUEST_ARGUMENTS)}")
-        if name in HARMLESS_REQUEST_ARGUMENTS and isinstance(value, Mapping):
-            warnings.warn(f"{name} is taken and has no effect: {HARMLESS_REQUEST_ARGUMENTS[name]}", stacklevel=4)
-        else:
-            _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
+        _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
 
 
 def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ...]] = VLLM_PARAMETERS) -> None:
@@ -471,14 +463,13 @@ def _json_value(name: str, value: Any, depth: int, left: list[int]) -> Any:
 
 
 VLLM_POOLING_PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "step_tag_id": (None,),
-    "returned_token_ids": (None,),
     "requires_token_ids": (False,),
     "late_interaction_params": (None,),
     "extra_kwargs": (None, {}),
 }
 """Pooling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
+MAX_RETURNED_IDS = 1024
 PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
 POOLING_TYPES: tuple[PoolingType, ...] = ("LAST", "MEAN", "CLS")
 """Of the final states of a prompt: the last one, their mean, the first one."""
@@ -506,6 +497,8 @@ class PoolingParams:
         task: "embed", "classify", "score", "token_embed" or "token_classify", as far as the model has it; None: its first.
         skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
         truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes.
+        step_tag_id: of vectors of tokens, those of this token alone, which ends a step of reasoning.
+        returned_token_ids: of vectors of tokens, these numbers alone, before they become probabilities.
         output_kind: FINAL_ONLY.
 
     Other parameters of vLLM are accepted at their defaults (VLLM_POOLING_PARAMETERS).
@@ -521,6 +514,8 @@ class PoolingParams:
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None
     truncate_prompt_tokens: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     def __post_init__(self) -> None:
@@ -537,12 +532,15 @@ class PoolingParams:
             self.dimensions = _integer("dimensions", self.dimensions, low=1)
         if self.pooling_type is not None:
             self.pooling_type = check_pooling_type(self.pooling_type)
-        if self.task is not None and self.task not in POOLING_TASKS:
+        if self.task is not None and self.task not in (*POOLING_TASKS, "plugin"):
             instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
             known = ", ".join(map(repr, POOLING_TASKS))
             raise InvalidParameterError(f"task={shown(self.task)} is not supported; use {known}{instead}")
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
+        if self.step_tag_id is not None:
+            self.step_tag_id = _integer("step_tag_id", self.step_tag_id, low=0)
+        self.returned_token_ids = check_returned_ids(self.returned_token_ids)
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise InvalidParameterError(
                 f"output_kind={shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
@@ -561,6 +559,17 @@ class PoolingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+def check_returned_ids(given: object) -> list[int] | None:
+    """Which numbers of a vector are wanted. Raises InvalidParameterError."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) > MAX_RETURNED_IDS:
+        raise InvalidParameterError(
+            f"returned_token_ids={shown(given)} must be a list of at most {MAX_RETURNED_IDS} integers"
+        )
+    return [_integer("returned_token_ids", id, low=0) for id in given]
 
 
 def with_task(params: PoolingParams | None, task: str) -> PoolingParams:

@@ -19,6 +19,11 @@ SEQUENCE_HEAD, TOKEN_HEAD = "ForSequenceClassification", "ForTokenClassification
 REWARD_HEADS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 """Architectures of reward models whose head has a layer between the states and the scores of each token: how many scores."""
 
+WITHOUT_ACTIVATION = ("Qwen2ForRewardModel",)
+"""Of these the scores are rewards, and stay as they are unless something else is asked for."""
+STEP_TAGS = {"Qwen2ForProcessRewardModel": 151651}
+"""Of process reward models, the token that ends a step of reasoning: the scores are its, as in vLLM."""
+
 MAX_LABELS = 1 << 16
 
 MAX_VECTOR_BYTES = 16 << 20

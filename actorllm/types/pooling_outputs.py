@@ -202,10 +202,19 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
         return ScoringRequestOutput(outputs=outputs, **request_output._fields())
 
 
-def shaped(vector: Vector, pooling: Pooling) -> Vector:
-    """A pooled vector as the request wants it, or of every token one, [num_tokens, size]; another array."""
+def shaped(vector: Vector, pooling: Pooling, token_ids: Sequence[int] = ()) -> Vector:
+    """A pooled vector as the request wants it, or of every token one, [num_tokens, size]; another array.
+
+    token_ids: of the prompt, where the vectors of one token are wanted.
+    """
     if pooling.is_of_tokens:
         vector = vector.reshape(-1, pooling.size)
+        if pooling.returned_ids:
+            vector = vector[:, pooling.returned_ids]
+        if pooling.step_tag_id is not None:
+            vector = vector[np.asarray(token_ids, np.int64) == pooling.step_tag_id]
+        if not vector.size:
+            return vector.copy()
     if pooling.dimensions is not None:
         vector = vector[..., : pooling.dimensions]
     match pooling.activation:
@@ -214,7 +223,7 @@ def shaped(vector: Vector, pooling: Pooling) -> Vector:
                 return np.asarray(vector / max(float(np.linalg.norm(vector)), SMALLEST_LENGTH), np.float32)
             lengths = np.linalg.norm(vector, axis=-1, keepdims=True)
             return np.asarray(vector / np.maximum(lengths, SMALLEST_LENGTH), np.float32)
-        case "softmax" if pooling.size > 1:
+        case "softmax" if vector.shape[-1] > 1:
             powers = np.exp(vector - vector.max(-1, keepdims=True))
             return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
         case "softmax" | "sigmoid":

@@ -8,7 +8,7 @@ it. Pure, but for reading those files. Called by `config` and by the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
 from actorllm.types.model_files import read_json, read_object
-from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
-from actorllm.types.pooling_head import MAX_VECTOR_BYTES, REWARD_HEADS, Head, read_head
+from actorllm.types.params import (
+    PoolingParams,
+    PoolingType,
+    check_pooling_type,
+    check_returned_ids,
+    names_unknown_parameters,
+)
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES, REWARD_HEADS, STEP_TAGS, WITHOUT_ACTIVATION, Head, read_head
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")
@@ -53,14 +59,11 @@ SENTENCE_CONFIGS = (
 )
 
 IDLE_POOLER_CONFIG: dict[str, tuple[Any, ...]] = {
-    "tok_pooling_type": (None,),
     "enable_flash_late_interaction": (True, False),
     "enable_chunked_processing": (False,),
     "max_embed_len": (None,),
     "logit_mean": (None,),
     "logit_sigma": (None,),
-    "step_tag_id": (None,),
-    "returned_token_ids": (None,),
 }
 """Fields of vLLM's PoolerConfig that are accepted where they ask for what is done anyway."""
 
@@ -76,6 +79,9 @@ class PoolerConfig:
         use_activation: vectors have length 1.
         normalize: the older name of use_activation.
         dimensions: only the first so many numbers, of models that are trained for that.
+        tok_pooling_type: of vectors of tokens "ALL", or "STEP": those of one token that ends a step; None: as the model is made.
+        step_tag_id: that token; it means "STEP".
+        returned_token_ids: only these numbers of each vector.
     """
 
     task: str | None = None
@@ -84,6 +90,9 @@ class PoolerConfig:
     use_activation: bool | None = None
     normalize: bool | None = None
     dimensions: int | None = None
+    tok_pooling_type: str | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,10 @@ class Pooler:
     """What makes scores of states; None: the states are the vectors."""
     task: str | None = None
     """What is meant where a request says nothing; None: the first of `tasks`."""
+    step_tag_id: int | None = None
+    """Of vectors of tokens, those of this one alone; None: of all tokens."""
+    returned_ids: tuple[int, ...] = ()
+    """Of vectors of tokens, these numbers alone; (): all."""
 
     @property
     def vector_size(self) -> int:
@@ -136,6 +149,7 @@ class Pooler:
         if tree is None:
             return None
         lengths, head = tree.pop("matryoshka"), Head.from_tree(tree.pop("head"))
+        tree["returned_ids"] = tuple(tree["returned_ids"])
         return cls(**tree, matryoshka=None if lengths is None else tuple(lengths), head=head)
 
     def resolved(self, params: PoolingParams, model: str) -> Pooling:
@@ -151,7 +165,23 @@ class Pooler:
         activation = "identity"
         if is_active:
             activation = "length" if self.head is None else self.head.activation
-        return Pooling(kind.lower(), activation, dimensions, self.vector_size)
+        tag, ids = params.step_tag_id, tuple(params.returned_token_ids or ())
+        if kind != "ALL":
+            for name, value in (("step_tag_id", tag), ("returned_token_ids", ids or None)):
+                if value is not None:
+                    raise InvalidParameterError(f"{name}={value!r:.80} is for vectors of tokens; this task is {task!r}")
+            return Pooling(kind.lower(), activation, dimensions, self.vector_size)
+        self.check_ids(ids)
+        tag = self.step_tag_id if tag is None else tag
+        return Pooling(kind.lower(), activation, dimensions, self.vector_size, tag, ids or self.returned_ids)
+
+    def check_ids(self, ids: tuple[int, ...]) -> None:
+        """Raises InvalidParameterError for numbers that a vector does not have."""
+        for id in ids:
+            if id >= self.vector_size:
+                raise InvalidParameterError(
+                    f"returned_token_ids: {id} is none of the {self.vector_size} numbers of a vector, which begin at 0"
+                )
 
     def _task(self, wanted: str | None) -> str:
         tasks = self.tasks
@@ -207,6 +237,10 @@ class Pooling:
     """Only the first so many numbers."""
     size: int
     """Numbers of a vector, or of each token's."""
+    step_tag_id: int | None = None
+    """Of vectors of tokens, those of this one alone."""
+    returned_ids: tuple[int, ...] = ()
+    """Of vectors of tokens, these numbers alone; (): all."""
 
     @property
     def is_of_tokens(self) -> bool:
@@ -283,15 +317,26 @@ def read_pooler(
         pooling_type=_pooling_type(
             path, given, files, is_encoder, None if head is None else hf.get("classifier_pooling")
         ),
-        use_activation=_first(given.use_activation, given.normalize, None if files is None else files.normalizes, True),
+        use_activation=_first(
+            given.use_activation,
+            given.normalize,
+            None if files is None else files.normalizes,
+            architecture not in WITHOUT_ACTIVATION,
+        ),
         embedding_size=size,
         dimensions=given.dimensions,
         matryoshka=matryoshka,
         is_encoder=is_encoder,
         head=head,
         task=given.task,
+        step_tag_id=_step_tag(given, architecture),
+        returned_ids=_returned_ids(given),
         **_read_sentence_config(path),
     )
+    try:
+        pooler.check_ids(pooler.returned_ids)
+    except InvalidParameterError as error:
+        raise ConfigError(f"pooler_config: {error}") from error
     if given.task is not None and given.task not in pooler.tasks:
         raise ConfigError(
             f"pooler_config: task={given.task!r:.80} is not supported; this model's are {', '.join(map(repr, pooler.tasks))}"
@@ -354,6 +399,29 @@ def _pooler_config(given: Any) -> PoolerConfig:
     if given.pooling_type is not None and given.seq_pooling_type is not None:
         raise ConfigError("pooler_config: pooling_type and seq_pooling_type say the same; leave one out")
     return given
+
+
+def _step_tag(given: PoolerConfig, architecture: str) -> int | None:
+    kind, tag = given.tok_pooling_type, given.step_tag_id
+    if kind not in (None, "ALL", "STEP"):
+        raise ConfigError(f"pooler_config: tok_pooling_type={kind!r:.80} is not supported; use 'ALL' or 'STEP'")
+    if tag is not None and (isinstance(tag, bool) or not isinstance(tag, int) or tag < 0):
+        raise ConfigError(f"pooler_config: step_tag_id={tag!r:.80} must be the id of a token, or None")
+    if kind == "ALL":
+        if tag is not None:
+            raise ConfigError(
+                "pooler_config: step_tag_id and tok_pooling_type='ALL' contradict each other; leave one out"
+            )
+        return None
+    return STEP_TAGS.get(architecture) if tag is None else tag
+
+
+def _returned_ids(given: PoolerConfig) -> tuple[int, ...]:
+    ids = given.returned_token_ids
+    try:
+        return tuple(check_returned_ids(ids) or ())
+    except InvalidParameterError as error:
+        raise ConfigError(f"pooler_config: {error}") from error
 
 
 def _pooling_type(

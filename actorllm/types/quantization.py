@@ -10,6 +10,8 @@ from typing import Any
 from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelError
 
 INT8 = "int8"
+MXFP4 = "mxfp4"
+"""Of stacked experts: it is no method for linear layers."""
 COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
@@ -103,6 +105,8 @@ def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     if not isinstance(tree, dict):
         raise CorruptModelError(f"config.json: quantization_config is {tree!r}, an object is needed")
     method = tree.get("quant_method", "unknown")
+    if method == MXFP4 and hf.get("model_type") == "gpt_oss":
+        return None  # a form of its stacked experts, which its family reads to floats
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         known = ", ".join(map(repr, READERS))

@@ -32,6 +32,11 @@ class RequestEnd:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Drafts that were checked, and those that were right (`speculative_config`)."""
+    planning_s: float = 0.0
+    forward_s: float = 0.0
+    execution_s: float = 0.0
+    """Of the steps that it was in: the scheduler's work, the worker's, and from a launch to its result
+    (`scheduling.telemetry.step_seconds`)."""
 
 
 TIMES = tuple(

@@ -37,6 +37,12 @@ class RequestMetrics:
     """Drafts that were checked (`speculative_config`), since the last death of the scheduler."""
     num_accepted_tokens: int = 0
     """Those of them that were right."""
+    scheduler_time: float | None = None
+    """Seconds that the scheduler planned and worked off the steps that it was in; None before its end."""
+    model_forward_time: float | None = None
+    """Seconds of the worker in these steps, sampling included. A step serves many requests, and counts for each of them."""
+    model_execute_time: float | None = None
+    """Seconds from the launches of these steps to their results, the way to the worker and back included."""
 
     @property
     def first_token_latency(self) -> float:
@@ -92,18 +98,3 @@ class RequestMetrics:
     def is_watermark_skipped(self) -> bool:
         """False, as is_watermarked."""
         return False
-
-    @property
-    def scheduler_time(self) -> float | None:
-        """None: the scheduler's work is not counted per request."""
-        return None
-
-    @property
-    def model_forward_time(self) -> float | None:
-        """None: steps serve many requests; their times are in the timeline."""
-        return None
-
-    @property
-    def model_execute_time(self) -> float | None:
-        """None, as model_forward_time."""
-        return None

@@ -65,11 +65,11 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "tool_call_parser": ServeOption("taken", "default: as the chat template shows calls"),
     "tool_parser_plugin": ServeOption(
         "taken",
-        "a file whose classes extend this package's `ToolParser`; vLLM's own are refused",
+        "a file that is [written for vLLM](tools.md#files-that-are-written-for-vllm), or for this package",
     ),
     "reasoning_parser_plugin": ServeOption(
         "taken",
-        "a file whose classes extend this package's `ReasoningParser`; vLLM's own are refused",
+        "a file that is [written for vLLM](tools.md#files-that-are-written-for-vllm), or for this package",
     ),
     "enable_auto_tool_choice": ServeOption("always"),
     "exclude_tools_when_tool_choice_none": ServeOption("taken"),

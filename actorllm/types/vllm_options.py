@@ -40,13 +40,10 @@ class VLLMOptions(TypedDict, total=False):
     attention_backend: Annotated[Any, None]
     hf_config_path: Literal[None]
     code_revision: Annotated[Any, None]
-    allowed_local_media_path: Annotated[Any, "", None]
-    allowed_media_domains: Annotated[Any, None]
     rope_scaling: Annotated[Mapping[str, Any] | None, None, {}]
     rope_theta: Literal[None]
     logprobs_mode: Literal["raw_logprobs"]
     override_attention_dtype: Literal[None]
-    io_processor_plugin: Literal[None]
     skip_mm_profiling: Literal[False, True]
     use_tqdm_on_load: Literal[True, False]
     pt_load_map_location: Annotated[Any, "cpu"]
@@ -74,7 +71,6 @@ class VLLMOptions(TypedDict, total=False):
     data_parallel_backend: Literal["mp"]
     data_parallel_hybrid_lb: Literal[False]
     data_parallel_external_lb: Literal[False]
-    enable_expert_parallel: Literal[False]
     enable_eplb: Literal[False]
     eplb_config: Annotated[Mapping[str, Any] | None, None, {}]
     enable_dbo: Literal[False]
@@ -87,14 +83,12 @@ class VLLMOptions(TypedDict, total=False):
     fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
     guided_decoding_backend: Annotated[Any, "auto", "guidance"]
-    reasoning_parser_plugin: Literal["", None]
     interleave_mm_strings: Annotated[Any, False]
     media_io_kwargs: Annotated[Any, {}, None]
     mm_processor_cache_gb: Annotated[Any, 4]
     mm_encoder_only: Literal[False]
     mm_encoder_tp_mode: Annotated[Any, "weights"]
     video_pruning_rate: Annotated[Any, None]
-    otlp_traces_endpoint: Annotated[Any, None]
     collect_detailed_traces: Annotated[Any, None]
     show_hidden_metrics_for_version: Annotated[Any, None]
     kv_cache_metrics: Annotated[Any, False]
@@ -272,7 +266,6 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "logging_config",
         "log_level",
         "log_config_file",
-        "otlp_traces_endpoint",
         "collect_detailed_traces",
         "show_hidden_metrics_for_version",
         "kv_cache_metrics",
@@ -341,10 +334,8 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "fully_sharded_loras",
         "max_lora_cls_labels",
     ),
-    "images of prompts are given themselves or as data: addresses, and caches of them have a fixed size": (
+    "how images and audio are read is fixed, and caches of them have a fixed size": (
         "media_io_kwargs",
-        "allowed_local_media_path",
-        "allowed_media_domains",
         "interleave_mm_strings",
         "mm_processor_cache_gb",
         "mm_processor_cache_type",

@@ -98,14 +98,11 @@ def _structured_outputs(given: dict[str, Any]) -> dict[str, bool]:
         raise ConfigError(
             f"structured_outputs_config: backend={told['backend']!r:.80} is none of {', '.join(BACKENDS)}"
         )
-    if told.get("reasoning_parser_plugin"):
-        raise ConfigError(
-            "structured_outputs_config: reasoning_parser_plugin is not supported; name the class in reasoning_parser"
-        )
-    if parser := told.get("reasoning_parser"):
-        if given["reasoning_parser"] not in ("", parser):
-            raise ConfigError(
-                "reasoning_parser is given twice, and differs in structured_outputs_config; leave it out there"
-            )
-        given["reasoning_parser"] = parser
+    for name in ("reasoning_parser", "reasoning_parser_plugin"):
+        if value := told.get(name):
+            if given[name] not in ("", None, value):
+                raise ConfigError(
+                    f"{name} is given twice, and differs in structured_outputs_config; leave it out there"
+                )
+            given[name] = value
     return {name: True for name in STRUCTURED_OUTPUTS[:3] if told.get(name)}

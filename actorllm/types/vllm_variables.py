@@ -21,6 +21,7 @@ TAKEN = {
     "VLLM_SERVER_DEV_MODE": "as --enable-dev-endpoints of `actorllm serve`",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "`actorllm serve` has /v1/load_lora_adapter and /v1/unload_lora_adapter",
     "VLLM_API_KEY": "the key of `actorllm serve`, where ACTORLLM_API_KEY is not set",
+    "VLLM_BATCH_INVARIANT": "batch_invariant=True",
     "VLLM_CPU_KVCACHE_SPACE": "GiB of the KV cache on a CPU, where no argument says its size",
     "VLLM_TORCH_PROFILER_DIR": "where `start_profile` writes traces, where profiler_config is not given",
 }
@@ -28,7 +29,6 @@ TAKEN = {
 
 REFUSED = {
     "VLLM_USE_MODELSCOPE": "models are fetched from the Hugging Face Hub",
-    "VLLM_BATCH_INVARIANT": "the last bits of logits may depend on the batch",
     "VLLM_DP_SIZE": "there is one engine; start one process of the application for each",
 }
 """Those that would change tokens, or promise what does not hold; they are taken at 0 (of VLLM_DP_SIZE, at 1)."""
@@ -124,6 +124,8 @@ def read_variables(given: dict[str, Any], environment: Mapping[str, str] = os.en
     sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
     if space and space != "0" and given["device"] != "cuda" and all(given[name] is None for name in sizes):
         given["kv_cache_memory_bytes"] = _gib(space)
+    if environment.get("VLLM_BATCH_INVARIANT", "") not in OFF:
+        given["batch_invariant"] = True
     folder = environment.get("VLLM_TORCH_PROFILER_DIR")
     if folder and given["profiler_config"] is None:
         given["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": folder}

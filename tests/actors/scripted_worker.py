@@ -66,6 +66,9 @@ class ScriptedRunner:
     def limit_threads(self, num_threads: int) -> None:
         pass
 
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
     def discard(self) -> None:
         pass
 

@@ -15,6 +15,7 @@ from actorllm.actors.executor import FairExecutor
 from actorllm.errors import PeerLostError
 from actorllm.messages import INVALID, OVERLOADED, Abort, Drafted, LateInputs, StepFailed, StepPlan, StepResult, Unblock
 from actorllm.text.grammar import GrammarCompiler
+from actorllm.types.request_end import RequestEnd
 from tests.actors.scheduler_bench import VOCAB, Bench, FakeLink, running, submit
 
 pytestmark = pytest.mark.anyio
@@ -241,7 +242,7 @@ async def test_limits_that_are_reached_before_the_first_token_are_the_request_s_
         ends = {end[0]: end for output in bench.outputs for end in output.ends}
         told = {int(output.rids[e[0]]): e for output in bench.outputs for e in output.ends}
         assert len(ends) >= 1
-        details = {rid: end[-3] for rid, end in told.items()}
+        details = {rid: RequestEnd(*end).details for rid, end in told.items()}
         assert all(
             "structured_outputs: the grammar cannot go on here: too many states" in str(e) for e in told.values()
         )
@@ -284,7 +285,7 @@ async def test_more_than_may_wait_is_refused_as_overload() -> None:
         assert (rid, reason) == (3, "error")
         assert "2 grammars wait to be compiled" in error
         (told,) = [end for output in bench.outputs for end in output.ends]
-        assert told[-3]["kind"] == OVERLOADED
+        assert (RequestEnd(*told).details or {})["kind"] == OVERLOADED
         await bench.send(submit(4, grammar=REGEX | {"text": "1"}))
         assert aside.num_waiting == 2, "the same grammar is one job"
 

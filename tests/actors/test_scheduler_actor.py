@@ -36,6 +36,7 @@ from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.policy_monitor import LONGEST_TIMER_S
+from actorllm.types.request_end import RequestEnd
 from tests.actors.scheduler_bench import VOCAB, Bench, FakeLink, running, submit
 from tests.scheduling.chained_tokens import reference_stream
 
@@ -581,7 +582,9 @@ async def test_who_is_held_back_counts_as_waiting() -> None:
         await bench.send(submit(7, detokenize=False))
         await bench.send(submit(8, siblings=np.array([9, 10], np.int32), detokenize=False))
         refused = [end for outputs in told(bench.frontend) for end in outputs.ends]
-        assert [end[-3]["kind"] for end in refused] == ["overloaded"] * 4, "all sequences or none"
+        assert [(RequestEnd(*end).details or {})["kind"] for end in refused] == ["overloaded"] * 4, (
+            "all sequences or none"
+        )
         assert refused[0][3].startswith("the engine is overloaded: 6 requests of at most 2 wait already")
         await bench.send(Abort(rids=np.array([6], np.int32)))
         await bench.send(submit(11, detokenize=False))
@@ -669,7 +672,7 @@ async def test_a_drain_after_a_death_waits_for_those_who_have_to_submit_again() 
         assert answers == [True]
         told = [message for message in guest.sent if isinstance(message, Outputs)]
         assert [end[1:4] for end in told[0].ends] == [["error", None, told[0].ends[0][3]]]
-        assert told[0].ends[0][-3] == {"kind": "draining"}
+        assert RequestEnd(*told[0].ends[0]).details == {"kind": "draining"}
         assert [t for o in told for t in o.tokens.tolist()] == stream_of()[1:]
 
 

@@ -187,10 +187,9 @@ async def test_extras_of_vllm(engine: AsyncLLM) -> None:
     params = params_of(RequestOutputKind.FINAL_ONLY, 2)
     stream = engine.generate(PROMPT, params, "extras", lora_request=None, trace_headers=None, priority=2)
     assert [output.finished async for output in stream] == [True]
-    with pytest.warns(UserWarning, match="trace_headers is taken and has no effect: the engine writes no spans"):
-        stream = engine.generate(PROMPT, params, trace_headers={"a": "b"})
+    stream = engine.generate(PROMPT, params, trace_headers={"a": "b"})
     assert [output.finished async for output in stream] == [True]
-    with pytest.raises(InvalidParameterError, match="trace_headers=5 is not supported yet; leave it at None"):
+    with pytest.raises(InvalidParameterError, match="trace_headers=5 must be a mapping of text to text"):
         engine.generate(PROMPT, params, trace_headers=5)
 
 

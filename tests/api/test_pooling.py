@@ -147,8 +147,10 @@ def test_what_cannot_be_is_told_by_name(llm: LLM) -> None:
         llm.encode("a fox", pooling_task="classify")
     with pytest.raises(InvalidParameterError, match="2 pooling_params for 1 prompts"):
         llm.embed("a fox", pooling_params=[PoolingParams()] * 2)
-    with pytest.raises(InvalidParameterError, match="chat_template='x' is not supported"):
-        llm.score("a", "b", chat_template="x")  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidParameterError, match="chat_template: only a cross-encoder reads two texts as one prompt"
+    ):
+        llm.score("a", "b", chat_template="{{ messages }}")
     for wrong, told in (
         ({"pooling_type": "MAX"}, "pooling_type='MAX' is not supported; use 'LAST', 'MEAN', 'CLS'"),
         ({"dimensions": 0}, "dimensions=0 must be >= 1"),
@@ -156,10 +158,39 @@ def test_what_cannot_be_is_told_by_name(llm: LLM) -> None:
         ({"use_activation": True, "normalize": False}, "contradict"),
         ({"task": "classifi"}, "task='classifi' is not supported; use 'embed', 'classify', .*did you mean 'classify'"),
         ({"normalise": True}, "no parameter 'normalise'.*normalize"),
-        ({"step_tag_id": 3}, "step_tag_id=3 is not supported"),
+        ({"step_tag_id": -3}, "step_tag_id=-3 must be >= 0"),
+        ({"returned_token_ids": [True]}, "returned_token_ids=True must be an integer"),
+        ({"returned_token_ids": 3}, "returned_token_ids=3 must be a list of at most 1024 integers"),
     ):
         with pytest.raises((ValueError, TypeError), match=told):
             PoolingParams(**wrong)
+
+
+def test_which_scores_of_tokens_a_reward_model_gives() -> None:
+    def pooler(architecture: str, **given: Any) -> Any:
+        overrides = {"architectures": [architecture]}
+        config = EngineConfig.from_arguments(STORYTELLER, hf_overrides=overrides, pooler_config=given, **ENGINE)
+        return EngineConfig.from_json(config.to_json()).model.pooler
+
+    process, plain = "Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"
+    assert (pooler(process).step_tag_id, pooler(process).use_activation) == (151651, True)
+    assert pooler(process, tok_pooling_type="ALL").step_tag_id is None
+    assert pooler(process, step_tag_id=7, returned_token_ids=[1]).returned_ids == (1,)
+    assert (pooler(plain).step_tag_id, pooler(plain).use_activation) == (None, False)
+    assert pooler(plain, use_activation=True).use_activation
+    for wrong, told in (
+        ({"tok_pooling_type": "SOME"}, "tok_pooling_type='SOME' is not supported; use 'ALL' or 'STEP'"),
+        ({"tok_pooling_type": "ALL", "step_tag_id": 3}, "contradict each other"),
+        ({"step_tag_id": True}, "step_tag_id=True must be the id of a token"),
+        ({"returned_token_ids": [2]}, "2 is none of the 2 numbers of a vector"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            pooler(process, **wrong)
+    found = pooler(process)
+    with pytest.raises(InvalidParameterError, match="returned_token_ids: 9 is none of the 2 numbers"):
+        found.resolved(PoolingParams(returned_token_ids=[9]), "m")
+    with pytest.raises(InvalidParameterError, match="step_tag_id=3 is for vectors of tokens; this task is 'embed'"):
+        EngineConfig.from_arguments(STORYTELLER, **ENGINE).model.pooler.resolved(PoolingParams(step_tag_id=3), "m")
 
 
 def test_prompts_are_truncated_where_that_is_asked_for(llm: LLM) -> None:

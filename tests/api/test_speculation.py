@@ -60,6 +60,7 @@ def config(method: str, most: int) -> dict[str, Any]:
     """For any number of rows, so that drafts are checked in large batches, too."""
     return {
         "method": KNOWING if method == "knowing" else method,
+        **({"model": "storyteller-draft"} if method == "draft_model" else {}),
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": [[1, 1000, most]],
         **({"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}),
@@ -96,7 +97,7 @@ def compare(streams: list[Stream], reference: list[Stream]) -> Account:
 
 GRID = [
     (method, most, topology, depth, preempt)
-    for method in ("ngram", "suffix", "knowing")
+    for method in ("ngram", "suffix", "knowing", "draft_model")
     for most in (1, 3, 7)
     for topology in ("inline", "process")
     for depth in (1, 2)
@@ -108,6 +109,7 @@ QUICK = [
     if (cell[2:] in {("inline", 1, False), ("inline", 2, True), ("process", 2, False)} and cell[0] == "knowing")
     or cell == ("ngram", 3, "process", 2, True)
     or cell in {("ngram", 7, "inline", 1, False), ("suffix", 7, "inline", 2, True)}
+    or cell in {("draft_model", 3, "inline", 2, False)}
 ]
 
 
@@ -390,6 +392,17 @@ def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> 
 
 
 # Crashes and recordings -----------------------------------------------------------------------------------------------
+
+
+def test_the_draft_model_that_ships_is_often_right() -> None:
+    """Of what the storyteller says of itself, at the temperature of its stories: as often as their distributions agree, 0.43."""
+    drafts = config("draft_model", 2)
+    params = [SamplingParams(max_tokens=60, temperature=0.8, top_p=0.95, seed=i, ignore_eos=True) for i in range(12)]
+    with LLM("storyteller", **ARGUMENTS, topology="inline", speculative_config=drafts) as llm:
+        llm.generate(["Once upon a time"] * 12, params, use_tqdm=False)
+        found = llm.stats()["scheduler"]["scheduler"]["speculation"]
+    assert found["num_drafts"] > 100
+    assert 0.3 * found["num_drafts"] < found["num_accepted_tokens_per_pos"][0] < 0.6 * found["num_drafts"]
 
 
 @pytest.mark.timeout(120)

@@ -7,12 +7,13 @@ import pytest
 from tests.embedding.host_program import run_host
 
 SNAPSHOT = """
-import asyncio, gc, locale, logging, multiprocessing, os, random, resource, signal, sys, threading, warnings
+import asyncio, ctypes, faulthandler, gc, locale, logging, multiprocessing, os, random, resource, signal, sys, threading, warnings
 
 def snapshot():
     loggers = [logging.getLogger(), logging.getLogger("asyncio"), logging.getLogger("application")]
     found = {
         "handlers of signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "what the kernel calls": {number: kernel_action(number) for number in signal.valid_signals()},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "wake-up descriptor": wakeup_fd(),
         "loggers": [(one.level, one.disabled, one.propagate, list(one.handlers), list(one.filters)) for one in loggers],
@@ -57,6 +58,12 @@ def snapshot():
         )
         found["torch in a new thread"] = in_a_new_thread(torch.get_num_threads)
     return found
+
+def kernel_action(number):
+    "Function, mask and flags (the rest is not used), which signal.signal sets besides what getsignal returns."
+    action = ctypes.create_string_buffer(512)
+    ctypes.CDLL(None).sigaction(int(number), None, action)
+    return action.raw[:16].hex(), action.raw[136:140].hex()
 
 def in_a_new_thread(function):
     results = []
@@ -129,6 +136,8 @@ assert logging.getLogger().handlers
 
 STEPPED = """
 from actorllm import EngineArgs, LLMEngine, SamplingParams
+faulthandler.register(signal.SIGINT, chain=True)  # in front of Python's handler
+signal.siginterrupt(signal.SIGINT, False)
 before = snapshot()
 llm = LLMEngine.from_engine_args(EngineArgs("storyteller", topology=TOPOLOGY, num_threads=1))
 compare(before, "start")

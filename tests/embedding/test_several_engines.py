@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from actorllm import LLM, AsyncLLM, LLMEngine, SamplingParams
+from actorllm.client import engine_supervisor
 from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.errors import EngineError, EngineShutdownError
 from actorllm.model import memory
 from actorllm.model.threads import num_cores
+from tests.actors.scripted_topology import with_workers
 from tests.embedding.host_program import assert_gone, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -48,6 +50,16 @@ def make_llm() -> Iterator[Callable[..., AsyncLLM]]:
     yield make
     for llm in llms:
         llm.shutdown()
+
+
+@pytest.fixture
+def light_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes import no torch: what a test looks at is in the host, and starts are many. Inline engines have the model."""
+    topology = with_workers("SlowWorkerActor", inline_too=False)
+    monkeypatch.setattr(engine_supervisor, "engine_topology", topology)
+
+
+LIGHT = pytest.mark.usefixtures("light_workers")
 
 
 async def tokens_of(llm: AsyncLLM, params: SamplingParams = SHORT) -> list[int]:
@@ -124,7 +136,7 @@ async def test_their_caches_fit_into_the_memory_together(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine that has just enough for one; they start at once, and the order is not known."""
-    alone = make_llm(kv_cache_memory_bytes=None)
+    alone = make_llm(kv_cache_memory_bytes=None, topology="inline")
     await alone.start()
     wanted = cache_bytes(alone)
     available = int(1.2 * wanted)
@@ -139,7 +151,8 @@ async def test_their_caches_fit_into_the_memory_together(
     for llm in llms:
         llm.shutdown()
     await alone.unload()
-    again = make_llm(kv_cache_memory_bytes=None)
+    monkeypatch.undo()
+    again = make_llm(kv_cache_memory_bytes=None, topology="inline")
     await again.start()
     assert cache_bytes(again) == wanted, "what the others had is free again"
 
@@ -151,6 +164,7 @@ def cache_bytes(llm: AsyncLLM) -> int:
 # Giving everything back -----------------------------------------------------------------------------------------------
 
 
+@LIGHT
 @TOPOLOGIES
 async def test_unloading_gives_everything_back(make_llm: Callable[..., AsyncLLM], topology: str) -> None:
     llm, never = make_llm(topology=topology, seed=11), make_llm(topology=topology, seed=11)
@@ -176,6 +190,7 @@ async def test_unloading_gives_everything_back(make_llm: Callable[..., AsyncLLM]
     assert found == expected, "the seeds of requests go on where they were"
 
 
+@LIGHT
 @TOPOLOGIES
 async def test_an_engine_with_an_open_request_is_not_unloaded(make_llm: Callable[..., AsyncLLM], topology: str) -> None:
     llm = make_llm(topology=topology)
@@ -197,6 +212,7 @@ async def test_an_engine_with_an_open_request_is_not_unloaded(make_llm: Callable
     assert await tokens_of(llm) == expected
 
 
+@LIGHT
 async def test_requests_that_come_meanwhile_wait_for_the_next_start(make_llm: Callable[..., AsyncLLM]) -> None:
     llm = make_llm()
     expected = await tokens_of(llm)
@@ -223,6 +239,7 @@ async def test_requests_that_come_meanwhile_wait_for_the_next_start(make_llm: Ca
     assert found == [expected] * 3
 
 
+@LIGHT
 async def test_a_late_abort_of_an_earlier_life_ends_no_request(make_llm: Callable[..., AsyncLLM]) -> None:
     llm = make_llm()
     left = llm.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
@@ -237,6 +254,7 @@ async def test_a_late_abort_of_an_earlier_life_ends_no_request(make_llm: Callabl
     assert last.outputs[0].finish_reason == "length"
 
 
+@LIGHT
 async def test_unloading_what_does_not_run(make_llm: Callable[..., AsyncLLM]) -> None:
     llm = make_llm()
     await llm.unload()
@@ -251,6 +269,7 @@ async def test_unloading_what_does_not_run(make_llm: Callable[..., AsyncLLM]) ->
         await llm.unload()
 
 
+@LIGHT
 async def test_a_start_under_way_is_not_unloaded(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +291,7 @@ async def test_a_start_under_way_is_not_unloaded(
     assert len(await tokens_of(llm)) == 12
 
 
+@LIGHT
 @TOPOLOGIES
 def test_llm_is_unloaded_and_answers_the_next_call(topology: str) -> None:
     with LLM("storyteller", topology=topology, **SMALL) as llm:
@@ -283,6 +303,7 @@ def test_llm_is_unloaded_and_answers_the_next_call(topology: str) -> None:
         assert second.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@LIGHT
 @TOPOLOGIES
 def test_a_stepped_engine_is_unloaded_and_steps_again(topology: str) -> None:
     found = []
@@ -299,6 +320,7 @@ def test_a_stepped_engine_is_unloaded_and_steps_again(topology: str) -> None:
     assert found[0] == found[1]
 
 
+@LIGHT
 def test_an_engine_that_others_have_joined_is_not_unloaded() -> None:
     name = f"unload-{os.getpid()}"
     with LLM("storyteller", name=name, **SMALL) as owner, LLM.attach(name) as guest:
@@ -319,6 +341,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@LIGHT
 @TOPOLOGIES
 async def test_unloading_gives_resident_memory_back(make_llm: Callable[..., AsyncLLM], topology: str) -> None:
     """An inline cache is written whole, so that all of it is resident. That of a worker process is in no memory of the host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,13 @@ from actorllm.errors import EngineDeadError, PeerRestartedError
 from actorllm.fleet import dispatcher
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
-from actorllm.messages import Abort, Outputs, Submit
+from actorllm.messages import Outputs, Submit
 from actorllm.scheduling.router import RoundRobin
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
+from tests.fleet.fake_replica import END, FakeReplica
 
 NUM_REPLICAS = 3
-END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
 
 
 @pytest.fixture(autouse=True)
@@ -37,55 +37,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("actorllm"), "disabled", True)
     for module in (dispatcher, frontend):
         monkeypatch.setattr(module.logger, "disabled", True)
-
-
-@dataclass
-class FakeSupervisor:
-    state: str = "running"
-
-
-@dataclass
-class FakeReplica:
-    """What a dispatcher sees of a replica, over a link that records."""
-
-    number: int
-    frontend: ReplicaFrontend
-    link: FakeLink | None = None
-    supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
-    is_removed: bool = False
-    limits: dict[str, Any] = field(default_factory=dict)
-    is_draining: bool = False
-    is_lost: bool = False
-    num_links: int = 0
-    find: None = None
-
-    @property
-    def state(self) -> str:
-        return "lost" if self.is_lost else self.supervisor.state
-
-    @property
-    def takes_requests(self) -> bool:
-        return not (self.is_draining or self.is_lost)
-
-    def load(self) -> None:
-        return None
-
-    def connect(self) -> None:
-        self.num_links += 1
-        self.link = FakeLink("scheduler")
-        self.link.generation = self.num_links
-        self.frontend.on_link(self.link)  # type: ignore[arg-type]
-
-    def known(self) -> dict[int, Submit]:
-        """What its scheduler works on: all that it was told and was not told to end."""
-        alive: dict[int, Submit] = {}
-        for message in [] if self.link is None else self.link.sent:
-            if isinstance(message, Submit):
-                alive[message.rid] = message
-            elif isinstance(message, Abort):
-                for rid in message.rids.tolist():
-                    alive.pop(rid, None)
-        return alive
 
 
 @dataclass

@@ -21,7 +21,7 @@ from PIL import Image
 
 from actorllm import LLM, AsyncLLM, LLMEngine, SamplingParams
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, InvalidPromptError
-from actorllm.intake.media import images as media_images
+from actorllm.intake.media import addresses
 from actorllm.server import create_app
 from tests.media.small_models import generated, picture, save_llava
 
@@ -185,7 +185,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: "data:image/png;base64,????", "not base64"),
     (lambda: "data:image/svg+xml;base64,PHN2Zy8+", "no image"),
     (lambda: "data:image/png,x", "'data:image/png;base64,'"),
-    (lambda: "data:image/png;base64," + "A" * (media_images.MAX_BYTES // 3 * 4 + 4), "more than"),
+    (lambda: "data:image/png;base64," + "A" * (addresses.MAX_BYTES // 3 * 4 + 4), "more than"),
     (lambda: "https://example.com/a.png", "data: address"),
     (lambda: "file:///etc/passwd", "data: address"),
 ]
@@ -203,13 +203,13 @@ def test_a_bad_image_fails_its_own_request(llm: LLM, make: Callable[[], Any], to
     [
         (prompt(TEXT, 7), "int is no image"),
         (prompt(TEXT, np.zeros((4, 4), np.uint8)), "uint8 [height, width, 3]"),
-        (prompt(TEXT, picture(1), picture(2)), "1 placeholders '<image>' for 2 images"),
+        (prompt(TEXT, picture(1), picture(2)), "1 placeholders '<image>' for 2 items"),
         (prompt("None.", picture(1)), "0 placeholders"),
         (prompt("<image>" * 9, *[picture(1)] * 9), "at most 8"),
         ({"prompt": TEXT, "multi_modal_data": {"video": [1]}}, "'video' is not supported"),
         ({"prompt": TEXT, "multi_modal_data": 3}, "'multi_modal_data'"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": picture(1)}}, "must be text"),
-        ({**prompt(TEXT, picture(1)), "mm_processor_kwargs": {"size": 9}}, "'mm_processor_kwargs'"),
+        ({**prompt(TEXT, picture(1)), "mm_processor_kwargs": [9]}, "mm_processor_kwargs=[9]"),
         ({"prompt_embeds": np.zeros((2, 64), np.float32)}, "enable_prompt_embeds"),
         (prompt(TEXT + "long " * 60, picture(1)), "at most 255"),
     ],
@@ -218,6 +218,47 @@ def test_what_a_prompt_must_not_hold_is_named(llm: LLM, given: Any, told: str) -
     with pytest.raises(InvalidPromptError) as caught:
         llm.generate([given], GREEDY, use_tqdm=False)
     assert told in str(caught.value)
+
+
+def test_an_image_may_have_a_name(llm: LLM) -> None:
+    """It is sent once; its content alone says what it is. Of a name that is not known nothing is made."""
+    named = prompt(TEXT, picture(81)) | {"multi_modal_uuids": {"image": ["mine"]}}
+    plain = tokens(llm, prompt(TEXT, picture(81)))[0]
+    assert tokens(llm, named) == [plain]
+    again = {"prompt": TEXT, "multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": ["mine"]}}
+    before = encoder(llm)["num_encoded"]
+    assert tokens(llm, again) == [plain]
+    assert encoder(llm)["num_encoded"] == before
+    renewed = prompt(TEXT, picture(82)) | {"multi_modal_uuids": {"image": ["mine"]}}
+    assert tokens(llm, renewed, again) == tokens(llm, prompt(TEXT, picture(82))) * 2
+    for uuids, part in (
+        ({"image": ["other"]}, "'other'"),
+        ({"image": ["a", "b"]}, "each of 1"),
+        ({"image": [7]}, "each of 1"),
+    ):
+        with pytest.raises(InvalidPromptError) as caught:
+            tokens(llm, again | {"multi_modal_uuids": uuids})
+        assert part in str(caught.value)
+
+
+def test_the_processor_takes_arguments_of_a_prompt(llm: LLM) -> None:
+    """They count for it alone; what the processor does not take fails the request."""
+    wide = picture(83, 90, 30)
+    cut = tokens(llm, prompt(TEXT, wide))[0]
+    options = {"do_center_crop": False, "size": {"height": 30, "width": 30}}
+    assert tokens(llm, prompt(TEXT, wide) | {"mm_processor_kwargs": options})[0] != cut
+    assert tokens(llm, prompt(TEXT, wide)) == [cut]
+    with pytest.raises(InvalidPromptError, match="processor cannot take"):
+        tokens(llm, prompt(TEXT, wide) | {"mm_processor_kwargs": {"size": "wide"}})
+
+
+def test_files_and_hosts_are_read_where_they_are_allowed(folder: Path, tmp_path: Path) -> None:
+    picture(84).save(tmp_path / "image.png")
+    options = {"allowed_local_media_path": str(tmp_path), "allowed_media_domains": ["localhost"]}
+    with LLM(str(folder), **ARGUMENTS, **options) as engine:
+        assert tokens(engine, prompt(TEXT, f"file://{tmp_path}/image.png")) == tokens(engine, prompt(TEXT, picture(84)))
+        with pytest.raises(InvalidPromptError, match="private network"):
+            tokens(engine, prompt(TEXT, "http://localhost/image.png"))
 
 
 def test_no_images_are_no_images(llm: LLM) -> None:
@@ -294,11 +335,27 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
             expected = llm.chat([message], params, use_tqdm=False)[0]
             assert answer.json()["choices"][0]["message"]["content"] == expected.outputs[0].text
             assert answer.json()["usage"]["prompt_tokens"] == len(expected.prompt_token_ids or ())
+            # Anthropic's blocks and OpenAI's other API.
+            data = address(picture(51)).partition(",")[2]
+            see = {"type": "text", "text": "See "}
+            for source in (
+                {"type": "base64", "media_type": "image/png", "data": data},
+                {"type": "url", "url": address(picture(51))},
+            ):
+                body = {"messages": [{"role": "user", "content": [see, {"type": "image", "source": source}]}]}
+                body |= {"model": answer.json()["model"], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+                told = (await client.post("/v1/messages", json=body)).json()
+                assert told["content"] == [{"type": "text", "text": expected.outputs[0].text}], told
+            shown = {"type": "input_image", "image_url": address(picture(51))}
+            asked = [{"role": "user", "content": [see | {"type": "input_text"}, shown]}]
+            body = {"input": asked, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True}
+            told = (await client.post("/v1/responses", json=body)).json()
+            assert told["output"][0]["content"][0]["text"] == expected.outputs[0].text, told
     finally:
         engine.shutdown()
 
 
-@pytest.mark.slow(reason="processes are killed in the middle of streams")
+@pytest.mark.slow(reason="an engine of processes whose encoder and worker are killed")
 @pytest.mark.timeout(400)
 @pytest.mark.anyio
 async def test_kills_and_aborts_change_no_token(llm: LLM, folder: Path) -> None:
@@ -374,7 +431,7 @@ def test_the_engine_outlives_a_tower_that_cannot_be_loaded(folder: Path, monkeyp
         raise MemoryError("no room")
 
     with LLM(str(folder), **ARGUMENTS) as engine:
-        monkeypatch.setattr(tower.ImageTower, "__init__", fail)
+        monkeypatch.setattr(tower.MediaTower, "__init__", fail)
         with pytest.raises(ActorLLMError, match="no room"):
             tokens(engine, prompt(TEXT, picture(1)))
         assert len(tokens(engine, "Once")[0]) == 20

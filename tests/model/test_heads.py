@@ -74,7 +74,7 @@ def test_reward_models_whose_head_has_a_layer(architecture: str, size: int, tmp_
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "dtype": "float32", "max_num_seqs": 8}
     overrides = {"architectures": [architecture]}
-    with LLM(tmp_path, hf_overrides=overrides, **options) as llm:
+    with LLM(tmp_path, hf_overrides=overrides, pooler_config={"tok_pooling_type": "ALL"}, **options) as llm:
         for ids, raw, output in zip(
             PROMPTS,
             llm.encode(PROMPTS, PoolingParams(use_activation=False), use_tqdm=False),
@@ -85,8 +85,14 @@ def test_reward_models_whose_head_has_a_layer(architecture: str, size: int, tmp_
                 wanted = score(model(input_ids=torch.tensor([ids])).last_hidden_state[0])
             assert raw.outputs.data.shape == (len(ids), size)
             assert (raw.outputs.data - wanted).abs().max() < TOLERANCE
-            probable = wanted.sigmoid() if size == 1 else wanted.softmax(-1)
-            assert (output.outputs.data - probable).abs().max() < TOLERANCE
+            expected = wanted if size == 1 else wanted.softmax(-1)  # a reward is no probability
+            assert (output.outputs.data - expected).abs().max() < TOLERANCE
+            tag = ids[len(ids) // 2]
+            of_steps = PoolingParams(step_tag_id=tag, returned_token_ids=[size - 1])
+            (steps,) = llm.encode([ids], of_steps, use_tqdm=False)
+            own = wanted[torch.tensor(ids) == tag][:, size - 1 :]
+            assert steps.outputs.data.shape == own.shape
+            assert (steps.outputs.data - (own if size == 1 else own.sigmoid())).abs().max() < TOLERANCE
     del tensors["score.0.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CorruptModelError, match=r"score\.0\.bias"):
@@ -113,6 +119,13 @@ def test_a_reranker_without_a_head_for_labels(is_tied: bool, tmp_path: Path) -> 
             logits = scores_of(model, output.prompt_token_ids)[-1]
             no, yes = (logits[tokenizer.convert_tokens_to_ids(token)] for token in ("w1", "w2"))
             assert output.outputs.score == pytest.approx(float(torch.stack((no, yes)).softmax(0)[1]), abs=TOLERANCE)
+        template = "{% for m in messages %}{{ 'w5 ' if m.role == 'query' else ' w6 ' }}{{ m.content }}{% endfor %}"
+        for chat_template, ids in (
+            (template, "w5 w3 w4 w6 w10"),
+            ("w1 {{ messages[1].content }}{% if add_generation_prompt %}w2{% endif %}", "w1 w10"),
+        ):
+            (output,) = llm.score("w3 w4", "w10", use_tqdm=False, chat_template=chat_template)
+            assert output.prompt_token_ids == tokenizer(ids)["input_ids"]
 
 
 def test_tokens_that_the_vocabulary_does_not_have(tmp_path: Path) -> None:

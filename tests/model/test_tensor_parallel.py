@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -21,11 +22,14 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
+from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.tensors import DecoderTensors
 from actorllm.model.parallel import HeadShare, Ranks
-from actorllm.model.registry import check_shares, model_plan
-from actorllm.model.weights import DummyWeights
+from actorllm.model.registry import check_shares, decoder_config, model_plan
+from actorllm.model.weights import CheckpointWeights, DummyWeights
+from tests.model.hf.decoders import save
 from tests.model.ranks import SHAPE, arguments, model_folder, streams
 from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
@@ -70,6 +74,52 @@ def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int,
     assert len({*expected}) == len(expected)
     for size in sizes:
         assert streams(folder, tensor_parallel_size=size) == expected
+
+
+@pytest.mark.slow(reason="ranks as processes; two families stand for all")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 33,
+        },
+        {"architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}
+        | {"tie_word_embeddings": False},
+    ],
+    ids=["qwen3-moe", "gpt-oss"],
+)
+def test_experts_are_shared_out_by_tensor_or_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, **changes)
+    expected = streams(folder, topology="inline")
+    assert len({*expected}) == len(expected)
+    for is_whole in (False, True):
+        assert streams(folder, tensor_parallel_size=2, enable_expert_parallel=is_whole) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_ranks_hold_whole_experts_and_all_of_them(tmp_path: Path, name: str) -> None:
+    """What two ranks compute adds up to the product of one; each reads a half of the experts."""
+    save(name, tmp_path, max_position_embeddings=256)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    config = decoder_config(shape["architectures"][0], shape)
+    x = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    found = []
+    for ranks in (Ranks(), *(Ranks(rank, 2, has_whole_experts=True) for rank in range(2))):
+        with torch.inference_mode(), CheckpointWeights(tmp_path, torch.float32, show_progress=False) as weights:
+            tensors = DecoderTensors(config, weights, ranks)
+            experts = tensors.layer(0).experts
+            assert experts is not None
+            assert config.experts is not None
+            found.append(Experts(config.experts, experts, torch.nn.functional.silu))
+            tensors.embedding(), tensors.norm(), tensors.head(), tensors.layer(1)
+            list(tensors.layer(1).experts or ())
+            tensors.close()
+    whole, *halves = found
+    assert sum(len(half.experts) for half in halves) == len(whole.experts)
+    torch.testing.assert_close(halves[0](x) + halves[1](x), whole(x), rtol=1e-5, atol=1e-5)
 
 
 def test_an_owner_that_is_killed_while_ranks_meet_leaves_no_file(tmp_path: Path) -> None:

@@ -14,10 +14,7 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model import threads
-from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, num_cores, worker_environment
-
-LARGE, SMALL = 4e6, 0.25e6
-"""Bytes of a matrix of a model of 0.6 billion parameters, and of the bundled one."""
+from actorllm.model.threads import worker_environment
 
 
 def test_the_environment_follows_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,46 +73,3 @@ def test_a_share_that_is_none_is_refused(share: Any) -> None:
 def test_torch_is_not_loaded() -> None:
     code = "import sys, actorllm.model.threads; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_small_products_are_computed_alone() -> None:
-    small, large = Team(2, SMALL, SMALL), Team(2, LARGE, LARGE)
-    assert small.size(1) == 1
-    assert small.size(128) == 2
-    assert large.size(1) == 2
-    assert Team(1, LARGE, LARGE).size(4096) == 1
-
-
-def test_a_team_leaves_a_core_to_those_who_handle_the_tokens() -> None:
-    cores = num_cores()
-    assert Team(cores, LARGE, LARGE).size(1, num_samples=1000) == 1
-    assert Team(cores, LARGE, LARGE, num_products=100_000).size(1, num_samples=1000) == cores
-    assert Team(cores, LARGE, LARGE).size(1000, num_samples=0) == cores
-
-
-def test_a_crowded_team_pauses_ever_longer_and_comes_back() -> None:
-    team = Team(2, LARGE, LARGE)
-    pauses = []
-    for _ in range(9):
-        assert team.size(1) == 2
-        team.observe(2, wall_s=0.4, cpu_s=0.03)
-        pauses.append(0)
-        while team.size(1) == 1:
-            team.observe(1, wall_s=0.06, cpu_s=0.03)
-            pauses[-1] += 1
-        team._pause = 0
-    assert pauses[0] == FIRST_PAUSE
-    assert pauses[1] == 2 * FIRST_PAUSE
-    assert pauses[-1] == LONGEST_PAUSE
-    assert team.num_crowded == 9
-    for _ in range(LONGEST_PAUSE):
-        team.observe(2, wall_s=0.02, cpu_s=0.02)
-    team.observe(2, wall_s=0.4, cpu_s=0.03)
-    assert team._pause == FIRST_PAUSE
-
-
-def test_a_short_wait_is_nobodys_fault() -> None:
-    team = Team(2, LARGE, LARGE)
-    team.observe(2, wall_s=1.5e-3, cpu_s=0.1e-3)
-    team.observe(2, wall_s=50e-3, cpu_s=35e-3)
-    assert team.num_crowded == 0

@@ -19,7 +19,6 @@ import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.config import ARGUMENTS
 from actorllm.types.params import (
-    HARMLESS_REQUEST_ARGUMENTS,
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
     VLLM_POOLING_PARAMETERS,
@@ -190,10 +189,8 @@ def test_arguments_of_the_constructor_of_llm() -> None:
 
 def test_arguments_of_a_request() -> None:
     taken = set(REQUEST_ARGUMENTS) - set(VLLM_REQUEST_ARGUMENTS) - {"request_id"}
-    assert names("Request arguments", are_there=True) == taken | set(HARMLESS_REQUEST_ARGUMENTS)
-    assert notes("Request arguments") == refused(VLLM_REQUEST_ARGUMENTS, *HARMLESS_REQUEST_ARGUMENTS)
-    for name, reason in HARMLESS_REQUEST_ARGUMENTS.items():
-        assert SECTIONS["Request arguments"][name] == ("differs", f"taken with a warning: {reason}")
+    assert names("Request arguments", are_there=True) == taken
+    assert notes("Request arguments") == refused(VLLM_REQUEST_ARGUMENTS)
     takers = (AsyncLLM.generate, LLMEngine.add_request)
     carried = {name for taker in takers for name in inspect.signature(taker).parameters}
     assert names("Request arguments", are_there=True) <= carried

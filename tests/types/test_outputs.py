@@ -53,6 +53,8 @@ def test_metrics_answer_to_both_names() -> None:
     assert metrics.intake_time == metrics.queue_time == pytest.approx(0.5)
     assert metrics.first_token_latency == metrics.time_to_first_token == pytest.approx(2)
     assert (metrics.scheduler_time, metrics.model_forward_time, metrics.model_execute_time) == (None, None, None)
+    done = RequestMetrics(100.0, scheduler_time=0.1, model_forward_time=1.0, model_execute_time=1.1)
+    assert (done.scheduler_time, done.model_forward_time, done.model_execute_time) == (0.1, 1.0, 1.1)
 
 
 def test_what_has_not_happened_is_zero_or_none() -> None:

@@ -44,7 +44,7 @@ def test_a_task_says_what_the_engine_makes(task: str, pools: bool) -> None:
             {"structured_outputs_config": {"disable_any_whitespace": 1}},
             "disable_any_whitespace=1 must be True or False",
         ),
-        ({"structured_outputs_config": {"reasoning_parser_plugin": "x.py"}}, "name the class in reasoning_parser"),
+        ({"structured_outputs_config": {"reasoning_parser_plugin": "x.py"}}, "x.py must be a Python file"),
         ({"structured_outputs_config": {"reasoning_parser": "qwen3"}, "reasoning_parser": "mistral"}, "given twice"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0 must be a positive integer"),
         (

@@ -1,7 +1,7 @@
 """The main program of the encoder's process: it loads a model's tower and encodes images, one after the other.
 
 Run by `intake.lane_program`, with its frames. A request is a JSON list, ["encode", configuration, arrays], with
-[name, dtype, shape] of each array; the bytes of the arrays follow it. Started by `image_encoder` only.
+[name, dtype, shape] of each array; the bytes of the arrays follow it. Started by `media_encoder` only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def tower_of(config: str) -> Any:
     import torch
 
     from actorllm.config import EngineConfig
-    from actorllm.model.hf.tower import ImageTower
+    from actorllm.model.hf.tower import MediaTower
 
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    return ImageTower(EngineConfig.from_json(config).model)
+    return MediaTower(EngineConfig.from_json(config).model)

@@ -1,4 +1,4 @@
-"""Images as callers give them: PIL images, arrays, and `data:` addresses, as RGB images of bounded size.
+"""Images as callers give them: PIL images, arrays and addresses, as RGB images of bounded size.
 
 Bytes and pixels are bounded before anything is decoded. Only still images in a few formats are taken. Runs on a lane of the
 intake, as decoding takes milliseconds.
@@ -6,8 +6,6 @@ intake, as decoding takes milliseconds.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -15,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actorllm.errors import InvalidPromptError
+from actorllm.intake.media.addresses import Allowed, content_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 32 << 20
-"""Of one image as a file."""
 MAX_PIXELS = 32_000_000
 """Of one image, and of all images of a prompt together."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
-def read_image(value: Any, place: str) -> Image:
+def read_image(value: Any, allowed: Allowed, place: str) -> Image:
     """An RGB image. Raises InvalidPromptError, which names the place.
 
     Arguments:
-        value: a PIL image, a numpy array of uint8 [height, width, 3], or a `data:` address.
+        value: a PIL image, a numpy array of uint8 [height, width, 3], or an address.
+        allowed: addresses that are read.
         place: of the image in the prompt, for errors.
     """
     try:
@@ -38,7 +36,7 @@ def read_image(value: Any, place: str) -> Image:
     except ImportError as error:
         raise InvalidPromptError(f"{place}: images need pillow; pip install 'actorllm[media]'") from error
     if isinstance(value, str):
-        image = _opened(_content_of(value, place), place)
+        image = _opened(content_of(value, allowed, place), place)
         is_file = True
     elif isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
@@ -52,7 +50,7 @@ def read_image(value: Any, place: str) -> Image:
         _check_pixels(*image.size, place)
     else:
         raise InvalidPromptError(
-            f"{place}: {type(value).__name__} is no image; give a PIL image, an array or a data: address"
+            f"{place}: {type(value).__name__} is no image; give a PIL image, an array or an address"
         )
     try:
         if is_file:
@@ -60,23 +58,6 @@ def read_image(value: Any, place: str) -> Image:
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # whatever the decoder of a format raises for what a client has sent
         raise InvalidPromptError(f"{place}: the image cannot be decoded ({error!s:.200})") from error
-
-
-def _content_of(address: str, place: str) -> bytes:
-    """The bytes of a `data:` address."""
-    if address[:5].lower() != "data:":
-        raise InvalidPromptError(
-            f"{place}: {address!r:.80} is an address that is not read; give the image as a data: address"
-        )
-    head, comma, content = address.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InvalidPromptError(f"{place}: {address!r:.80} must be 'data:image/png;base64,' and the content")
-    if len(content) > MAX_BYTES // 3 * 4:
-        raise InvalidPromptError(f"{place}: the image has more than {MAX_BYTES} bytes; send a smaller one")
-    try:
-        return base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidPromptError(f"{place}: the content of the data: address is not base64 ({error})") from error
 
 
 def _opened(content: bytes, place: str) -> Image:

@@ -14,7 +14,9 @@ depend on what else is in the batch. Only rows of very different length are spli
 are kept for the next step of the same rows, and change where a row gets a new block.
 
 Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed.
-Where a part of the row is in the cache already, they are gathered.
+Where a part of the row is in the cache already, they are gathered. A cache with `keeps_output_apart` attends to output that is
+computed once more as decode rows do. In one with `has_fixed_tiles`, size and place of a tile depend on the position only. What a
+step lacks of a tile is filled up, so that every product has the same shape in all steps.
 
 `KVCache` is owned by the runner; `KVWrites` and `AttentionBatch` are made from it once per step and passed through the
 layers.
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 
 from actorllm.model.inputs import StepInputs
 
+I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 GROUP_OVERHEAD_ELEMENTS = 400_000
@@ -47,6 +50,9 @@ QUERY_TILE = 256
 
 MAX_TILE_SCORES = 4 << 20
 """Scores of one tile; over long contexts, tiles get smaller than QUERY_TILE."""
+
+FIXED_TILE = 64
+"""Positions of a fixed tile: long enough for its products, and short enough to be filled up."""
 
 SMALL_TILE_PRODUCTS = 64 << 20
 """Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
@@ -68,8 +74,19 @@ class KVCache:
     """Keys and values of every layer, by block."""
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        keeps_output_apart: bool = False,
+        has_fixed_tiles: bool = False,
     ) -> None:
+        """keeps_output_apart, has_fixed_tiles: how rows of prompts attend (see the module)."""
+        self.keeps_output_apart, self.has_fixed_tiles = keeps_output_apart, has_fixed_tiles
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
@@ -91,7 +108,7 @@ class KVCache:
         """Let all be zeros that take no memory, as at first. What points to them still does."""
         self._pages.madvise(mmap.MADV_DONTNEED)
 
-    def zero(self, block_ids: NDArray[np.int32]) -> None:
+    def zero(self, block_ids: I32) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
 
     def clear(self, kv_slots: I64) -> None:
@@ -101,7 +118,7 @@ class KVCache:
             layer.keys[block, :, :, offset] = 0
             layer.values[block, :, offset] = 0
 
-    def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+    def copy(self, sources: I32, targets: I32) -> None:
         """All at once: a target that is also a source is read before it is written."""
         to, where = torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(sources.astype(np.int64))
         for layer in self.layers:
@@ -208,7 +225,7 @@ class DecodeGroup:
         self.bias = torch.empty(rows, 1, num_blocks * size, dtype=cache.pool.dtype)
         """0 where a row may look, -inf elsewhere."""
 
-    def point(self, rows: Any, columns: Any, block_ids: NDArray[np.int32]) -> None:
+    def point(self, rows: Any, columns: Any, block_ids: I32) -> None:
         """Let some entries of the rows' tables be these blocks; indexed like an array of [rows, num_blocks]."""
         blocks = block_ids.astype(self._keys.dtype)[..., None, None, None] * self._heads
         dim, size = self._keys.shape[-1], self._values.shape[-1]
@@ -236,6 +253,10 @@ class PrefillTile:
     bias: torch.Tensor  # [end - start, keys]: 0 or -inf, for the last `keys` of them; they look at all before those
     is_small: bool
     """Computed in float32 although the model is bfloat16 or float16."""
+    num_before: int = 0
+    """Queries of a fixed tile that are not of this step, before those that are."""
+    num_queries: int | None = None
+    """Of a fixed tile; None: end - start."""
 
 
 @dataclass(slots=True)
@@ -269,13 +290,25 @@ class AttentionBatch:
         self._cache = cache
         self._writes = writes
         self._window = window
-        self.groups = self._decode_groups(inputs) if inputs.num_decodes else []
+        self.groups = list(self._decode_groups(inputs)) if inputs.num_decodes else []
         self.rows: list[PrefillRow] = []
         self._has_fresh_rows = False
-        for start, count, first in zip(inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True):
-            row = self._prefill_row(inputs, start, count, first)
-            self.rows.append(row)
-            self._has_fresh_rows |= row.block_ids is None
+        for index, (start, count, first) in enumerate(
+            zip(inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True)
+        ):
+            num_prompt = count
+            if cache.keeps_output_apart:
+                num_prompt = min(count, max(0, inputs.num_prompts[index] - first))
+                self.groups += self._output_groups(inputs.prefill_tables[index], start, first, num_prompt, count)
+            if num_prompt:
+                table = inputs.prefill_tables[index]
+                whole = None if inputs.whole is None else inputs.whole[start : start + num_prompt]
+                if cache.has_fixed_tiles and whole is None:
+                    row = self._fixed_row(table, start, num_prompt, first)
+                else:
+                    row = self._prefill_row(table, start, num_prompt, first, whole)
+                self.rows.append(row)
+                self._has_fresh_rows |= row.block_ids is None
 
     def attend(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, scoring: Scoring | None = None
@@ -287,7 +320,7 @@ class AttentionBatch:
         """
         scoring = scoring or self._cache.scoring
         self._writes.store(layer, key_value)
-        if len(self.groups) == 1 and self.groups[0].end == query.shape[0]:
+        if len(self.groups) == 1 and not self.rows and self.groups[0].end - self.groups[0].start == query.shape[0]:
             return self._decode(layer, query, self.groups[0], scoring)
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
@@ -342,9 +375,17 @@ class AttentionBatch:
         # both [num_kv_heads, length, head_dim]
         for tile in row.tiles:
             num_tokens, length = tile.end - tile.start, tile.last - tile.first
-            q = query[tile.start : tile.end].view(num_tokens, heads, fold, dim)
+            q = query[tile.start : tile.end]
+            if tile.num_queries is not None:
+                num_tokens = tile.num_queries
+                filled = q.new_zeros(num_tokens, *q.shape[1:])
+                filled[tile.num_before : tile.num_before + len(q)] = q
+                q = filled
+            q = q.view(num_tokens, heads, fold, dim)
             q = q.permute(1, 2, 0, 3).reshape(heads, fold * num_tokens, dim)
             k, v = key[:, tile.first : tile.last], value[:, tile.first : tile.last]
+            if tile.num_queries is not None:
+                k, v = k.contiguous(), v.contiguous()
             if tile.is_small:
                 q, k, v = q.float(), k.float(), v.float()
             scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scoring.scale)
@@ -355,7 +396,10 @@ class AttentionBatch:
             attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
             if scoring.sinks is not None:
                 attended.mul_(_share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
-            out[tile.start : tile.end].view(num_tokens, heads, fold, dim).copy_(attended.permute(2, 0, 1, 3))
+            made = attended.permute(2, 0, 1, 3)  # [num_tokens, num_kv_heads, fold, head_dim]
+            if tile.num_queries is not None:
+                made = made[tile.num_before : tile.num_before + tile.end - tile.start]
+            out[tile.start : tile.end].view(-1, heads, fold, dim).copy_(made)
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """The groups of the step before with one more token per row, or new ones."""
@@ -401,11 +445,9 @@ class AttentionBatch:
         """Rows come ordered by falling length whenever their lengths differ enough for a split to pay."""
         cache, size = self._cache, self._cache.block_size
         lengths = inputs.decode_lengths
-        first_visible = np.maximum(lengths - self._window, 0) if self._window is not None else np.zeros_like(lengths)
-        first_block = first_visible // size
-        num_blocks = -(-lengths // size) - first_block
+        first_block, num_blocks, first_visible = self._visible(lengths)
         block_elements = cache.num_kv_heads * cache.head_dim * size
-        most_blocks = max(1, MAX_GROUP_INDICES // (cache.num_kv_heads * self.queries_per_kv * cache.head_dim))
+        most_blocks = self._most_blocks()
         groups = []
         start, total = 0, len(lengths)
         while start < total:
@@ -423,52 +465,147 @@ class AttentionBatch:
     def _new_group(
         self, inputs: StepInputs, start: int, end: int, first_block: I64, num_blocks: I64, first_visible: I64
     ) -> DecodeGroup:
-        cache, rows = self._cache, slice(start, end)
-        longest = int(num_blocks[rows].max())
-        group = DecodeGroup(start, end, longest, first_block[rows], self.queries_per_kv, cache)
-        table = inputs.decode_table[rows]  # [rows, max_blocks]
+        rows = slice(start, end)
+        return self._group(
+            start,
+            inputs.decode_table[rows],
+            inputs.decode_lengths[rows],
+            first_block[rows],
+            num_blocks[rows],
+            first_visible[rows],
+        )
+
+    def _group(
+        self,
+        start: int,
+        table: I32,
+        lengths: I64,
+        first_block: I64,
+        num_blocks: I64,
+        first_visible: I64,
+    ) -> DecodeGroup:
+        """Of the tokens from `start` on, each with a row of the table, [rows, max_blocks]."""
+        cache, size = self._cache, self._cache.block_size
+        longest = int(num_blocks.max())
+        group = DecodeGroup(start, start + len(lengths), longest, first_block, self.queries_per_kv, cache)
         columns = np.arange(longest)
-        where = np.minimum(first_block[rows, None] + columns, table.shape[1] - 1)
+        where = np.minimum(first_block[:, None] + columns, table.shape[1] - 1)
         block_ids = np.take_along_axis(table, where, 1)  # [rows, longest]
-        block_ids[columns >= num_blocks[rows, None]] = cache.zero_block
+        block_ids[columns >= num_blocks[:, None]] = cache.zero_block
         group.point(slice(None), slice(None), block_ids)
-        position = np.arange(longest * cache.block_size) + first_block[rows, None] * cache.block_size
-        hidden = (position >= inputs.decode_lengths[rows, None]) | (position < first_visible[rows, None])
-        group.bias.view(end - start, -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        position = np.arange(longest * size) + first_block[:, None] * size
+        hidden = (position >= lengths[:, None]) | (position < first_visible[:, None])
+        group.bias.view(len(lengths), -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
         return group
 
-    def _prefill_row(self, inputs: StepInputs, start: int, count: int, first_position: int) -> PrefillRow:
-        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees."""
+    def _most_blocks(self) -> int:
+        """That the rows of one group may have together."""
+        cache = self._cache
+        return max(1, MAX_GROUP_INDICES // (cache.num_kv_heads * self.queries_per_kv * cache.head_dim))
+
+    def _visible(self, lengths: I64) -> tuple[I64, I64, I64]:
+        """Of rows of these lengths: the first block, the number of blocks, and the first position that each sees."""
+        size = self._cache.block_size
+        first_visible = np.maximum(lengths - self._window, 0) if self._window is not None else np.zeros_like(lengths)
+        first_block = first_visible // size
+        return first_block, -(-lengths // size) - first_block, first_visible
+
+    def _output_groups(self, table: I32, start: int, first: int, num_prompt: int, count: int) -> list[DecodeGroup]:
+        """Tokens [start + num_prompt, start + count) of a prefill row, each as a decode row. first: position of the row's first."""
+        groups = []
+        at, step = num_prompt, max(1, self._most_blocks() // max(1, -(-(first + count) // self._cache.block_size)))
+        while at < count:
+            end = min(count, at + step)
+            lengths = np.arange(first + at, first + end, dtype=np.int64) + 1
+            tables = np.broadcast_to(table, (end - at, len(table)))
+            groups.append(self._group(start + at, tables, lengths, *self._visible(lengths)))
+            at = end
+        return groups
+
+    def _fixed_row(self, table: I32, start: int, count: int, first_position: int) -> PrefillRow:
+        """As `_prefill_row`, with tiles that begin at multiples of FIXED_TILE and see all keys up to their end."""
+        cache, size, window = self._cache, self._cache.block_size, self._window
+        numbers = range(first_position // FIXED_TILE, -(-(first_position + count) // FIXED_TILE))
+        lows = [0 if window is None else max(0, number * FIXED_TILE + 1 - window) // size * size for number in numbers]
+        first_block, num_blocks = lows[0] // size, -(-(numbers[-1] + 1) * FIXED_TILE // size)
+        ids = np.full(num_blocks - first_block, cache.zero_block, np.int64)
+        known = table[first_block : min(num_blocks, -(-(first_position + count) // size))]
+        ids[: len(known)] = known
+        num_heads, dim = cache.num_kv_heads * self.queries_per_kv, cache.head_dim
+        per_product = len(cache.layers) * num_heads * dim * FIXED_TILE
+        offset = first_block * size
+        tiles = []
+        for number, low in zip(numbers, lows, strict=True):
+            begins, high = number * FIXED_TILE, (number + 1) * FIXED_TILE
+            a, b = max(first_position, begins), min(first_position + count, high)
+            is_small = cache.pool.dtype == torch.float16 or (
+                cache.pool.dtype != torch.float32 and per_product * (high - low) <= SMALL_TILE_PRODUCTS
+            )
+            query, key = torch.arange(begins, high).unsqueeze(1), torch.arange(low, high)
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            bias = torch.zeros(hidden.shape, dtype=torch.float32 if is_small else cache.pool.dtype)
+            bias.masked_fill_(hidden, float("-inf"))
+            tiles.append(
+                PrefillTile(
+                    start + a - first_position,
+                    start + b - first_position,
+                    low - offset,
+                    high - offset,
+                    bias,
+                    is_small,
+                    num_before=a - begins,
+                    num_queries=FIXED_TILE,
+                )
+            )
+        return PrefillRow(start, start + count, torch.from_numpy(ids), tiles)
+
+    def _prefill_row(
+        self, table: I32, start: int, count: int, first_position: int, whole: NDArray[np.bool_] | None
+    ) -> PrefillRow:
+        """Tiles of one row; the gathered context starts at the first block that any of its tokens sees.
+
+        whole: which tokens see the item that they are of as a whole; None: none does.
+        """
         size, window = self._cache.block_size, self._window
-        index = inputs.prefill_starts.index(start)
         length = first_position + count
         oldest = 0 if window is None else max(0, first_position + 1 - window)
         first_block = oldest // size
         offset = first_block * size
-        ids = (
-            torch.from_numpy(inputs.prefill_tables[index][first_block : -(-length // size)]) if first_position else None
-        )
+        ids = torch.from_numpy(table[first_block : -(-length // size)]) if first_position else None
         num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
         layer_products = len(self._cache.layers) * num_heads * dim
         is_exact = self._cache.pool.dtype == torch.float32
         is_float16 = self._cache.pool.dtype == torch.float16  # few processors multiply it fast
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
+        last_visible = np.arange(first_position, length)
+        if whole is not None:
+            last_visible += _behind_in_run(whole)
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
-            high = first_position + b
+            high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)
-            query = torch.arange(first_position + a, high).unsqueeze(1)
+            query = torch.arange(first_position + a, first_position + b).unsqueeze(1)
             key = torch.arange(low if window is not None else first_position + a, high)
-            hidden = key > query
+            hidden = key > torch.from_numpy(last_visible[a:b]).unsqueeze(1)
             if window is not None:
                 hidden |= key <= query - window
             dtype = torch.float32 if is_small else self._cache.pool.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(start, start + count, ids, tiles)
+
+
+def _behind_in_run(is_member: NDArray[np.bool_]) -> I64:
+    """Of each member how many there are behind it up to the end of its run; 0 for others."""
+    others = np.flatnonzero(np.append(~is_member, True))
+    here = np.arange(is_member.size)
+    ends = others[np.searchsorted(others, here)]
+    return np.where(is_member, ends - 1 - here, 0)
 
 
 def _is_one_step_on(before: I64, after: I64) -> bool:

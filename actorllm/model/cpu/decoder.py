@@ -7,7 +7,7 @@ the activation, down product plus residual. Called by the runner, under inferenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
 from actorllm.model.inputs import StepInputs
-from actorllm.model.linear import Form, Linear
+from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
-from actorllm.model.rope import rotation_angles
+from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ SWITCHES = frozenset(
         "activation='gelu_tanh'",
         "embedding_scale",
         "experts",
+        "has_sinks",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -63,8 +64,9 @@ class DecoderLayer:
         share: HeadShare,
         adapters: AdapterSlots | None = None,
         targets: Mapping[str, list[AdaptedLayer]] | None = None,
+        linear: Callable[[LinearWeight], Linear] = linear,
     ) -> None:
-        """config: of the whole model. targets: what of the layer `adapters` adapt, by product."""
+        """config: of the whole model. targets: what of the layer `adapters` adapt, by product. linear: makes the products."""
         self.index = index
         self._ranks = ranks
         self._is_shared = ranks.size > 1
@@ -72,7 +74,10 @@ class DecoderLayer:
         self.window = config.windows[index]
         self.rope = int(self.window is not None and config.window_rope is not None)
         """Which of the decoder's rotations."""
-        self.scoring = None if config.attention_scale is None else Scoring(config.attention_scale)
+        self.scoring: Scoring | None = None
+        if config.attention_scale is not None or tensors.sinks is not None:
+            scale = config.attention_scale or config.head_dim**-0.5
+            self.scoring = Scoring(scale, sinks=tensors.sinks)
         self.activation = ACTIVATIONS[config.activation]
 
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
@@ -191,11 +196,12 @@ class Decoder:
         ranks: Ranks | None = None,
         form: Form = Dense,
         adapters: AdapterSlots | None = None,
+        linear: Callable[[LinearWeight], Linear] = linear,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`.
 
         max_positions: how long a sequence may get. form: of the weights of the linear layers. adapters: empty ones, which the
-        products of this model are added to; None: it is never adapted.
+        products of this model are added to; None: it is never adapted. linear: makes what computes with a weight.
         """
         self.config = config
         self._adapters = adapters
@@ -204,7 +210,10 @@ class Decoder:
         self.share = tensors.share
         self.dtype = weights.dtype
         self.rotary = [
-            RotaryEmbedding(rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions))
+            RotaryEmbedding(
+                rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions),
+                rotation_length(rope),
+            )
             for rope in (config.rope, config.window_rope)
             if rope is not None
         ]
@@ -221,6 +230,7 @@ class Decoder:
                 self.share,
                 adapters,
                 None if adapters is None else tensors.targets(i),
+                linear,
             )
             for i in range(config.num_layers)
         ]

@@ -11,6 +11,7 @@ products of an expert treat each row alike. Results of a row are weighted and ad
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -33,7 +34,9 @@ class Experts:
         self._num_experts = shape.num_experts
         self._first = tensors.numbers.start
         """The experts of this rank begin there."""
+        self._gated = self._product_of_gate if shape.swiglu is None else partial(swiglu, *shape.swiglu)
         self.router = tensors.router.double().T.contiguous()  # [hidden_size, num_experts]
+        self._router_bias = None if tensors.router_bias is None else tensors.router_bias.double()
         self.experts: list[tuple[Linear, Linear]] = [(linear(gate_up), linear(down)) for gate_up, down in tensors]
 
     @property
@@ -44,7 +47,8 @@ class Experts:
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, int64 [num_tokens, num_active], the one with the highest score first, and their weights."""
-        scores = torch.mm(x.double(), self.router).float()  # [num_tokens, num_experts]
+        exact = torch.mm(x.double(), self.router)  # [num_tokens, num_experts]
+        scores = (exact if self._router_bias is None else exact.add_(self._router_bias)).float()
         if self._normalizes:
             highest, numbers = scores.topk(self.num_active)
             return numbers, highest.softmax(1)
@@ -78,5 +82,13 @@ class Experts:
 
     def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
         gate_up, down = expert
-        gate, up = gate_up(x).chunk(2, 1)
-        return down(self._activation(gate).mul_(up))
+        return down(self._gated(*gate_up(x).chunk(2, 1)))
+
+    def _product_of_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self._activation(gate).mul_(up)
+
+
+def swiglu(alpha: float, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate and up within the limit."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return up.add_(1).mul_(gate * torch.sigmoid(gate * alpha))

@@ -7,7 +7,7 @@ Called by `decoder`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -62,6 +62,44 @@ class WidenedLinear(PackedLinear):
         return super().__call__(x.float()).to(x.dtype)
 
 
+class PairedLinear(Linear):
+    """Another one, which never sees a single row: products of one row add up in another order than those of several."""
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear.out_features, linear.in_features, linear.num_bytes)
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.expand(2, -1))[:1] if x.shape[0] == 1 else self._linear(x)
+
+
+def paired(weight: LinearWeight) -> Linear:
+    """As `linear`, so that the bits of a row do not depend on the number of rows (`invariance`)."""
+    if isinstance(weight, SideBySide):
+        return SideBySideLinear([paired(part) for part in weight.parts])
+    made = linear(weight)
+    # Products of 8 bits add integers, which is exact; those of 4 bits add in one order.
+    if isinstance(weight, Dense) and not _adds_alike(weight.out_features, weight.in_features, weight.weight.dtype):
+        return PairedLinear(made)
+    return made
+
+
+@cache
+def _adds_alike(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
+    """Whether a product of this shape adds up one row as it does two: of sums of 0, only the rounding is left."""
+    generator = torch.Generator().manual_seed(0)
+    half, num_outputs = num_inputs // 2, min(num_outputs, MOST_TRIED_OUTPUTS)
+    weight = torch.randn(num_outputs, half, generator=generator)
+    order = torch.randperm(half, generator=generator)
+    rows = torch.randn(NUM_TRIED_ROWS, half, generator=generator)
+    missing = torch.zeros(num_outputs, num_inputs - 2 * half)
+    product = linear(Dense(torch.cat((weight, -weight[:, order], missing), 1).to(dtype)))
+    rows = torch.cat((rows, rows[:, order], missing[:1].expand(NUM_TRIED_ROWS, -1)), 1).to(dtype)
+    return all(torch.equal(product(rows[i : i + 1]), product(rows[i : i + 2])[:1]) for i in range(NUM_TRIED_ROWS - 1))
+
+
 def widens(dtype: torch.dtype) -> bool:
     """Whether products of weights of this type are computed in float32 (`WidenedLinear`)."""
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -101,6 +139,8 @@ class RMSNorm:
         return torch.native_layer_norm(both, self.shape, self.weight, None, self.eps)[0][:, : self.size]
 
 
+NUM_TRIED_ROWS, MOST_TRIED_OUTPUTS = 17, 8192
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
@@ -115,9 +155,10 @@ class RotaryEmbedding:
     are sums over the dimensions of a head, so that the order changes nothing.
     """
 
-    def __init__(self, angles: torch.Tensor) -> None:
-        """angles: [max_positions, head_dim / 2]."""
-        self.table = torch.complex(angles.cos(), angles.sin())
+    def __init__(self, angles: torch.Tensor, length: float = 1.0) -> None:
+        """angles: [max_positions, head_dim / 2]. length: of a rotation."""
+        cos, sin = angles.cos(), angles.sin()
+        self.table = torch.complex(cos, sin) if length == 1 else torch.complex(cos * length, sin * length)
 
     def rotations(self, positions: torch.Tensor) -> torch.Tensor:
         """For int64 [num_tokens]: complex64 [num_tokens, 1, head_dim / 2], to be multiplied into every head."""

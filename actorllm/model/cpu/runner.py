@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +21,18 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, N
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
+from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
-from actorllm.model.cpu.layers import linear, widens
+from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
+from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
+from actorllm.model.linear.dense import Dense
 from actorllm.model.logits import apply_masks, masks_behind, only_choices
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
@@ -43,7 +45,7 @@ from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, Step
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation import costs
 from actorllm.model.speculation.speculator import Speculator
-from actorllm.model.threads import Team
+from actorllm.model.team import Team
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Costs
 from actorllm.types.quantization import GGUF
@@ -139,6 +141,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 self._draft_model = DraftModel(config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
+        self._decode_version = -1
+        """Of the last step."""
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
     # Before the first step --------------------------------------------------------------------------------------------
@@ -153,17 +157,50 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self.config.model.quantization is not None and not self.rank:
             self._tell_speed()
         self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
-        num_products = 4 * self.model_config.num_layers + 1
-        num_weights = self.decoder.num_bytes / self.dtype.itemsize
-        self._team = Team(
-            threads.num_threads(self.config),
-            self.decoder.num_bytes / num_products,
-            2 * num_weights / num_products,
-            num_products,
-        )
+        self._team = self._measured_team(threads.num_threads(self.config))
+        if self.config.batch_invariant:
+            self._check_invariance()
 
+    def _check_invariance(self) -> None:
+        """Raises UnsupportedModelError where a row depends on more than its request."""
+        plan = self.model_config
+        if not isinstance(plan, DecoderConfig) or plan.experts is not None:
+            what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+            raise UnsupportedModelError(
+                f"batch_invariant=True is not supported for models {what} yet ({self.config.model.architecture}); leave it out"
+            )
+        kept = self._speculator, self._draft_model, self.processors, self._team
+        self._speculator = self._draft_model = self.processors = None
+
+        def use(num_threads: int) -> None:
+            self._team = Team((num_threads,))
+
+        try:
+            invariance.check(self, kept[3].sizes, use, ACTIVATIONS[plan.activation])
+        finally:
+            self._speculator, self._draft_model, self.processors, self._team = kept
+        del self.cache, self.batch
+
+    def _measured_team(self, num_threads: int) -> Team:
+        """num_threads: at most."""
+        sizes = sizes_of(num_threads)
+        if len(sizes) == 1:
+            return Team(sizes)
+        plan, form = self.model_config, rounding_of(self.config.model)
+        num_products = 4 * plan.num_layers + 1
+        # What a form stores for a number: only the order of magnitude matters, steps are measured themselves.
+        per_number = self.dtype.itemsize if form is Dense else 0.5 if isinstance(form, Int4Weights) else 1.0
+        num_numbers = int(self.decoder.num_bytes / num_products / per_number)
+        rates = measured_rates(sizes, num_numbers, plan.hidden_size, num_products, self.dtype, linear, form)
+        return Team(tuple(rates.one_row), rates)
+
+    @with_own_threads
+    @torch.inference_mode()
     def limit_threads(self, num_threads: int) -> None:
-        self._team.max_threads = num_threads
+        # A larger team was not measured, nor shown to have the same bits.
+        if num_threads > self._team.most and not self.config.batch_invariant:
+            self._team = self._measured_team(num_threads)
+        self._team.limit(num_threads)
 
     def _tell_speed(self) -> None:
         size = self.model_config.hidden_size
@@ -226,7 +263,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots), head
+        products = paired if self.config.batch_invariant else linear
+        return Decoder(plan, weights, model.max_model_len, self.ranks, form_of(model), slots, products), head
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -294,6 +332,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def weight_bytes(self) -> int:
         return self.decoder.num_bytes
 
+    def statistics(self) -> dict[str, Any]:
+        return {"threads": self._team.statistics()}
+
     @property
     def block_bytes(self) -> int:
         return super().block_bytes + (0 if self._draft_model is None else self._draft_model.block_bytes)
@@ -335,7 +376,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        self.cache = KVCache(*shape, num_blocks, size, self.dtype)
+        self.cache = KVCache(
+            *shape,
+            num_blocks,
+            size,
+            self.dtype,
+            keeps_output_apart=self.config.keeps_output_apart,
+            has_fixed_tiles=self.config.batch_invariant,
+        )
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
@@ -473,9 +521,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
-            size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
+            goes_on = inputs.decode_version == self._decode_version and not plan.new_rows.size
+            self._decode_version = inputs.decode_version
+            size = self._team.begin(len(inputs.token_ids), len(inputs.result_slots), goes_on=goes_on)
             set_own_num_threads(size)
-            wall, cpu = time.perf_counter(), time.thread_time()
             states = self.decoder.forward(inputs, self.cache)
             if drafts is not None and not self._has_finite_drafts(states, inputs):
                 drafts, inputs = None, self.batch.inputs(plan)
@@ -492,8 +541,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 logits, draft_logits = self._logits_with_drafts(states, hidden, inputs, sampling)
             elif len(sampling.how) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
-            if size > 1:
-                self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         if self._draft_model is not None and inputs.prefill_slots:
@@ -604,6 +651,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             tokens[start:end] = self._choose(logits, columns, slots, first_masks)
             if sampling.has_logprobs:
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
+        self._team.end()
         if self.ranks.size > 1 and num_samples:
             # One more than the values that are not finite, so that every rank knows them.
             tokens, told = self.ranks.agree(np.stack((tokens, is_void + counts)))

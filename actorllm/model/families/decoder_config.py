@@ -6,7 +6,7 @@ A backend declares which other values it knows (`DecoderConfig.switches`), so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class TensorNames:
     """Of what attention adds to the stream, where `norms_outputs`."""
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = "post_feedforward_layernorm"
+    sinks: str = "self_attn.sinks"
     norm_offset: float = 0.0
     """Norms multiply by the tensor of the checkpoint plus this."""
 
@@ -56,9 +57,17 @@ class ExpertShape:
     """Which layers have experts; the others have one MLP."""
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    """With the number of the expert behind it."""
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    """With the number of the expert behind it; where they are stacked, a tensor has that of all."""
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """One name: the two take turns, output by output."""
     down: str = "down_proj"
+    is_stacked: bool = False
+    """A tensor has a dimension more, for the experts, and inputs before outputs."""
+    has_bias: bool = False
+    has_router_bias: bool = False
+    swiglu: tuple[float, float] | None = None
+    """alpha and limit of (up + 1) * gate * sigmoid(alpha * gate), gate and up within the limit (gpt-oss); None: the activation of
+    the gate, times up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +107,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     experts: ExpertShape | None = None
     """Of the layers that have experts in the place of the MLP."""
+    has_sinks: bool = False
+    """Each head has a score that takes part in the softmax and has no value."""
 
     @property
     def switches(self) -> frozenset[str]:
@@ -167,14 +178,14 @@ def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
-def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it, or the older `rope_theta` and `rope_scaling`."""
+def rope_parameters(hf: Mapping[str, Any], types: Sequence[str] = ROPE_TYPES) -> dict[str, Any]:
+    """`rope_parameters` as transformers 5 writes it, or the older `rope_theta` and `rope_scaling`. types: those known."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if kind not in types:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(types)}")
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))

@@ -15,6 +15,7 @@ import torch
 
 from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
@@ -27,6 +28,8 @@ class ExpertTensors:
 
     router: torch.Tensor
     """float32 [num_experts, hidden_size]: of all experts."""
+    router_bias: torch.Tensor | None
+    """float32 [num_experts]."""
     numbers: range
     """The experts of this rank."""
     read: Callable[[int], tuple[LinearWeight, LinearWeight]]
@@ -51,6 +54,8 @@ class LayerTensors:
     mlp_output_norm: torch.Tensor | None
     qk_norms: tuple[torch.Tensor, torch.Tensor] | None
     """Of queries and keys: [head_dim] each, or this rank's [num_heads * head_dim] and [num_kv_heads * head_dim]."""
+    sinks: torch.Tensor | None
+    """float32, of this rank's heads."""
 
 
 class DecoderTensors:
@@ -126,7 +131,13 @@ class DecoderTensors:
             mlp_norm=norm(names.mlp_norm, c.norms_inputs),
             mlp_output_norm=norm(names.mlp_output_norm, c.norms_outputs),
             qk_norms=qk_norms,
+            sinks=self._sinks(prefix) if c.has_sinks else None,
         )
+
+    def _sinks(self, prefix: str) -> torch.Tensor:
+        heads = self._part(self.share.heads)
+        name = f"{prefix}{self._config.names.sinks}"
+        return self._weights.take(name, self._config.num_heads, rows=heads, dtype=torch.float32).float()
 
     def targets(self, index: int) -> dict[str, list[AdaptedLayer]]:
         """What of a layer can be adapted, by the product of `LayerTensors` that computes it."""
@@ -166,29 +177,52 @@ class DecoderTensors:
         needs_no_head = self._config.ties_embeddings or not self._config.has_head
         self._weights.close(  # the config determines them, or no layer needs them
             is_ignorable=lambda name: (
-                name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and needs_no_head)
+                name.endswith("rotary_emb.inv_freq")
+                or (name == "lm_head.weight" and needs_no_head)
+                or self._is_of_another_rank(name)
             )
         )
+
+    def _is_of_another_rank(self, name: str) -> bool:
+        """Whether a tensor is of an expert that another rank holds."""
+        shape = self._config.experts
+        if shape is None or not self._ranks.has_whole_experts:
+            return False
+        _, is_expert, behind = name.partition(f".{shape.experts}.")
+        number = behind.partition(".")[0]
+        return bool(is_expert) and number.isdecimal() and int(number) < shape.num_experts
 
     def _has_experts(self, index: int) -> bool:
         return self._config.experts is not None and self._config.experts.layers[index]
 
     def _experts(self, prefix: str) -> ExpertTensors:
-        """Every rank has its part of each expert, as it has of an MLP."""
-        c, shape = self._config, self._config.experts
+        """Every rank has its part of each expert, as it has of an MLP; or some experts as a whole."""
+        c, shape, ranks = self._config, self._config.experts, self._ranks
         assert shape is not None
-        part = self._ranks.part(shape.intermediate_size)
+        numbers, part = range(shape.num_experts), ranks.part(shape.intermediate_size)
+        if ranks.has_whole_experts:
+            numbers, part = numbers[ranks.part(shape.num_experts)], ALL
         sizes = (shape.intermediate_size,) * 2
 
         def read(number: int) -> tuple[LinearWeight, LinearWeight]:
+            if shape.is_stacked:
+                stacked = StackedExperts(self._weights, f"{prefix}{shape.experts}.", shape, c.hidden_size)
+                return stacked.read(number, self._part(part), self._form, part == ALL or ranks.rank == 0)
             base = f"{prefix}{shape.experts}.{number}."
             gate_up = self._side_by_side(base, shape.gate_up, sizes, (part, part), False)
-            return gate_up, self._summed(base + shape.down, shape.intermediate_size, part, False)
+            down = self._form.sharded(
+                self._weights, base + shape.down, c.hidden_size, shape.intermediate_size, columns=self._part(part)
+            )
+            return gate_up, down
 
         router = self._weights.take(
             f"{prefix}{shape.router}.weight", shape.num_experts, c.hidden_size, dtype=torch.float32
         )
-        return ExpertTensors(router.float(), range(shape.num_experts), read)
+        bias = None
+        if shape.has_router_bias:
+            name = f"{prefix}{shape.router}.bias"
+            bias = self._weights.take(name, shape.num_experts, dtype=torch.float32).float()
+        return ExpertTensors(router.float(), bias, numbers, read)
 
     def _part(self, part: slice) -> slice:
         """What one rank takes as a whole is not cut."""

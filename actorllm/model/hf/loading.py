@@ -20,9 +20,12 @@ from transformers.utils import logging as transformers_logging
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.weights import UPDATE, progress_is_shown, stable_hash, tensor_files
-from actorllm.types.quantization import read_checkpoint
+from actorllm.types.quantization import MXFP4, read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
+
+LANGUAGE_PARTS = ("language_model", "text_model")
+"""What models that take more than text call the decoder within them; all beside it makes rows of images or audio."""
 
 LOWEST_RELEASE = (5, 8)
 """Of transformers, to run models through it: older ones make other masks, and their rotations do not run on the meta device."""
@@ -48,9 +51,10 @@ def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
     """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
     architecture, kind = model.architecture, hf.get("model_type")
     scheme = read_checkpoint(hf)
-    if scheme is not None:
+    if scheme is not None or hf.get("quantization_config"):
+        method = MXFP4 if scheme is None else scheme.method
         raise UnsupportedModelError(
-            f"quantized weights ({scheme.method}) are not supported through transformers; use the original model"
+            f"quantized weights ({method}) are not supported through transformers; use the original model"
         )
     if kind not in CONFIG_MAPPING:
         if hf.get("auto_map"):

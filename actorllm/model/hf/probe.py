@@ -137,7 +137,7 @@ def probe_embeds(decoder: Probed, embedding_size: int) -> None:
     table = np.arange(2, dtype=np.int32)
     try:
         rows = decoder.embed(decoder.place(ids))
-        inputs = _inputs(decoder, None, [(ids, 0, table)])
+        inputs = step_inputs(decoder, None, [(ids, 0, table)])
         expected = decoder.forward(inputs, decoder.new_cache(NUM_BLOCKS))
         inputs.embedded = np.arange(ids.size)
         inputs.embeds = rows.contiguous().view(torch.uint8).reshape(-1).cpu().numpy()
@@ -187,10 +187,10 @@ def _in_chunks(decoder: Probed, first: Tokens, second: Tokens) -> torch.Tensor:
     for i, count in enumerate(CHUNKS):
         chunk = (first[start : start + count], start, tables[0])
         if i == 0:
-            decoder.forward(_inputs(decoder, None, [chunk, (second[:SECOND_PREFILL], 0, tables[1])]), cache)
+            decoder.forward(step_inputs(decoder, None, [chunk, (second[:SECOND_PREFILL], 0, tables[1])]), cache)
         else:
             where = SECOND_PREFILL + i - 1
-            hidden = decoder.forward(_inputs(decoder, (int(second[where]), where, tables[1]), [chunk]), cache)
+            hidden = decoder.forward(step_inputs(decoder, (int(second[where]), where, tables[1]), [chunk]), cache)
             logits = decoder.logits(decoder.select(hidden, np.arange(1 + count)))
             of_second.append(logits[:1])
             of_first.append(logits[1:])
@@ -228,7 +228,7 @@ def _noise(decoder: Probed, first: Tokens, second: Tokens) -> float:
                 hook.remove()
 
 
-def _inputs(
+def step_inputs(
     decoder: Probed, decode: tuple[int, int, np.ndarray] | None, prefills: list[tuple[np.ndarray, int, np.ndarray]]
 ) -> StepInputs:
     """A step of one decode row (token, position, block table) and some chunks (tokens, first position, block table)."""

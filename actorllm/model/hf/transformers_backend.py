@@ -31,7 +31,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -40,10 +40,11 @@ from transformers.utils.import_utils import is_accelerate_available
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
-from actorllm.model.embeds import place_rows
+from actorllm.model.embeds import later_rows, place_rows
 from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
 from actorllm.model.hf.loading import (
+    LANGUAGE_PARTS,
     built,
     check_release,
     check_tensors,
@@ -61,7 +62,7 @@ from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
 from actorllm.model.weights import UPDATE, tensors_of_version
-from actorllm.types.media_rules import IMAGE_ARCHITECTURES
+from actorllm.types.media_rules import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,14 @@ NO_INTERFACE = "its attention does not go through transformers' AttentionInterfa
 
 TRACED_TOKENS = 5
 
+MEDIA_PARTS = ("vision_config", "audio_config")
+"""What config.json has of models that take more than text."""
+
 
 def _auto(config: Any) -> Any:
     """The class of transformers that makes the model."""
-    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    parts = [getattr(config, name, None) for name in MEDIA_PARTS]
+    return AutoModelForCausalLM if parts == [None, None] else AutoModelForMultimodalLM
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
@@ -149,14 +154,13 @@ def _check_config(config: Any, architecture: str) -> None:
     """What needs no look at the model."""
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it is an encoder with a decoder; only decoders are served")
-    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
-    if parts and architecture in IMAGE_ARCHITECTURES:
+    parts = [name for name in MEDIA_PARTS if getattr(config, name, None) is not None]
+    if parts and architecture in ARCHITECTURES:
         return
     if parts:
         raise refused(
             architecture,
-            f"it takes more than text (config.json has {parts[0]}); only text models are served, and for images "
-            f"{', '.join(sorted(IMAGE_ARCHITECTURES))}",
+            f"it takes more than text (config.json has {parts[0]}); of such models served are {', '.join(ARCHITECTURES)}",
         )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     classes = () if known is None else (known,) if isinstance(known, str) else tuple(known)
@@ -249,6 +253,7 @@ def _trace(model: Any, architecture: str) -> ForwardTrace:
             ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         trace.vocab_size = output.logits.shape[-1]
+        trace.body = _language_part(model) or trace.body
     except Exception as error:  # of modules of another library; raised behind the clean-up
         failure = error
     finally:
@@ -257,6 +262,13 @@ def _trace(model: Any, architecture: str) -> ForwardTrace:
             hook.remove()
     _check_trace(trace, model, architecture, failure)
     return trace
+
+
+def _language_part(model: Any) -> str | None:
+    """The path of the decoder within a model that takes more than text; None: the model takes text."""
+    inner = getattr(model, "model", None)
+    name = next((name for name in LANGUAGE_PARTS if getattr(inner, name, None) is not None), None)
+    return None if name is None else f"model.{name}"
 
 
 def _hidden(output: Any) -> torch.Tensor:
@@ -363,6 +375,25 @@ class Given(torch.nn.Module):
         return self.output
 
 
+class KnownStates(tuple[torch.Tensor]):
+    """What a model gets for the output of all that is before its head; other fields that it asks for are None."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Absent(torch.nn.Module):
+    """Stands in for a tower, which is asked where it is even when it is not called."""
+
+    device = torch.device("cpu")
+
+
 class TransformersDecoder:
     """A loaded model with the surface of `decoder.Decoder`, and that of `probe.Probed`."""
 
@@ -380,7 +411,13 @@ class TransformersDecoder:
         self._given = Given()
         self._output_kind: Callable[..., Any] | None = None
         """Makes what the body returns of hidden states; known once the body has run."""
-        self._head = _with_part(model, plan.body.split("."), self._given)
+        is_outermost = _language_part(model) is None
+        self._head_path = plan.body.split(".") if is_outermost else ["model"]
+        """Of what is before the head: of models that take more than text, all that holds the body."""
+        self._head = _with_part(model, self._head_path, self._given)
+        if not is_outermost:
+            self._output_kind = lambda last_hidden_state: KnownStates((last_hidden_state,))
+        self._keeps_output_kind = not is_outermost
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         tensors = [p for p in model.parameters() if is_tied or p is not embedding.weight]
@@ -390,7 +427,7 @@ class TransformersDecoder:
     def pack(self, form: Form = Dense) -> None:
         """Give the linear layers the weights in this form, as it is read fastest. There is no way back."""
         self.num_bytes -= packing.pack(self.model, form)
-        self._head = _with_part(self.model, self.config.body.split("."), self._given)
+        self._head = _with_part(self.model, self._head_path, self._given)
 
     @property
     def num_kv_heads(self) -> int:
@@ -403,25 +440,38 @@ class TransformersDecoder:
         windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
         step = TransformersStep(batches, self.layers, cache)
-        positions = torch.from_numpy(inputs.positions).unsqueeze(0)
-        return self.run_body(step, self._tokens(inputs), positions)
+        grid = inputs.grid_positions
+        positions = torch.from_numpy(inputs.positions if grid is None else grid[:, None])
+        return self.run_body(step, self._tokens(inputs), positions.unsqueeze(0) if grid is None else positions)
 
-    def run_body(self, step: AttentionStep, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        """What the model makes of one row of tokens, [num_tokens, hidden_size]."""
+    def run_body(self, step: AttentionStep, tokens: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
+        """What the model makes of one row of tokens, [num_tokens, hidden_size].
+
+        tokens: arguments of the model's body. positions: [1, num_tokens], or on three axes [3, 1, num_tokens].
+        """
         with step.under_way():
             output = self._body(**tokens, position_ids=positions, use_cache=False)
         step.check_calls(self.config.num_layers)
-        self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
+        if not self._keeps_output_kind:
+            self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
         return _hidden(output)[0]
 
-    def _tokens(self, inputs: StepInputs) -> dict[str, torch.Tensor]:
-        """The ids of a step, [1, num_tokens], or their embeddings where a prompt brought some of them."""
+    def _tokens(self, inputs: StepInputs) -> dict[str, Any]:
+        """The ids of a step, [1, num_tokens], or their embeddings where a prompt brought some of them.
+
+        Then with what their rows add to the states of the first layers (Qwen3-VL).
+        """
         ids = torch.from_numpy(inputs.token_ids).unsqueeze(0)
         if inputs.embedded is None:
             return {"input_ids": ids}
         embedded = self.embed(ids)
         place_rows(embedded[0], inputs)
-        return {"inputs_embeds": embedded}
+        given: dict[str, Any] = {"inputs_embeds": embedded}
+        if later := later_rows(inputs, embedded.shape[2], embedded.dtype):
+            is_placed = torch.zeros(1, embedded.shape[1], dtype=torch.bool)
+            is_placed[0, torch.from_numpy(inputs.embedded)] = True
+            given |= {"visual_pos_masks": is_placed, "deepstack_visual_embeds": later}
+        return given
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """What the model makes of ids, [..., embedding_size], before anything that it does to embeddings as well."""
@@ -519,6 +569,7 @@ def load(
 
     The parameters of a module that the application owns stay where they are, in the form that they have.
     """
+    from actorllm.model.hf.media_probe import probe_media
     from actorllm.model.hf.probe import probe, probe_embeds
 
     if model.module is None:
@@ -529,6 +580,8 @@ def load(
         probe(decoder)
     if model.prompt_embedding_size is not None:
         probe_embeds(decoder, model.prompt_embedding_size)
+    if model.media is not None:
+        probe_media(decoder, model.media)
     return decoder
 
 
@@ -582,15 +635,15 @@ def load_unchecked(
             auto = _auto(plan.config)
             loaded, report = from_checkpoint(auto, plan.config, "eager", dtype, model.path, show_progress, **place)
             check_tensors(model.path, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
-        if plan.architecture in IMAGE_ARCHITECTURES:
+        if plan.architecture in ARCHITECTURES:
             _drop_tower(loaded)
         return TransformersDecoder(plan, (loaded if device is None else loaded.to(device)).requires_grad_(False))
 
 
 def _drop_tower(model: Any) -> None:
-    """Give up what encodes images, which is the encoder's (`tower`): the model goes on from embeddings."""
-    for name in ("vision_tower", "multi_modal_projector"):
-        setattr(model.model, name, None)
+    """Give up what makes rows of images or audio, which is the encoder's (`tower`): the model goes on from embeddings."""
+    for name in [name for name, _ in model.model.named_children() if name not in LANGUAGE_PARTS]:
+        setattr(model.model, name, Absent())
 
 
 def without_weights(plan: TransformersPlan, dtype: torch.dtype) -> TransformersDecoder:

@@ -69,7 +69,7 @@ def ask(
         asked.extras.warnings.append("output_config.effort has no effect")
     return replace(
         asked,
-        shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, defaults.reasoning, decode)),
+        shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, asked.shape.reasoning, decode)),
     )
 
 
@@ -105,11 +105,15 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{place}: role={role!r:.80} must be one of user, assistant, system", "messages")
     texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for block in _blocks(content, place):
         kind = block.get("type")
         if kind == "text":
             texts.append(_string(block, "text", place))
+            parts.append({"type": "text", "text": texts[-1]})
+        elif kind == "image" and role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _image_address(block, place)}})
         elif kind == "tool_use" and role == "assistant":
             name, arguments = _string(block, "name", place), orjson.dumps(block.get("input") or {}).decode()
             function = {"name": name, "arguments": arguments}
@@ -119,12 +123,26 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
             text = "" if result is None else _text_of(result, place)
             yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": text}
         elif kind not in LEFT_OUT:
-            told = f"blocks of type {kind!r:.80} are not supported here; text, tool_use and tool_result are"
+            told = f"blocks of type {kind!r:.80} are not supported here; text, image, tool_use and tool_result are"
             raise ApiError(400, f"{place}: {told}", "messages")
     if calls:
         yield {"role": role, "content": "\n".join(texts) or None, "tool_calls": calls}
+    # Parts only where an image stands among them: every template takes text as one string, and not all take parts.
+    elif len(parts) > len(texts):
+        yield {"role": role, "content": parts}
     elif texts:
         yield {"role": role, "content": "\n".join(texts)}
+
+
+def _image_address(block: Mapping[str, Any], place: str) -> str:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and kind == "base64":
+        return f"data:{_string(source, 'media_type', place)};base64,{_string(source, 'data', place)}"
+    if isinstance(source, Mapping) and kind == "url":
+        return _string(source, "url", place)
+    told = f"{place}: the source of an image must be of type 'base64' or 'url', not {kind!r:.80}"
+    raise ApiError(400, told, "messages")
 
 
 def _blocks(content: Any, place: str) -> list[Mapping[str, Any]]:

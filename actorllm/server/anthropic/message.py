@@ -5,7 +5,6 @@ A text or a call is a block of the message's content. Blocks come from the items
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import orjson
 from actorllm.actors.frontend import Delta
 from actorllm.server.item_shape import ItemShape
 from actorllm.server.output_items import Event, OutputItems
+from actorllm.server.random_names import random_name
 from actorllm.types.outputs import CompletionOutput
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
@@ -27,7 +27,7 @@ class MessagesShape(ItemShape):
 
     def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
         """name: what the client calls the request. items: of its output."""
-        super().__init__(f"msg_{name or uuid.uuid4().hex}", items)
+        super().__init__(f"msg_{name or random_name()}", items)
         self._model = model
 
     def _tree(self, one: CompletionOutput) -> bytes:

@@ -105,12 +105,12 @@ def _as_chat(
     context: tuple[Mapping[str, str], Defaults, str, Callable[[list[int]], str]],
 ) -> Asked:
     fields = {**_fields(body), "messages": messages, "tools": tools or None}
-    _, defaults, model, decode = context
+    _, _, model, decode = context
     asked = chat.ask(checked(ChatCompletionRequest, fields, body.renamed()), *context)
     asked.extras.warnings += _warnings(body)
     assert isinstance(asked.shape, chat.ChatShape)
     return replace(
-        asked, shape=lines(body.request_id, model, OutputItems(asked.shape.tool_use, defaults.reasoning, decode))
+        asked, shape=lines(body.request_id, model, OutputItems(asked.shape.tool_use, asked.shape.reasoning, decode))
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import orjson
 from actorllm.actors.frontend import Delta
 from actorllm.server.item_shape import ItemShape
 from actorllm.server.output_items import Event, OutputItems
+from actorllm.server.random_names import random_name
 from actorllm.types.outputs import CompletionOutput
 
 DONE_REASONS = {"length": "length", "abort": "stop"}
@@ -27,7 +27,7 @@ class Lines(ItemShape):
 
     def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
         """name: what the client calls the request. items: of its output."""
-        super().__init__(f"ollama-{name or uuid.uuid4().hex}", items)
+        super().__init__(f"ollama-{name or random_name()}", items)
         self._model = model
 
     @abstractmethod

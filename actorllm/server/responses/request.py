@@ -6,7 +6,6 @@ response before them. Called by `endpoints`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.output_items import OutputItems, add_call
 from actorllm.server.protocol import Generation, Many, Messages
+from actorllm.server.random_names import random_name
 from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse, KeptResponses
 from actorllm.server.responses.shape import ResponsesShape
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
@@ -128,7 +128,7 @@ def ask(
     # What goes back, and what is kept of it.
     is_stored = responses is not None and body.store is not False
     told = _told(body, tools, model, params, is_stored)
-    items = OutputItems(use, defaults.reasoning, decode)
+    items = OutputItems(use, defaults.reasoning_of(body), decode)
     has_metrics = bool(body.return_metrics)
     shape = ResponsesShape(body.request_id, told, logprobs, items, extras.slo, has_metrics)
     kept = None
@@ -236,7 +236,7 @@ def items_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     items = []
     for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         kind = item.get("type", "message")
-        made = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **item}
+        made = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{random_name()}", "status": "completed", **item}
         if kind == "message" and isinstance(made["content"], str):
             part = "output_text" if item["role"] == "assistant" else "input_text"
             more: dict[str, Any] = {"annotations": [], "logprobs": []} if part == "output_text" else {}

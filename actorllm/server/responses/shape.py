@@ -7,7 +7,6 @@ before the first text, and closed once. The last event is one of completed, inco
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from actorllm.actors.frontend import Delta
 from actorllm.server.item_shape import ItemShape
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.output_items import Event, OutputItems
+from actorllm.server.random_names import random_name
 from actorllm.server.shape import metrics_of
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput
@@ -40,7 +40,7 @@ class ResponsesShape(ItemShape):
         has_metrics: bool,
     ) -> None:
         """name: what the client calls the request. told: what a response repeats of it."""
-        super().__init__(f"resp_{name or uuid.uuid4().hex}", items)
+        super().__init__(f"resp_{name or random_name()}", items)
         self._created = int(time.time())
         self._told = told
         self._logprobs = logprobs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView, finite, of_prompt
 from actorllm.server.operations import takes
 from actorllm.server.protocol import Body, Few, Objective, StreamOptions, TokenIds
+from actorllm.server.random_names import random_name
 from actorllm.server.sampling import SAMPLING_FIELDS, Defaults, extras_of
 from actorllm.server.shape import DONE, PromptState, Shape, usage
 from actorllm.types.outputs import CompletionOutput, RequestOutput
@@ -101,7 +101,7 @@ class TokensShape(Shape):
     is_plain = False
 
     def __init__(self, body: InferenceRequest, params: SamplingParams, model: str) -> None:
-        self.id = body.request_id or uuid.uuid4().hex
+        self.id = body.request_id or random_name()
         self._model = model
         self._created = int(time.time())
         self._has_text = body.output_mode == "text"

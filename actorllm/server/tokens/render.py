@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import JSONResponse, state_of, takes
 from actorllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
+from actorllm.server.random_names import random_name
 from actorllm.server.state import ServerState
 from actorllm.text.chat_template import Conversation
 from actorllm.types.params import SamplingParams
@@ -55,7 +55,7 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
     head |= {"features": None, "sampling_params": _sent(asked.params)}
     if body.stream_options is not None:
         head["stream_options"] = body.stream_options.model_dump(exclude_none=True)
-    first = body.request_id or uuid.uuid4().hex
+    first = body.request_id or random_name()
     names = [first] if len(ids) == 1 else [f"{first}-{number}" for number in range(len(ids))]
     return [{"request_id": one, "token_ids": tokens, **head} for one, tokens in zip(names, ids, strict=True)]
 

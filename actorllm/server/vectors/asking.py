@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actorllm.client.scoring import TextScoring, reads_pairs
+from actorllm.client.scoring import TextScoring, reads_pairs, tokenization_of
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt
@@ -57,7 +57,9 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
 
     Raises ApiError, InvalidParameterError and InvalidPromptError.
     """
-    extras = _extras(body, headers)
+    if getattr(body, "data", None) is not None:
+        raise ApiError(400, "data are for a plug-in, which only /pooling of a server calls; give input", "data")
+    extras = pooled_extras(body, headers)
     asked = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
     pooler = config.pooler
     shape: PooledShape
@@ -66,8 +68,12 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
         params, shape = _of_texts(body, asked, pooler)
     else:
         params = PoolingParams(**asked)
-        scoring, documents = _scoring(body, params, pooler, defaults.max_prompt_characters)
+        template = defaults.answers.chat_template if reads_pairs(pooler) else None
+        scoring, documents = _scoring(body, params, pooler, defaults.max_prompt_characters, template)
         prompts, params = scoring.prompts, scoring.params
+        if template is not None:
+            given = extras.arguments.get("tokenization_kwargs")
+            extras.arguments["tokenization_kwargs"] = tokenization_of(template, given)
         if isinstance(body, RerankRequest):
             shape = RerankShape(body, "rerank", scoring, documents)
         else:
@@ -80,7 +86,7 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
         if kind.is_of_tokens:
             check_vectors(prompts, kind.size, config.max_model_len, field)
     if body.cache_salt is not None:
-        prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
+        prompts = [salted(prompt, body.cache_salt) for prompt in prompts]
     shape.model, shape.slo = model, extras.slo
     return PooledAsked(prompts, params, extras, shape)
 
@@ -131,7 +137,7 @@ def _sides(body: Pooled) -> Sequence[tuple[str, str]]:
 
 
 def _scoring(
-    body: Pooled, params: PoolingParams, pooler: Pooler | None, max_characters: int
+    body: Pooled, params: PoolingParams, pooler: Pooler | None, max_characters: int, template: str | None
 ) -> tuple[TextScoring, list[str]]:
     """What is compared, and the texts of its second side."""
     if isinstance(body, RerankRequest):
@@ -154,7 +160,7 @@ def _scoring(
         check_readings(first[0], len(second), field)
     for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
         check_length(text, max_characters)
-    return TextScoring.of(pooler, first, second, params), second
+    return TextScoring.of(pooler, first, second, params, template), second
 
 
 def _texts(value: str | list[str]) -> list[str]:
@@ -175,7 +181,7 @@ def _text_of(document: str | dict[str, Any]) -> str:
 # What all of them share
 
 
-def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
+def pooled_extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
     for name, accepted in IDLE.items():
         if getattr(body, name) not in accepted:
             shown = " or ".join(repr(value) for value in accepted if value is not None)
@@ -192,5 +198,5 @@ def _extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
     return extras
 
 
-def _salted(prompt: Prompt, salt: str) -> Prompt:
+def salted(prompt: Prompt, salt: str) -> Prompt:
     return {"prompt" if isinstance(prompt, str | Conversation) else "prompt_token_ids": prompt, "cache_salt": salt}

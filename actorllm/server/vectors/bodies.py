@@ -60,8 +60,9 @@ class ClassifyRequest(TextsRequest):
 
 
 class PoolingRequest(TextsRequest):
-    """`POST /pooling`: what `encode` gives, of any task."""
+    """`POST /pooling`: what `encode` gives, of any task; or data of a plug-in (`io_processor_plugin`) in place of texts."""
 
+    data: Any = None
     task: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None

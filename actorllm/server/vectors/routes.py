@@ -18,7 +18,7 @@ from actorllm.server.envelope import error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.sampling import name_request
 from actorllm.server.state import ServerState
-from actorllm.server.vectors.asking import ask, prompt_field
+from actorllm.server.vectors.asking import ask, pooled_extras, prompt_field, salted
 from actorllm.server.vectors.bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -27,6 +27,7 @@ from actorllm.server.vectors.bodies import (
     RerankRequest,
     ScoreRequest,
 )
+from actorllm.server.vectors.plugin_answer import FIELD, PluginAnswer, name_of, plugin_asked
 from actorllm.server.vectors.vector_shapes import PooledShape
 
 router = APIRouter()
@@ -47,7 +48,8 @@ async def classify(request: Request) -> Response:
 @router.post("/pooling", openapi_extra=takes(PoolingRequest))
 async def pool(request: Request) -> Response:
     """A vector for each text, or for each token of it."""
-    return await _answer(request, PoolingRequest)
+    body = await read_admitted(request, PoolingRequest)
+    return await (_answer_as(body, request) if body.data is None else _plugin_answer(body, request))
 
 
 @router.post("/score", include_in_schema=False)
@@ -66,11 +68,32 @@ async def rerank(request: Request) -> Response:
 
 
 async def _answer(request: Request, model: type[Pooled]) -> Response:
+    return await _answer_as(await read_admitted(request, model), request)
+
+
+async def _plugin_answer(body: PoolingRequest, request: Request) -> Response:
     state = state_of(request)
-    body = await read_admitted(request, model)
     name = state.check_model(body.model)
     name_request(body, request.headers)
-    fields, field = model.model_fields, prompt_field(body)
+    fields, called = type(body).model_fields, name_of(body)
+    try:
+        extras = pooled_extras(body, request.headers)
+        extras.arguments |= state.models.arguments_of(name)
+        prompts, params = await plugin_asked(body, called, state)
+        if body.cache_salt is not None:
+            prompts = [salted(prompt, body.cache_salt) for prompt in prompts]
+        asked = iter(params)
+        streams = await submitted(prompts, lambda prompt: state.llm.encode(prompt, next(asked), **extras.arguments))
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, fields, FIELD) from error
+    return PluginAnswer(state, called, streams, fields, {"x-request-id": called, **extras.headers()})
+
+
+async def _answer_as(body: Pooled, request: Request) -> Response:
+    state = state_of(request)
+    name = state.check_model(body.model)
+    name_request(body, request.headers)
+    fields, field = type(body).model_fields, prompt_field(body)
     try:
         asked = ask(body, request.headers, state.defaults, name, state.engine.config.model)
         asked.extras.arguments |= state.models.arguments_of(name)

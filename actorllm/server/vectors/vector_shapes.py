@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import orjson
 
 from actorllm.client.scoring import TextScoring
 from actorllm.server.envelope import ApiError
+from actorllm.server.random_names import random_name
 from actorllm.server.shape import PromptState, metrics_of
 from actorllm.server.vectors.bodies import (
     ClassifyRequest,
@@ -32,7 +32,7 @@ class PooledShape(ABC):
     slo: SLO | None = None
 
     def __init__(self, body: Pooled, prefix: str) -> None:
-        self.id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+        self.id = f"{prefix}-{body.request_id or random_name()}"
         self._body = body
         self._created = int(time.time())
 

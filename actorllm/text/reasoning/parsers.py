@@ -8,13 +8,14 @@ vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
 from actorllm.text.markers import overlap
 from actorllm.types.named_class import named_class
+from actorllm.types.plugin_file import parser_of_file
 
 MAX_MARKER = 256
 """Characters of a marker."""
@@ -73,6 +74,19 @@ class ReasoningParser:
         elif bare.endswith(self.START):
             self._state = "thought"
 
+    @classmethod
+    def for_folder(cls, folder: str | None) -> type[ReasoningParser]:
+        """The same for the tokenizer in this folder, for a parser that asks it. Reads files."""
+        return cls
+
+    @classmethod
+    def for_request(cls, body: Any) -> Callable[[str], ReasoningParser]:
+        """What makes a parser of the end of a prompt. body: of the request."""
+        return cls
+
+    def see(self, token_ids: Sequence[int], is_whole: bool) -> None:
+        """Called before a `push` with the ids of its text, for a parser that looks at them. is_whole: no other text comes."""
+
     @property
     def is_over(self) -> bool:
         """Whether no thought can come any more."""
@@ -125,7 +139,8 @@ class ReasoningParser:
             parts.append(Thought(told))
 
     @classmethod
-    def marks(cls) -> Marks:
+    def marks(cls) -> Marks | None:
+        """By what a thought is known in tokens; None: that is not known, and `reasoning_config` may say it."""
         return Marks(cls.START, cls.END, cls.FORCED or cls.END, cls.IS_ASSUMED)
 
 
@@ -188,11 +203,13 @@ def marks_of(name: str | None, config: Any) -> Marks | None:
     name = name or given.get("reasoning_parser")
     start, forced = given.get("reasoning_start_str"), given.get("reasoning_end_str")
     # What ends a thought at its budget may be longer than its mark: a sentence before it. The mark alone still ends one.
-    if name is not None:
-        marks = reasoning_named(name).marks()
+    marks = None if name is None else reasoning_named(name).marks()
+    if marks is not None:
         forced = forced or marks.forced
         end = marks.end if marks.end in forced else forced
         return Marks(start or marks.start, end, forced, marks.is_assumed)
+    if name is not None and start is None and forced is None:
+        return None
     if not given:
         return None
     if start is None or forced is None:
@@ -221,5 +238,14 @@ REASONING = {
 
 
 def reasoning_named(name: str) -> type[ReasoningParser]:
-    """The parser of this name, or a class as 'module:Class'. Raises ConfigError."""
-    return named_class("reasoning_parser", name, ReasoningParser, REASONING)
+    """The parser of this name, or a class as 'module:Class', which may have vLLM's interface. Raises ConfigError."""
+    return named_class(
+        "reasoning_parser", name, ReasoningParser, REASONING, adapter=f"{_HERE}.plugin_reasoning:adapted"
+    )
+
+
+def reasoning_of_file(name: str, path: str | None) -> str:
+    """The name by which a parser is found: of a plug-in file 'module:Class', else as it is. Raises ConfigError."""
+    if not path:
+        return name
+    return parser_of_file("reasoning_parser_plugin", path, name or None, REASONING) or name

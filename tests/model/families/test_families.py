@@ -47,6 +47,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3-moe", {"head_dim": 32, "norm_topk_prob": True}),
     "qwen3-moe, one layer of two": ("qwen3-moe", {"head_dim": 32, "decoder_sparse_step": 2}),
     "olmoe": ("olmoe", HEADS_OF_32),
+    "gpt-oss": ("gpt-oss", {"head_dim": 32, "sliding_window": 24}),
+    "gpt-oss, yarn": (
+        "gpt-oss",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gemma3, own head, long window": (
         "gemma3",
         {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},

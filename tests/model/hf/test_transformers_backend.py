@@ -361,7 +361,7 @@ REFUSED = {
     "Mpt": "ALiBi",
     "GPTNeo": "AttentionInterface",
     "Bart": "encoder with a decoder",
-    "Gemma3": "vision_config",
+    "Gemma3n": "vision_config",
 }
 OLDER = {
     "DiffLlama": ("AttentionInterface",),

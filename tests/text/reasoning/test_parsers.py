@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -133,16 +132,6 @@ def test_a_parser_of_ones_own() -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             reasoning_named(wrong)
-
-
-def test_a_plug_in_that_is_written_for_vllm_is_told_what_to_extend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "plug_in_for_vllm.py").write_text("from vllm.reasoning import ReasoningParser\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"written for vLLM: derive the class from ReasoningParser of actorllm\.text"):
-        reasoning_named("plug_in_for_vllm:Mine")
 
 
 def test_marks_may_be_given() -> None:

@@ -1,4 +1,4 @@
-"""`ImageEncoder`: the encoder actor. It makes rows of images beside the steps of the engine, and keeps those of the latest.
+"""`MediaEncoder`: the encoder actor. It makes rows of images beside the steps of the engine, and keeps those of the latest.
 
 One thread takes the images one after the other. With topology="process" the tower is in a process of its own. The thread starts it
 with the first image, watches it, and starts it again when it ends or takes too long. An image is tried MAX_TRIES times; then
@@ -43,7 +43,7 @@ MAX_ROW_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImageTensors:
+class MediaTensors:
     """What the tower gets of one image: arrays by the names of its arguments."""
 
     digest: str
@@ -71,12 +71,12 @@ class Tower(Protocol):
 class Encoding:
     """One image that requests wait for."""
 
-    image: ImageTensors
+    image: MediaTensors
     future: Future[U8] = field(default_factory=Future)
     num_waiting: int = 0
 
 
-class ImageEncoder:
+class MediaEncoder:
     """See the module docstring. All methods may be called from any thread."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -94,11 +94,11 @@ class ImageEncoder:
         self._counts = dict.fromkeys(("encoded", "hits", "dropped", "failed", "restarts"), 0)
         self._seconds = 0.0
 
-    def renewed(self) -> ImageEncoder:
+    def renewed(self) -> MediaEncoder:
         """Another one that nothing has asked yet."""
-        return ImageEncoder(self._config)
+        return MediaEncoder(self._config)
 
-    def encode(self, image: ImageTensors, workplace: Waiting | None) -> U8:
+    def encode(self, image: MediaTensors, workplace: Waiting | None) -> U8:
         """The rows of an image, in the bytes of the model's dtype. Raises what makes its request fail.
 
         workplace: where it is waited for them; None: on this thread.
@@ -201,7 +201,7 @@ class ImageEncoder:
         while self._num_bytes > MAX_CACHE_BYTES:
             self._num_bytes -= self._rows.popitem(last=False)[1].size
 
-    def _computed(self, image: ImageTensors) -> U8:
+    def _computed(self, image: MediaTensors) -> U8:
         for _ in range(MAX_TRIES):
             tower = self._loaded()
             try:
@@ -218,9 +218,9 @@ class ImageEncoder:
     def _loaded(self) -> Tower:
         if self._tower is None:
             if self._config.topology == "inline":
-                from actorllm.model.hf.tower import ImageTower
+                from actorllm.model.hf.tower import MediaTower
 
-                self._tower = ImageTower(self._config.model)
+                self._tower = MediaTower(self._config.model)
             else:
                 tower = TowerProcess(self._config)
                 with self._lock:

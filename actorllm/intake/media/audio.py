@@ -1,0 +1,97 @@
+"""Recordings as callers give them: arrays, files in base64 and addresses, as float32 in one channel at the model's rate.
+
+Bytes and seconds are bounded before anything is decoded. Runs on a lane of the intake.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.errors import InvalidPromptError
+from actorllm.intake.media.addresses import Allowed, content_of, decoded
+
+RATES = range(1_000, 192_001)
+"""Samples of a second."""
+MAX_CHANNELS = 8
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+
+
+def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, place: str) -> NDArray[np.float32]:
+    """A recording, [num_samples]. Raises InvalidPromptError, which names the place.
+
+    Arguments:
+        value: an array [num_samples] of floats at the model's rate, that with its own rate as (array, rate), OpenAI's
+            {"data": base64, "format": ...}, or an address.
+        rate: of the model, in samples of a second.
+        max_seconds: the longest that is taken.
+        allowed: addresses that are read.
+        place: of the recording in the prompt, for errors.
+    """
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("data"), str):
+            raise InvalidPromptError(f"{place}: its 'data' must be the file in base64")
+        samples, given = _opened(decoded(value["data"], place), max_seconds, place)
+    elif isinstance(value, str):
+        samples, given = _opened(content_of(value, allowed, place), max_seconds, place)
+    else:
+        array, given = value if isinstance(value, tuple) and len(value) == 2 else (value, rate)
+        samples, given = _checked(array, given, place)
+    if given not in RATES:
+        raise InvalidPromptError(f"{place}: a rate of {given} must be {RATES[0]} to {RATES[-1]} samples a second")
+    if not 0 < samples.size <= max_seconds * given:
+        raise InvalidPromptError(
+            f"{place}: it has {samples.size / given:.1f} s, and more than 0 and at most {max_seconds:g} s are taken; cut it"
+        )
+    if not np.isfinite(samples).all():
+        raise InvalidPromptError(f"{place}: its samples must be finite")
+    if given != rate:
+        samples = _resampled(samples, given, rate, place)
+    return np.ascontiguousarray(samples, np.float32)
+
+
+def _checked(array: Any, rate: Any, place: str) -> tuple[NDArray[np.float32], int]:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.ndim != 1:
+        shape = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise InvalidPromptError(
+            f"{place}: {shape} is no recording; give floats [num_samples], alone or with their rate"
+        )
+    if isinstance(rate, bool) or not isinstance(rate, int | float | np.integer | np.floating) or rate != int(rate):
+        raise InvalidPromptError(f"{place}: the rate {rate!r:.40} must be an integer, in samples of a second")
+    return array.astype(np.float32), int(rate)
+
+
+def _opened(content: bytes, max_seconds: float, place: str) -> tuple[NDArray[np.float32], int]:
+    try:
+        import soundfile  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except (ImportError, OSError) as error:
+        raise InvalidPromptError(f"{place}: audio files need soundfile; pip install 'actorllm[media]'") from error
+    try:
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            rate, channels = int(file.samplerate), int(file.channels)
+            if file.format not in FORMATS or channels > MAX_CHANNELS:
+                raise ValueError(f"{file.format} in {channels} channels")
+            # What the header says of the length may be wrong: so much is read and no more.
+            most = int(max_seconds * rate) + 1
+            samples = file.read(most, dtype="float32", always_2d=True)
+    except Exception as error:  # whatever the decoder of a format raises for what a client has sent
+        raise InvalidPromptError(
+            f"{place}: {len(content)} bytes are no audio in one of the formats {', '.join(FORMATS)} with at most {MAX_CHANNELS} "
+            f"channels ({error!s:.100})"
+        ) from error
+    return samples.mean(1, dtype=np.float32), rate
+
+
+def _resampled(samples: NDArray[np.float32], given: int, rate: int, place: str) -> NDArray[np.float32]:
+    try:
+        import soxr  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError as error:
+        raise InvalidPromptError(
+            f"{place}: it has {given} samples a second and the model takes {rate}; that needs soxr: pip install 'actorllm[media]'"
+        ) from error
+    made: NDArray[np.float32] = soxr.resample(samples, given, rate)
+    return made

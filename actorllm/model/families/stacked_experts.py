@@ -1,0 +1,69 @@
+"""Experts whose weights are one tensor for all of a layer, as gpt-oss has them: in floats or in mxfp4.
+
+In mxfp4 a weight has 4 bits, of E2M1 (OCP Microscaling Formats). 32 in a row share a scale of 8 bits, which is a power of two. They
+are read to floats, exactly. Called by `tensors`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from actorllm.errors import CorruptModelError
+from actorllm.model.families.decoder_config import ExpertShape
+from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.weights import ALL, Weights
+
+MX_BLOCK = 32
+"""Weights that share a scale."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+SCALE_BIAS = 127
+
+
+class StackedExperts:
+    """Of one layer."""
+
+    def __init__(self, weights: Weights, prefix: str, shape: ExpertShape, hidden_size: int) -> None:
+        """prefix: of the names of the tensors."""
+        self._weights, self._prefix, self._shape, self._hidden_size = weights, prefix, shape, hidden_size
+
+    def read(self, number: int, part: slice, form: Form, adds_bias: bool) -> tuple[LinearWeight, LinearWeight]:
+        """Gate and up side by side, and down.
+
+        Arguments:
+            number: of the expert.
+            part: of its intermediate size, that is this rank's.
+            form: of the weights.
+            adds_bias: of down; of several ranks one does.
+        """
+        shape, size = self._shape, self._shape.intermediate_size
+        (pairs,) = shape.gate_up
+        both, bias = self._layer(pairs, number, 2 * size, self._hidden_size)
+        halves = [slice(start, None, 2) for start in (0, 1)]  # gate and up take turns
+        gate_up = form.of(
+            torch.cat([both[half][part] for half in halves]), torch.cat([bias[half][part] for half in halves])
+        )
+        weight, bias = self._layer(shape.down, number, self._hidden_size, size)
+        return gate_up, form.of(weight[:, part].contiguous(), bias if adds_bias else None)
+
+    def _layer(self, name: str, number: int, out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[out_features, in_features] and [out_features] of one expert."""
+        name, count, one = self._prefix + name, self._shape.num_experts, slice(number, number + 1)
+        if self._weights.stored(f"{name}_blocks") is not None:
+            weight = self._mxfp4(name, one, out_features, in_features)
+        else:
+            weight = self._weights.take(name, count, in_features, out_features, rows=one)[0].T
+        return weight, self._weights.take(f"{name}_bias", count, out_features, rows=one)[0]
+
+    def _mxfp4(self, name: str, one: slice, out_features: int, in_features: int) -> torch.Tensor:
+        count, num_blocks = self._shape.num_experts, in_features // MX_BLOCK
+        if in_features % MX_BLOCK:
+            raise CorruptModelError(f"{name!r} has {in_features} inputs, and mxfp4 has groups of {MX_BLOCK}")
+        blocks = self._weights.take(
+            f"{name}_blocks", count, out_features, num_blocks, MX_BLOCK // 2, rows=one, columns=ALL, dtype=torch.uint8
+        )[0]
+        scales = self._weights.take(f"{name}_scales", count, out_features, num_blocks, rows=one, dtype=torch.uint8)[0]
+        values = torch.tensor(E2M1)
+        pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), -1)  # the low half comes first
+        exponents = scales.int() - SCALE_BIAS
+        exact = torch.ldexp(pairs.flatten(2), exponents.unsqueeze(2))  # [out_features, num_blocks, MX_BLOCK]
+        return exact.view(out_features, in_features).to(self._weights.dtype)

@@ -1,0 +1,62 @@
+"""A replica without processes, for tests of what routes and moves requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from actorllm.fleet.replica import ReplicaFrontend
+from actorllm.messages import Abort, Submit
+from tests.actors.scheduler_bench import FakeLink
+
+END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
+"""Of the request in the first row, as a scheduler tells it."""
+
+
+@dataclass
+class FakeSupervisor:
+    state: str = "running"
+
+
+@dataclass
+class FakeReplica:
+    """What a dispatcher sees of a replica, over a link that records."""
+
+    number: int
+    frontend: ReplicaFrontend
+    link: FakeLink | None = None
+    supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
+    is_removed: bool = False
+    limits: dict[str, Any] = field(default_factory=dict)
+    is_draining: bool = False
+    is_lost: bool = False
+    num_links: int = 0
+    find: None = None
+
+    @property
+    def state(self) -> str:
+        return "lost" if self.is_lost else self.supervisor.state
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.is_draining or self.is_lost)
+
+    def load(self) -> None:
+        return None
+
+    def connect(self) -> None:
+        self.num_links += 1
+        self.link = FakeLink("scheduler")
+        self.link.generation = self.num_links
+        self.frontend.on_link(self.link)  # type: ignore[arg-type]
+
+    def known(self) -> dict[int, Submit]:
+        """What its scheduler works on: all that it was told and was not told to end."""
+        alive: dict[int, Submit] = {}
+        for message in [] if self.link is None else self.link.sent:
+            if isinstance(message, Submit):
+                alive[message.rid] = message
+            elif isinstance(message, Abort):
+                for rid in message.rids.tolist():
+                    alive.pop(rid, None)
+        return alive

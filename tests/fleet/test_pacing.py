@@ -1,0 +1,184 @@
+"""What moves from a replica that lives is sent on in the order of its objectives, as fast as the promises of others allow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorllm.actors.frontend import JournalEntry
+from actorllm.client.stream import Mailbox
+from actorllm.clock import now
+from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.pacing import due, room, urgency
+from actorllm.fleet.replica import ReplicaFrontend
+from actorllm.messages import Abort, Outputs, Submit
+from actorllm.scheduling.router import LinearSteps, ReplicaView, RoundRobin
+from actorllm.types.objective import SLO
+from tests.fleet.fake_replica import END, FakeReplica
+
+STEPS = LinearSteps((0.001, 0.0001, 0.0, 0.0))
+"""A step of 100 tokens takes 11 ms."""
+
+
+class TimedReplica(FakeReplica):
+    def load(self) -> Any:
+        return 1000, STEPS
+
+
+def new_fleet() -> tuple[Dispatcher, list[TimedReplica]]:
+    replicas: dict[int, Any] = {}
+    dispatcher = Dispatcher(replicas, RoundRobin())
+    for number in range(2):
+        frontend = ReplicaFrontend(dispatcher.next_rid, lambda entries, error: None)
+        replicas[number] = TimedReplica(number, frontend, limits={"max_num_batched_tokens": 2048})
+        replicas[number].connect()
+    return dispatcher, [*replicas.values()]
+
+
+def ask(dispatcher: Dispatcher, replica: int, num_prompt: int = 100, **more: Any) -> int:
+    mailbox, rids = Mailbox(), list[int]()
+    mailbox.replica = replica
+
+    def make(rid: int) -> Submit:
+        prompt = np.zeros(num_prompt, np.int32)
+        slo = more.pop("slo", None)
+        fields = None if slo is None else slo.to_fields()
+        return Submit(rid=rid, arrival=now(), prompt=prompt, max_tokens=99, slo=fields, **more)
+
+    dispatcher.submit(make, mailbox, rids.append)
+    mailbox.replica = None  # from here on it may move
+    return rids[0]
+
+
+def say(replica: TimedReplica, rid: int, index: int, ends: list[Any] | None = None) -> None:
+    one = np.array([rid], np.int32)
+    message = Outputs(rids=one, index=one * 0 + index, tokens=one * 0, ends=ends or [], emitted=now())
+    replica.frontend.on_message(replica.link, message)  # type: ignore[arg-type]
+    replica.frontend.on_batch()
+
+
+def sent(replica: TimedReplica) -> list[int]:
+    assert replica.link is not None
+    return [message.rid for message in replica.link.sent if isinstance(message, Submit)]
+
+
+def survivor(dispatcher: Dispatcher, replicas: list[TimedReplica], tpot: float | None) -> int:
+    """A stream of replica 1, which has had its first token."""
+    rid = ask(dispatcher, 1, slo=None if tpot is None else SLO(tpot=tpot))
+    say(replicas[1], rid, 0)
+    return rid
+
+
+def test_without_promises_everything_moves_at_once() -> None:
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, None)
+    moving = [ask(dispatcher, 0) for _ in range(5)]
+    assert dispatcher.move(replicas[0], None) == 5  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == moving
+
+
+def test_the_tightest_comes_first_and_steps_stay_within_the_promise() -> None:
+    """At 26 ms a step has room for 250 tokens: two at a time, and the next when one of them has had a token, or its end."""
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.026)
+    loose = [ask(dispatcher, 0) for _ in range(2)]
+    tight = ask(dispatcher, 0, slo=SLO(ttft=0.5))
+    urgent = ask(dispatcher, 0, deadline=now() + 0.2)
+    order = [urgent, tight, *loose]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == order[:2]
+    assert dispatcher.num_open == 5
+    say(replicas[1], urgent, 0)
+    assert sent(replicas[1])[1:] == order[:3]
+    say(replicas[1], tight, 0, [END])
+    assert sent(replicas[1])[1:] == order
+
+
+def test_one_is_always_under_way_and_each_can_be_ended() -> None:
+    """However tight a promise is, what moves is not starved; an abort reaches one that was not sent yet."""
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0) for _ in range(4)]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == moving[:1]
+    dispatcher.abort(moving[2])
+    assert sent(replicas[1])[1:] == [moving[0], moving[2]]
+    assert [m.rids.tolist() for m in replicas[1].link.sent if isinstance(m, Abort)] == [[moving[2]]]  # type: ignore[union-attr]
+    say(replicas[1], moving[2], 0, [END])
+    say(replicas[1], moving[0], 0)
+    assert sent(replicas[1])[-1] == moving[1]
+    replicas[1].connect()
+    assert set(sent(replicas[1])) == {1, moving[0], moving[1], moving[3]}, "a new scheduler gets the journal"
+    say(replicas[1], moving[1], 0)
+    assert len(sent(replicas[1])) == 4
+
+
+def test_what_was_not_sent_can_move_on() -> None:
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0) for _ in range(3)]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    before = len(sent(replicas[0]))
+    dispatcher.move(replicas[1], None)  # type: ignore[arg-type]
+    assert set(sent(replicas[0])[before:]) >= set(moving[1:2])
+    for _ in range(4):
+        for rid in sent(replicas[0])[before:]:
+            entry = replicas[0].frontend.journal().get(rid)
+            if entry is not None:
+                say(replicas[0], rid, len(entry.emitted))
+    assert sorted(sent(replicas[0])[before:]) == sorted({1, *moving})
+    assert not replicas[0].frontend.arriving
+
+
+def entry(slo: SLO | None, arrival: float, num_tokens: int = 0) -> JournalEntry:
+    fields = None if slo is None else slo.to_fields()
+    made = JournalEntry(
+        Submit(rid=1, arrival=arrival, prompt=np.zeros(10, np.int32), max_tokens=9, slo=fields), Mailbox()
+    )
+    if num_tokens:
+        made.emitted, made.first_token = [0] * num_tokens, arrival + 1.0
+    return made
+
+
+def test_what_is_due_is_told_by_the_clock_of_the_objective() -> None:
+    assert due(entry(None, 5.0)) == math.inf
+    assert due(entry(SLO(ttft=2.0), 5.0)) == 7.0
+    assert due(entry(SLO(ttft=2.0, ttft_per_prompt_token=0.1), 5.0)) == 8.0
+    assert due(entry(SLO(tpot=0.5), 5.0, num_tokens=4)) == 8.0
+    assert due(entry(SLO(tpot=0.5, e2e=2.5), 5.0, num_tokens=4)) == 7.5
+    assert urgency(entry(None, 1.0)) < urgency(entry(None, 2.0))
+
+
+@given(
+    tpots=st.lists(st.floats(0.002, 0.5), max_size=4),
+    ttfts=st.lists(st.floats(0.01, 2.0), max_size=3),
+    num_waiting=st.integers(0, 4000),
+    rows=st.integers(0, 100),
+)
+def test_the_room_is_the_largest_that_keeps_the_promises(
+    tpots: list[float], ttfts: list[float], num_waiting: int, rows: int
+) -> None:
+    view = ReplicaView(0, rows, num_waiting_tokens=num_waiting, step_seconds=STEPS)
+    survivors = [entry(SLO(tpot=tpot), 0.0, 3) for tpot in tpots] + [entry(SLO(ttft=ttft), 100.0) for ttft in ttfts]
+    found = room(view, survivors, at=100.0)
+    if not survivors:
+        assert found == math.inf
+        return
+    waits = [0.0] if not num_waiting else [math.ceil(num_waiting / (2048 - rows)) * 0.001 + num_waiting * 0.0001]
+    limit = min([*tpots, *(ttft - waits[0] for ttft in ttfts)])
+    if found < math.inf:
+        assert found == 0 or STEPS(found, rows, 0) <= limit + 1e-9
+        assert STEPS(found + 1, rows, 0) > limit - 1e-9
+    else:
+        assert STEPS(2048, rows, 0) <= limit + 1e-9
+
+
+def test_nothing_is_held_where_step_times_are_not_known() -> None:
+    assert room(ReplicaView(0), [entry(SLO(tpot=0.001), 0.0, 2)], 0.0) == math.inf
+    with pytest.raises(AssertionError):
+        assert room(ReplicaView(0, step_seconds=STEPS), [entry(SLO(tpot=0.001), 0.0, 2)], 0.0) == math.inf
