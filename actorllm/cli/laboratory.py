@@ -43,7 +43,7 @@ class ScenarioOptions:
     num_requests: int = 2000
     """A trace is repeated as often as need be."""
     arrivals: str = "trace"
-    """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
+    """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, diurnal[:SWING], constant."""
     mix: str | None = None
     """Classes: name:share:ttft=S[+p/TOKENS_PER_S],tpot=S,e2e=S,priority=N,patience=S; trace: those that the trace has."""
     tenants: Annotated[list[float] | None, Many] = None
