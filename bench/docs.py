@@ -39,12 +39,13 @@ ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts"),
     *("images", "speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers"),
+    "policies",
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
-LEFT_OUT = ("soak", "slo_science", "routers", "gpu")
+LEFT_OUT = ("soak", "slo_science", "routers", "policies", "gpu")
 """What `make bench` does not run."""
 TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
@@ -61,7 +62,7 @@ the code that was measured. Older results have no commit.
 | --- | --- |
 | `soak` | it takes half an hour of kills |
 | `slo_science`, and the larger half of `simulation` | they need published traces, and hours |
-| `routers` | it needs published traces |
+| `routers`, `policies` | they need published traces |
 | `gpu` | it needs a GPU |
 
 Ratios are ours divided by the peer's. Each is the median of rounds in which both sides take turns. An "x" marks a

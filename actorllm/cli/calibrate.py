@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from actorllm.slo.step_fit import StepError
 
 
 def calibrate(
@@ -14,6 +19,7 @@ def calibrate(
     engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     output: Path | None = None,
     recording: Path | None = None,
+    profile: Path | None = None,
     duration: float = 30.0,
     plot: Path | None = None,
     name: str | None = None,
@@ -30,6 +36,8 @@ def calibrate(
         Write the model to this file, as JSON.
     recording
         Read the steps of this file, and start no engine.
+    profile
+        Read measured steps from this CSV file, and start no engine. The model has a table for each kind of step.
     duration
         Seconds for which the engine runs.
     plot
@@ -42,11 +50,21 @@ def calibrate(
     from actorllm.scheduling.cost_model import to_json
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
-    from actorllm.slo.step_fit import errors_by_size, told_by_size
+    from actorllm.slo.step_fit import errors_by_size
 
     if plot is not None and plot.suffix not in (".svg", ".html"):
         raise ConfigError(f"plot={str(plot)!r} must end in .svg or .html")
+    # A profile needs no engine and has a model of another kind, so it goes its own way.
+    if profile is not None:
+        if recording is not None or plot is not None or engine_options.changed():
+            raise ConfigError(
+                f"profile={str(profile)!r} is read on its own: leave out recording, plot and options of an engine"
+            )
+        check_writable(output=output)
+        _of_profile(profile, name, output)
+        return
     check_writable(output=output, plot=plot)
+    # Steps of a run that was recorded, or of an engine that runs for it now.
     if recording is not None:
         given = engine_options.changed()
         if given:
@@ -62,6 +80,7 @@ def calibrate(
             )
 
         anyio.run(run)
+    # What is told of both is the error on steps that the model was not fitted to.
     fit = found.fit
     print(parity_text(fit))
     print()
@@ -83,10 +102,7 @@ def calibrate(
         rows["noise"] = f"{found.repeatability:.1%} between equal decode steps in a row; no model is better than that"
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
-    # The mean hides kinds that are few: decode steps of large batches, steps with prompts.
-    print(f"\n{'held-out steps':>28}  {'STEPS':>7}  {'ERROR':>7}  {'BIAS':>7}")
-    for size, num, error, bias in told_by_size(errors_by_size(fit.features, fit.measured, fit.predicted)):
-        print(f"{size:>28}  {num:>7}  {error:>7}  {bias:>7}")
+    _print_errors(errors_by_size(fit.features, fit.measured, fit.predicted))
     for warning in fit.warnings:
         print(f"{'warning':>13}  {warning}")
     if output is not None:
@@ -95,3 +111,36 @@ def calibrate(
         svg = parity_svg(fit)
         page = f'<!doctype html><meta charset="utf-8"><title>{fit.model.name}</title>\n{svg}'
         plot.write_text(page if plot.suffix == ".html" else svg)
+
+
+def _of_profile(profile: Path, name: str | None, output: Path | None) -> None:
+    from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.profiles import fit_profile, read_profile
+
+    steps = read_profile(profile)
+    found = fit_profile(steps, name or profile.stem)
+    skipped = f", {steps.num_skipped} without tokens or a duration left out" if steps.num_skipped else ""
+    rows = {
+        "model": found.model.name,
+        "steps": f"{found.num_steps}{skipped}",
+        "MAPE": f"{found.mape:.1%} by cross-validation",
+        "bias": f"{found.bias:+.1%}",
+    }
+    for kind in ("decode", "prompt"):
+        table = getattr(found.model, kind)
+        told = "no table: too few steps" if table is None else f"{len(table.sizes)} x {len(table.columns)} nodes"
+        rows[kind] = told
+    for label, value in rows.items():
+        print(f"{label:>13}  {value}")
+    _print_errors(found.errors)
+    if output is not None:
+        output.write_text(to_json(found.model) + "\n")
+
+
+def _print_errors(errors: Sequence[StepError]) -> None:
+    """The mean hides kinds that are few: decode steps of large batches, steps with prompts."""
+    from actorllm.slo.step_fit import told_by_size
+
+    print(f"\n{'held-out steps':>28}  {'STEPS':>7}  {'ERROR':>7}  {'BIAS':>7}")
+    for size, num, error, bias in told_by_size(errors):
+        print(f"{size:>28}  {num:>7}  {error:>7}  {bias:>7}")

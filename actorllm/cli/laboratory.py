@@ -43,7 +43,7 @@ class ScenarioOptions:
     num_requests: int = 2000
     """A trace is repeated as often as need be."""
     arrivals: str = "trace"
-    """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
+    """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, diurnal[:SWING], constant."""
     mix: str | None = None
     """Classes: name:share:ttft=S[+p/TOKENS_PER_S],tpot=S,e2e=S,priority=N,patience=S; trace: those that the trace has."""
     tenants: Annotated[list[float] | None, Many] = None
@@ -145,7 +145,7 @@ def simulate(
     from actorllm.slo.report import bench_json, chrome_trace, requests_csv, run_page
 
     point = _point(options, policy, rate, seed, scale)
-    _check_apart(output_json=output_json, csv=csv, report=report, timeline=timeline)
+    check_apart(output_json=output_json, csv=csv, report=report, timeline=timeline)
     check_writable(output_json=output_json, csv=csv, report=report, timeline=timeline)
     run, journal = _watched(point) if report is not None or timeline is not None else (point.run(), None)
     figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None)
@@ -208,7 +208,7 @@ def sweep(
 
     scenario = options.scenario()
     variants = [Variant.parse(text) for text in policies]
-    _check_apart(results=results, report=report)
+    check_apart(results=results, report=report)
     check_writable(report=report)
     if seeds < 1:
         raise ConfigError(f"seeds={seeds} must be at least 1")
@@ -217,7 +217,7 @@ def sweep(
         raise ConfigError("rates is empty: name at least one rate, in requests per second")
     wanted = [0.99, 0.9] if targets is None else [target for target in targets if target]
     middle = sorted(grid)[len(grid) // 2]
-    with _progress() as tell:
+    with progress() as tell:
         found = Sweep(scenario, variants, range(seeds)).run(
             rates=grid,
             scales=[1.0, *(scales or ())],
@@ -278,7 +278,7 @@ def report(
     if timeline is not None:
         raise ConfigError(f"timeline={str(timeline)!r} is for a recording: {str(results)!r} has the results of a sweep")
     found = SweepResults.of_records(*read_results(results, scenario))
-    _check_apart(results=results, output=output, csv=csv)
+    check_apart(results=results, output=output, csv=csv)
     check_writable(output=output, csv=csv)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -293,7 +293,7 @@ def _report_recording(recording: Path, output: Path, csv: Path | None, timeline:
     from actorllm.slo.experiments.stamp import stamp
     from actorllm.slo.report import chrome_trace, requests_csv, run_page
 
-    _check_apart(recording=recording, output=output, csv=csv, timeline=timeline)
+    check_apart(recording=recording, output=output, csv=csv, timeline=timeline)
     check_writable(output=output, csv=csv, timeline=timeline)
     found = _recorded_run(recording)
     config = found.config
@@ -475,7 +475,7 @@ def _made(point: Point) -> dict[str, Any]:
     return stamp() | {"point": point.to_dict(), "configuration": point.key}
 
 
-def _check_apart(**paths: Path | None) -> None:
+def check_apart(**paths: Path | None) -> None:
     """No file is written over another one of the same command."""
     names: dict[Path, str] = {}
     for name, path in paths.items():
@@ -497,7 +497,7 @@ def _watched(point: Point, request_id: int | None = None) -> Any:
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def progress() -> Iterator[Any]:
     from tqdm import tqdm
 
     with tqdm(unit=" runs", dynamic_ncols=True) as bar:
@@ -518,7 +518,7 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
         share = [f"{kind['attainment'][reading]:.1%}" for reading in ("tpot", "deadline")]
         times = [_ms(kind[key]) for key in ("p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_e2el_ms")]
         rows.append((name, str(kind["requests"]), *share, *times))
-    _print_rows(rows)
+    print_rows(rows)
     window, drained = (
         " / ".join(f"{_rate(summary[key])} ({reading})" for reading, key in keys)
         for keys in (
@@ -561,7 +561,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
                 cells.append(f"{more}{best.rate:.2f}{mark} [{', '.join(best.band.ends())}]")
         rows.append((label, *cells))
     print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.describe()}")
-    _print_rows(rows)
+    print_rows(rows)
     if is_open:
         print("< > beyond the rates that were simulated: the end of a band, or the figure itself")
     if flagged:
@@ -576,7 +576,7 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f} ms"
 
 
-def _print_rows(rows: list[Any]) -> None:
+def print_rows(rows: list[Any]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first = row[0].ljust(widths[0])

@@ -374,6 +374,25 @@ def bursty_arrivals(
     return np.interp(demand, np.concatenate(([0.0], arrived)), np.concatenate(([0.0], ends)))
 
 
+def diurnal_arrivals(num: int, rate: float, *, swing: float = 0.8, num_periods: float = 2.0, seed: int = 0) -> F64:
+    """Poisson arrivals whose rate goes up and down as a sine, from (1 - swing) to (1 + swing) times `rate`.
+
+    num_periods: so many of its periods are in the run, whatever its length. Needs 0 <= swing < 1.
+    """
+    _check_positive("rate", rate)
+    _check_positive("num_periods", num_periods)
+    if not 0 <= swing < 1:
+        raise InvalidParameterError(f"swing={swing} must be 0 or more and below 1")
+    demand = np.cumsum(seed_stream(seed, "arrivals").exponential(1.0, num))
+    if not num:
+        return demand
+    # Arrivals by a time, at a unit rate: the time plus a sine's integral. It is inverted on a fine grid.
+    period = num / num_periods
+    times = np.linspace(0.0, float(demand[-1]) + period, 64 * int(num_periods + 2) + 4 * num)
+    arrived = times + swing * period / (2 * math.pi) * (1 - np.cos(2 * math.pi * times / period))
+    return np.interp(demand, arrived, times) / rate
+
+
 # Lengths: prompt and output tokens ---------------------------------------------------------------------------------------
 
 

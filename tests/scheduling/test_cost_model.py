@@ -58,7 +58,7 @@ def test_a_run_of_steps_is_its_steps_and_json_gives_the_model_again(name: str) -
     ("text", "problem"),
     [
         ("{", "must be JSON"),
-        ("[]", "kind 'linear' or 'roofline'"),
+        ("[]", "kind is one of 'linear', 'roofline', 'table'"),
         ('{"kind": "linear", "regime": []}', "'regime' is not known; did you mean 'regimes'"),
         ('{"kind": "linear", "regimes": []}', "at least one regime"),
         ('{"kind": "linear", "regimes": [{"max_tokens": null, "coefficients": [1]}]}', "6 finite coefficients"),

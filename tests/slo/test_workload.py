@@ -17,6 +17,7 @@ from actorllm.slo.workload import (
     assign_tenants,
     bursty_arrivals,
     constant_arrivals,
+    diurnal_arrivals,
     fixed_lengths,
     gamma_arrivals,
     make_workload,
@@ -195,3 +196,16 @@ def test_a_rate_must_be_positive(arrive: Callable[..., Any]) -> None:
 def test_objectives_that_nobody_can_keep_are_told() -> None:
     workload = assign_classes(synthetic(3, 1.0), [(RequestClass("odd", SLO(ttft=2.0, e2e=1.0)), 1)])
     assert workload.warnings() == ["class 'odd': e2e=1.0 ends before ttft=2.0 does; the ttft can be left out"]
+
+
+def test_a_day_goes_up_and_down() -> None:
+    """By quarters of a period: more, more, less, less; and the rate of the whole is that which was asked for."""
+    arrival = diurnal_arrivals(40_000, 5.0, swing=0.8, num_periods=2.0, seed=3)
+    assert (np.diff(arrival) > 0).all()
+    assert arrival[-1] == pytest.approx(40_000 / 5, rel=0.02)
+    counts = np.histogram(arrival, np.arange(9) * 1000)[0] / 5000
+    assert counts == pytest.approx([1 + 0.8 * 2 / np.pi * sign for sign in (1, 1, -1, -1) * 2], abs=0.05)
+    assert diurnal_arrivals(9, 1.0, swing=0.0, seed=3) == pytest.approx(poisson_arrivals(9, 1.0, 3))
+    assert diurnal_arrivals(0, 1.0).size == 0
+    with pytest.raises(InvalidParameterError, match="swing=1 must be 0 or more and below 1"):
+        diurnal_arrivals(9, 1.0, swing=1)

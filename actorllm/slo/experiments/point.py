@@ -41,6 +41,7 @@ from actorllm.slo.workload import (
     assign_tenants,
     bursty_arrivals,
     constant_arrivals,
+    diurnal_arrivals,
     gamma_arrivals,
     parse_mix,
     poisson_arrivals,
@@ -53,7 +54,7 @@ FORMAT = 2
 """Of a point's key: changes when the same values come to mean something else."""
 
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
-ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
+ARRIVALS = ("trace", "poisson", "gamma", "bursty", "diurnal", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
 MODULES = ("closed_loop", "metrics", "objectives", "sessions", "simulator", "timeline", "traces", "turns", "workload")
 DRAWN = ("synthetic", *SESSION_WORKLOADS)
@@ -76,7 +77,7 @@ class Scenario:
     num_requests: int = 2000
     """A trace is repeated as often as need be. Seeds have parts of it that are apart while there are such (`Point.window`)."""
     arrivals: str = "trace"
-    """`trace`: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
+    """`trace`: its own, stretched to the rate; or poisson, gamma:CV, bursty, diurnal[:SWING], constant."""
     mix: str | None = MIX
     """Classes and objectives, as `workload.parse_mix` reads them; None: those of the trace."""
     tenants: tuple[float, ...] = ()
@@ -99,13 +100,15 @@ class Scenario:
             raise ConfigError(f"num_replicas={self.num_replicas} must be at least 1")
         if not (math.isfinite(self.view_interval_s) and self.view_interval_s >= 0):
             raise ConfigError(f"view_interval={self.view_interval_s} must be a number of seconds, 0 or more")
+        # Of arrivals, gamma needs a number behind the colon and diurnal may have one; a bad one is told now.
         kind, _, cv = self.arrivals.partition(":")
         if kind not in ARRIVALS:
             raise ConfigError(f"arrivals={self.arrivals!r} is not known{nearest_name(kind, ARRIVALS)}")
-        if (kind == "gamma") != bool(cv):
+        if kind != "diurnal" and (kind == "gamma") != bool(cv):
             raise ConfigError(f"arrivals={self.arrivals!r}: gamma needs its coefficient of variation, as in gamma:2")
-        if kind == "gamma":
-            _float("arrivals", cv)
+        if cv:
+            _arrivals(self.arrivals, 1, 0)
+        # Workloads that are drawn have no arrivals of their own.
         if kind == "trace" and self.workload in DRAWN:
             object.__setattr__(self, "arrivals", "poisson")
         if self.trace_format is not None and self.trace_format not in FORMATS:
@@ -141,9 +144,12 @@ class Scenario:
     @property
     def digest(self) -> str:
         """Of its values and of the files that they name."""
-        named = [self.model] if self.model not in PRESETS else []
+        named = [self.model] if self.model not in PRESETS and Path(self.model).exists() else []
         named += [self.workload] if self.workload not in ("sample", *DRAWN) else []
-        return _hash({"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict())
+        values = {"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict()
+        if ":" in self.model:
+            values["model_source"] = _own_source(self.model)
+        return _hash(values)
 
     def trace_report(self) -> TraceReport | None:
         """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
@@ -438,6 +444,9 @@ def _arrivals(text: str, num: int, seed: int) -> Any:
             return gamma_arrivals(num, 1.0, _float("arrivals", cv), seed)
         case "bursty":
             return bursty_arrivals(num, 1.0, seed=seed)
+        case "diurnal":
+            swing = {"swing": _float("arrivals", cv)} if cv else {}
+            return diurnal_arrivals(num, 1.0, seed=seed, **swing)
         case _:
             return constant_arrivals(num, 1.0)
 

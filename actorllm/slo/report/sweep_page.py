@@ -45,7 +45,7 @@ def sweep_page(results: SweepResults, title: str = "Which policy keeps its promi
     if not results.records:
         return page(title, results.scenario.describe(), ["No point was simulated."], [])
     rate = _telling_rate(results)
-    sections = [_sustained(results), _by_rate(results)]
+    sections = [rates_section(results), _by_rate(results)]
     if any(len(results.scales(label, r)) > 2 for label in results.labels() for r in results.rates(label)):
         sections.append(_by_scale(results))
     sections += [_by_length(results, rate), _by_class(results, rate)]
@@ -53,7 +53,7 @@ def sweep_page(results: SweepResults, title: str = "Which policy keeps its promi
     sections.append(runs)
     if fair:
         sections.append(fairness_section(fair))
-    sections += [_verdicts(results), _made(results)]
+    sections += [_verdicts(results), provenance_section(results)]
     return page(title, _subtitle(results), _lead(results, rate), sections)
 
 
@@ -106,7 +106,7 @@ def _targets(results: SweepResults) -> tuple[float, ...]:
 # Rates -------------------------------------------------------------------------------------------------------------------
 
 
-def _sustained(results: SweepResults) -> Section:
+def rates_section(results: SweepResults) -> Section:
     section = Section("How much each policy sustains")
     targets = _targets(results)
     if not any(results.max_rate(x, t, r) for x in results.labels() for t in targets for r in READINGS):
@@ -467,7 +467,7 @@ def _edge(results: SweepResults, label: str) -> str:
     return number(rates[at])
 
 
-def _made(results: SweepResults) -> Section:
+def provenance_section(results: SweepResults) -> Section:
     scenario = results.scenario
     codes = sorted({record["code"] for record in results.records})
     section = provenance(

@@ -1,0 +1,127 @@
+"""Runs that were measured elsewhere: read, simulated in their place, and judged figure by figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actorllm import cli
+from actorllm.errors import ConfigError
+from actorllm.scheduling.cost_model import LinearModel, Regime, load_model, preset, to_json
+from actorllm.slo.measured_runs import read_run
+from actorllm.slo.prediction import predict_run
+from actorllm.slo.report import bench_json
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
+from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload
+
+TRUTH = LinearModel((Regime(math.inf, (0.02, 1e-4, 2e-4, 0, 0, 0)),), "truth")
+SHAPE = EngineShape(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
+ENGINE = ["--num-blocks", "600", "--max-num-seqs", "32", "--max-num-batched-tokens", "512", "--max-model-len", "2048"]
+
+
+@pytest.fixture(scope="module")
+def run() -> SimulatedRun:
+    lengths = lognormal_lengths(120, (200, 900), (40, 150), longest=900)
+    return simulate(make_workload(gamma_arrivals(120, 4.0, 1.0), lengths), SHAPE, TRUTH)
+
+
+@pytest.fixture
+def of_vllm(run: SimulatedRun, tmp_path: Path) -> Path:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(bench_json(run.timeline, run.workload, run.evaluate(with_gaps=True).summary, model="m")))
+    return file
+
+
+@pytest.fixture
+def of_requests(run: SimulatedRun, tmp_path: Path) -> Path:
+    file, timeline = tmp_path / "requests.jsonl", run.timeline
+    rows = [
+        {
+            "request_id": f"bench-{i}", "input_toks": int(timeline.num_prompt[i]), "output_toks": int(timeline.num_output[i]),
+            "queued_ts": 500 + float(timeline.arrival[i]), "first_token_ts": 500 + float(timeline.first_token[i]),
+            "last_token_ts": 500 + float(timeline.last_token[i]),
+        }
+        for i in range(len(timeline))
+    ]  # fmt: skip
+    rows.append(rows[0] | {"output_toks": 0})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["of_vllm", "of_requests"])
+def test_a_run_is_read_as_it_was(kind: str, run: SimulatedRun, request: pytest.FixtureRequest) -> None:
+    found = read_run(request.getfixturevalue(kind))
+    assert found.workload.num_prompt.tolist() == run.workload.num_prompt.tolist()
+    assert found.workload.num_output.tolist() == run.workload.num_output.tolist()
+    assert found.workload.arrival == pytest.approx(run.workload.arrival - run.workload.arrival[0], abs=1e-6)
+    for name in ("ttft", "tpot", "e2e"):
+        assert getattr(found.timeline, name) == pytest.approx(getattr(run.timeline, name), abs=1e-6)
+    assert found.num_skipped == (kind == "of_requests")
+
+
+def test_the_true_model_predicts_and_a_wrong_one_does_not(of_requests: Path) -> None:
+    measured = read_run(of_requests)
+    found = predict_run(measured, SHAPE, TRUTH)
+    assert found.is_met
+    assert max(abs(figure.error) for figure in found.figures) < 0.01
+    assert {figure.name: figure.verdict for figure in found.figures}["p99 ttft"] == "met"
+    slow = replace(TRUTH, regimes=(Regime(math.inf, (0.024, 1e-4, 2e-4, 0, 0, 0)),))
+    assert not predict_run(measured, SHAPE, slow).is_met
+    assert not predict_run(measured, replace(SHAPE, num_blocks=130), TRUTH).is_met, (
+        "capacity must be that of the engine"
+    )
+
+
+def test_the_first_requests_may_choose_the_coefficients(of_requests: Path) -> None:
+    start = replace(TRUTH, regimes=(Regime(math.inf, (0.012, 2e-4, 1e-4, 0, 0, 0)),))
+    measured = read_run(of_requests)
+    found = predict_run(measured, SHAPE, start, fit_share=0.5, max_runs=25)
+    assert (found.num_fitted, found.num_judged) == (60, 60)
+    assert {figure.verdict for figure in found.figures if figure.name.startswith("p99")} == {"not judged"}, "too few"
+    before = predict_run(measured, SHAPE, start)
+    assert abs(found.figures[2].error) < 0.5 * abs(before.figures[2].error)
+    with pytest.raises(ConfigError, match="only linear step times are fitted"):
+        predict_run(measured, SHAPE, preset("h200-llama-3-8b-roofline"), fit_share=0.5)
+    with pytest.raises(ConfigError, match="fit_share=1 must be 0 or more and below 1"):
+        predict_run(measured, SHAPE, start, fit_share=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "cannot be read"),
+        ("{}", "has no 'start_times'; it must be the JSON of `vllm bench serve --save-result --save-detailed`"),
+        ('{"a": 1}\n{"a": 2}\n', "has no 'queued_ts'"),
+        (
+            '{"start_times": [0], "input_lens": [1], "output_lens": [0], "ttfts": [1], "itls": [[]]}',
+            "no request with tokens",
+        ),
+        ('{"start_times": 5, "input_lens": [1], "output_lens": [2], "ttfts": [1], "itls": 7}', "cannot be read"),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.json") as raised:
+        read_run(file)
+    assert told in str(raised.value)
+
+
+def test_the_command_has_a_verdict(of_requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, fitted = tmp_path / "model.json", tmp_path / "fitted.json"
+    model.write_text(to_json(TRUTH))
+    assert cli.main(["predict", str(of_requests), "--model", str(model), *ENGINE, "--output", str(fitted)]) == 0
+    out = capsys.readouterr().out
+    assert "120 requests judged, 1 left out; truth, nothing fitted" in out
+    assert out.endswith("the prediction holds\n")
+    assert load_model(str(fitted)) == TRUTH
+    assert cli.main(["predict", str(of_requests), "--model", "h200-llama-3-8b-roofline", *ENGINE]) == 1
+    assert "the prediction does not hold" in capsys.readouterr().out
+    assert cli.main(["predict", str(of_requests), "--model", str(model), "--num-blocks", "60"]) == 2
+    assert "60 blocks of 16 hold less than max_model_len=32768" in capsys.readouterr().err
+    assert np.isfinite(read_run(of_requests).timeline.e2e).all()
