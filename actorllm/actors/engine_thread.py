@@ -15,6 +15,7 @@ future from `call` is always resolved. Nothing of this is usable in a forked chi
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import concurrent.futures
@@ -24,6 +25,7 @@ import inspect
 import logging
 import os
 import queue
+import subprocess
 import sys
 import threading
 import types
@@ -37,14 +39,16 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from actorllm.actors.shortage import as_start_error
-from actorllm.errors import EngineShutdownError, ForkedProcessError, copied, without_frames
+from actorllm.actors.shortage import above_standard_streams, as_start_error
+from actorllm.errors import EngineShutdownError, EngineStartError, ForkedProcessError, copied, without_frames
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Future: TypeAlias = "concurrent.futures.Future[T]"
 
+GREENLET_LIBRARIES = ("gevent", "eventlet")
+"""Their monkey patches make of the threads of a process what runs in one."""
 STOP_TIMEOUT_S = 5.0
 """How long an orderly stop may take before what is left is killed."""
 
@@ -418,9 +422,13 @@ def run_loop(main: Callable[..., Any], *args: Any, loop_factory: LoopFactory | N
     asyncio's debug mode, which an application may set for the whole process, is not for it: with `inline` a step is one long
     callback, and each would be reported.
     """
-    options: dict[str, Any] = {"use_uvloop": sys.platform != "win32", "debug": False}
+    options: dict[str, Any] = {"debug": False}
+    if loop_factory is None and sys.platform != "win32":
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
     if loop_factory is not None:
-        options["loop_factory"] = loop_factory
+        options["loop_factory"] = partial(above_standard_streams, loop_factory)
     return anyio.run(main, *args, backend="asyncio", backend_options=options)
 
 
@@ -630,6 +638,7 @@ class EngineThread(LoopThread):
     def start_nowait(self) -> Future[None]:
         """As `start`, without waiting: cancelling the future, or `stop`, ends a start that is under way."""
         self._check_process()
+        _check_threads()
         with self._start_lock:
             if self._start_future is None:
                 if self._is_stopping:
@@ -719,6 +728,23 @@ class EngineThread(LoopThread):
                 f"this engine belongs to process {self._pid}, this is its fork {os.getpid()}; build an engine after "
                 f"forking, or attach to one by name"
             )
+
+
+def _check_threads() -> None:
+    """Greenlets in place of threads wait for each other for ever. Raises EngineStartError."""
+    parts = {"threads": _thread.start_new_thread, "queues": queue.SimpleQueue, "processes": subprocess.Popen}
+    libraries = {what: getattr(part, "__module__", "").partition(".")[0] for what, part in parts.items()}
+    replaced = [what for what, library in libraries.items() if library in GREENLET_LIBRARIES]
+    if replaced:
+        library = libraries[replaced[0]]
+        patch = {
+            "gevent": "monkey.patch_all(thread=False, queue=False, subprocess=False, os=False)",
+            "eventlet": "monkey_patch(os=False, thread=False)",
+        }
+        raise EngineStartError(
+            f"{library} has replaced the {' and '.join(replaced)} of this process, and an engine needs those of the system; "
+            f"call {patch[library]}, or run the engine in a process of its own (`actorllm serve`)"
+        )
 
 
 _engine_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()

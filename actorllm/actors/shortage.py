@@ -5,14 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
+from typing import TypeVar
 
 from actorllm.errors import ActorLLMError, EngineStartError
+
+T = TypeVar("T")
 
 SHORTAGES = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 """Why rings and processes cannot be made at the moment, and perhaps in the next."""
 
 ENOUGH_FILES = 1024
 """What `ulimit -n` is in most shells: much more than any engine needs."""
+
+
+def above_standard_streams(make: Callable[[], T]) -> T:
+    """What is made with descriptors whose numbers are none of standard input, output and error.
+
+    A daemon may lack these, and new descriptors would get their numbers. libuv ends the process when it is to close such a one, and
+    a child process has its own streams there.
+    """
+    taken: list[int] = []
+    try:
+        while not taken or taken[-1] <= 2:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        return make()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def shortage_of(error: BaseException | None) -> OSError | None:

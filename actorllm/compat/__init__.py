@@ -1,7 +1,7 @@
 """vLLM's submodules by their names: `from actorllm.compat.sampling_params import SamplingParams`; `import actorllm.compat as vllm`.
 
-Names only: each is defined elsewhere in actorllm, and is loaded when it is used. `MODULES` is the whole table. A name or a
-submodule that is not in it raises ImportError, as any that does not exist.
+Names only: each is defined elsewhere in actorllm, or in `functions` beside it, and is loaded when it is used. `MODULES` is the
+whole table. A name or a submodule that is not in it raises ImportError, as any that does not exist.
 """
 
 from __future__ import annotations
@@ -88,19 +88,44 @@ _PLUGIN_BODIES = {"IOProcessorRequest": f"{_BODIES}:PluginRequest", "IOProcessor
 _IO_PROCESSOR = _same("actorllm.types.io_processor", "IOProcessor", "IOProcessorInput", "IOProcessorOutput")
 _TOKENIZER = dict.fromkeys(("AnyTokenizer", "TokenizerLike"), "typing:Any")
 
+_FUNCTIONS = "actorllm.compat.functions"
+_SETTINGS = dict.fromkeys(
+    (
+        *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "ObservabilityConfig"),
+        *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+    ),
+    f"{_FUNCTIONS}:Settings",
+)
+_CLEANING = dict.fromkeys(
+    ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"),
+    f"{_FUNCTIONS}:cleanup_dist_env_and_memory",
+)
+_PORTS = _same(_FUNCTIONS, "get_open_port")
+_COUNTER, _GET_TOKENIZER = {"Counter": f"{_FUNCTIONS}:IdCounter"}, _same(_FUNCTIONS, "get_tokenizer")
+_IS_LIST = _same("actorllm.types.io_processor", "is_list_of")
+
 MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
     "config": {
         "VllmConfig": "actorllm.config:EngineConfig",
         **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig"),
         **_same("actorllm", "PoolerConfig"),
+        **_SETTINGS,
+        **_same(_FUNCTIONS, "CompilationMode"),
     },
+    "config.compilation": {**_SETTINGS, **_same(_FUNCTIONS, "CompilationMode")},
+    "distributed": _CLEANING,
+    "distributed.parallel_state": _CLEANING,
     "engine": {},
     "engine.arg_utils": _same("actorllm", "EngineArgs", "AsyncEngineArgs"),
     "engine.async_llm_engine": {**_ASYNC, "AsyncEngineDeadError": "actorllm.errors:EngineDeadError"},
     "engine.llm_engine": _same("actorllm", "LLMEngine"),
     "entrypoints": {},
-    "entrypoints.chat_utils": _CALL_IDS,
+    "entrypoints.chat_utils": {
+        **_CALL_IDS,
+        **_same(_FUNCTIONS, "load_chat_template"),
+        **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), "typing:Any"),
+    },
     "entrypoints.llm": _same("actorllm", "LLM"),
     "entrypoints.openai": {},
     "entrypoints.openai.chat_completion": {},
@@ -135,6 +160,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
         **_same("actorllm", "EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     },
+    "platforms": _same(_FUNCTIONS, "current_platform"),
     "plugins": {"IO_PROCESSOR_PLUGINS_GROUP": "actorllm.client.plugin_data:GROUP"},
     "plugins.io_processors": _IO_PROCESSOR,
     "plugins.io_processors.interface": _IO_PROCESSOR,
@@ -150,18 +176,27 @@ MODULES: dict[str, dict[str, str]] = {
         **_same("actorllm", "RepetitionDetectionParams", "BeamSearchParams"),
     },
     "sequence": {**_LOGPROBS, **_same("actorllm", "RequestMetrics")},
-    "tokenizers": _TOKENIZER,
+    "tasks": dict.fromkeys(("PoolingTask", "SupportedTask"), "builtins:str"),
+    "tokenizers": {**_TOKENIZER, **_GET_TOKENIZER},
     "tokenizers.detokenizer_utils": _same("actorllm.types.io_processor", "convert_ids_list_to_tokens"),
     "tool_parsers": _TOOLS,
     "tool_parsers.abstract_tool_parser": _TOOLS,
     "tool_parsers.utils": _TOOL_FUNCTIONS,
     "transformers_utils": {},
-    "transformers_utils.tokenizer": _TOKENIZER,
+    "transformers_utils.tokenizer": {**_TOKENIZER, **_GET_TOKENIZER},
     "usage": {},
     "usage.usage_lib": _same("actorllm.compat", "UsageContext"),
-    "utils": {**_PARSER, **_same("actorllm.compat", "random_uuid")},
+    "utils": {
+        **_PARSER,
+        **_same("actorllm.compat", "random_uuid"),
+        **_COUNTER,
+        **_IS_LIST,
+        **_PORTS,
+    },
     "utils.argparse_utils": _PARSER,
-    "utils.collection_utils": _same("actorllm.types.io_processor", "is_list_of"),
+    "utils.collection_utils": _IS_LIST,
+    "utils.counter": _COUNTER,
+    "utils.network_utils": _PORTS,
     "v1": {},
     "v1.sample": {},
     "v1.sample.logits_processor": {

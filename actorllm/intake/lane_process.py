@@ -16,9 +16,11 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.shortage import above_standard_streams
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError, RequestFailedError
 from actorllm.intake import lane_program
@@ -48,7 +50,7 @@ class LaneProcess:
         self._start_timeout_s = start_timeout_s
         self.num_asked = 0
         self.is_killed = False
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket, theirs = above_standard_streams(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             # Inherited, until the child ignores them: else one that is not that far would die of what is for the owner.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_OWNER)

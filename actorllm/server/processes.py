@@ -18,12 +18,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import anyio
 from anyio import to_thread
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.shortage import above_standard_streams
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
@@ -54,7 +56,7 @@ class ApiProcess:
         self.is_ready = False
         self.failure: Exception | None = None
         """Why it does not serve, in its own words."""
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control, theirs = above_standard_streams(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
         # Inherited until the child ignores them: a Ctrl-C is for the owner.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_OWNER)
         try:

@@ -21,6 +21,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -32,6 +33,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, LoopThread
 from actorllm.actors.heartbeat import STARTING, Heartbeat, Sign, is_stopped
 from actorllm.actors.link import Link, LinkInfo, open_ring
+from actorllm.actors.shortage import above_standard_streams
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
 from actorllm.ring.channel import LinkEnd
@@ -366,7 +368,9 @@ class ProcessChild(RemoteChild):
         if not sys.executable:
             raise EngineStartError("this Python does not know its executable (sys.executable), so it cannot spawn")
         with contextlib.ExitStack() as of_the_child:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control, theirs = above_standard_streams(
+                partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            )
             of_the_child.callback(theirs.close)
             self._control.setblocking(False)
             read_end, write_end = os.pipe2(os.O_CLOEXEC)

@@ -29,6 +29,7 @@ def step_prep_kernel(
     num_rows,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -41,9 +42,12 @@ def step_prep_kernel(
     position = tl.load(num_computed_ptr + row, mask=is_live, other=0)
     token = tl.load(last_token_ptr + row, mask=is_live, other=0)
     block = tl.load(block_table_ptr + row * table_stride + position // PAGE, mask=is_live, other=0).to(tl.int64)
-    tl.store(ids_ptr + i, token, mask=mask)
-    tl.store(positions_ptr + i, position, mask=mask)
-    tl.store(kv_slots_ptr + i, tl.where(is_live, block * PAGE + position % PAGE, -1), mask=mask)
+    is_written = mask
+    if KEEPS_PADDING:
+        is_written = is_live
+    tl.store(ids_ptr + i, token, mask=is_written)
+    tl.store(positions_ptr + i, position, mask=is_written)
+    tl.store(kv_slots_ptr + i, tl.where(is_live, block * PAGE + position % PAGE, -1), mask=is_written)
     tl.store(seq_lens_ptr + i, tl.where(is_live, position + 1, 0), mask=mask)
     tl.store(num_computed_ptr + row, position + 1, mask=is_live)
 
@@ -59,12 +63,14 @@ def step_prep(
     kv_slots: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    keeps_padding: bool = False,
     pdl: bool = False,
 ) -> None:
     """One more token for each of `rows`; num_computed grows by one for them.
 
     rows: int32 [num_rows] slots, or -1. The table: last_token, num_computed int32 [num_slots], block_table int32 [num_slots,
     max_blocks]. Outputs: ids, positions, seq_lens int32 [num_rows]; kv_slots int64 [num_rows].
+    keeps_padding: ids, positions and kv_slots of padding stay as they are: tokens of prompts are there.
     """
     num_rows = rows.shape[0]
     config = lookup("step_prep", "*", rows.device)
@@ -80,6 +86,7 @@ def step_prep(
         seq_lens,
         num_rows,
         PAGE=page,
+        KEEPS_PADDING=keeps_padding,
         **dependent(pdl, rows.device),
         **config,
     )

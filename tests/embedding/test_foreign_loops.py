@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+import subprocess
+from types import ModuleType
+
 import pytest
 
+from actorllm import LLM
+from actorllm.errors import EngineStartError
 from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host
 
@@ -98,3 +105,24 @@ def test_streams_are_whole(name: str, topology: str) -> None:
     host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology)
     assert host.output.split() == ["tokens", *["20"] * num_streams]
     assert host.errors == ""
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [(_thread, "start_new_thread", "threads"), (queue, "SimpleQueue", "queues"), (subprocess, "Popen", "processes")],
+)
+def test_greenlets_in_place_of_threads_are_refused(
+    library: str, module: ModuleType, name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the start would wait for ever. The libraries set these names, to functions and classes of theirs."""
+
+    right = getattr(module, name)
+
+    def green(*arguments: object) -> object:
+        return right(*arguments)
+
+    green.__module__ = f"{library}.thread"
+    monkeypatch.setattr(module, name, green)
+    with pytest.raises(EngineStartError, match=f"{library} has replaced the {what} of this process.*thread=False"):
+        LLM("storyteller", topology="inline")

@@ -153,3 +153,26 @@ def test_requests_are_cancelled_and_the_application_is_terminated(topology: str)
         assert host.wait() == -signal.SIGTERM, "as without the engine"
         assert_gone(host.engine_pids, within_s=3)
         assert host.errors == ""
+
+
+WITHOUT_DESCRIPTORS = """
+import os
+for descriptor in (0, 1, 2):
+    if str(descriptor) not in sys.argv[2]:
+        os.close(descriptor)
+def main():
+    with LLM("storyteller", topology=topology, num_threads=1) as llm:
+        (output,) = llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    opened = os.open(os.devnull, os.O_RDONLY)
+    assert opened < 3, "a number that was free before is free again"
+from actorllm import LLM
+main()
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(("topology", "left"), [("process", "2"), ("inline", "2"), ("inline", "none")])
+def test_a_daemon_without_standard_descriptors(topology: str, left: str) -> None:
+    """libuv ends a process in which it is to close a descriptor of such a number."""
+    run_host("-c", LIGHT_WORKERS + HEAD + WITHOUT_DESCRIPTORS, topology, left, code=7)

@@ -109,6 +109,8 @@ class PrefillRows:
     seq_lens: torch.Tensor  # int32 [num_chunks] with the chunk
     starts: torch.Tensor  # int32 [num_chunks + 1], counted from the first prompt token of the step
     tiles: torch.Tensor  # int32 [num_tiles, 2]
+    counts_all: bool = False
+    """`starts` are counted from the first token of the step instead."""
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class PagedAttention:
         self.division = division(on, shape.head_dim, shape.group)
         if on.type != "cuda":
             self.division = self.division._replace(programs=HOST_PROGRAMS)
-        self._tokens_per_tile = tokens_per_tile(shape.group, shape.head_dim, on)
+        self.tokens_per_tile = tokens_per_tile(shape.group, shape.head_dim, on)
         self._device = device
         parts = 2 * self.division.programs
         self._partials = torch.empty(parts, shape.group, shape.head_dim, device=on)
@@ -181,7 +183,7 @@ class PagedAttention:
     def chunks(self, slots: I32, counts: I32, seq_lens: I32) -> PrefillRows:
         """Upload what the chunks of a step are. counts: tokens of each; seq_lens: with them."""
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        tiles = query_tiles(counts, seq_lens, self._tokens_per_tile)
+        tiles = query_tiles(counts, seq_lens, self.tokens_per_tile)
         parts = (part.astype(np.int32) for part in (slots, seq_lens, starts, tiles))
         one, two, three, four = self._device.upload_parts(*parts)
         return PrefillRows(one, two, three, four.view(-1, 2))
@@ -230,8 +232,9 @@ class PagedAttention:
             )
         if tokens.prefills is not None:
             chunks = tokens.prefills
+            first = 0 if chunks.counts_all else num_decodes
             ops.attn_prefill(
-                q[num_decodes:],
+                q[first:],
                 keys,
                 values,
                 chunks.slots,
@@ -239,7 +242,7 @@ class PagedAttention:
                 chunks.seq_lens,
                 chunks.starts,
                 chunks.tiles,
-                out[num_decodes:],
+                out[first:],
                 scale,
                 window=window,
                 softcap=softcap,
@@ -404,6 +407,14 @@ class DeviceDecoder:
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         activations = Activations(len(tokens.ids), self.config, self.dtype, self.device.torch_device)
         return self._run(activations, tokens, cache, state, pdl=pdl)
+
+    def states(self, num_tokens: int) -> torch.Tensor:
+        """Where `mixed` leaves the hidden states of so many tokens."""
+        return self._activations.first(num_tokens).h
+
+    def mixed(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> None:
+        """`forward`, in the memory of decode steps, so that it can be recorded. No more tokens than `allocate` was told of."""
+        self._run(self._activations.first(len(tokens.ids)), tokens, cache, state, pdl=pdl)
 
     def kinds_of_forward(self) -> list[int]:
         layer = self.layers[0]

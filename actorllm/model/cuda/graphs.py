@@ -38,6 +38,8 @@ class GraphPart(Enum):
     """A step up to its logits; what is done to them comes from the host."""
     CHOICE = "choice"
     """From there to the tokens."""
+    MIXED = "mixed"
+    """The forward of a step with prompts; its size is a number of tokens (`mixed`)."""
 
 
 Key = tuple[GraphPart, int]

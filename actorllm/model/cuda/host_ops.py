@@ -36,14 +36,16 @@ def step_prep(
     kv_slots: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    keeps_padding: bool = False,
     pdl: bool = False,
 ) -> None:
     is_live, slot = rows >= 0, rows.clamp_min(0).long()
     position = num_computed[slot]
     block = block_table[slot, (position // page).long()].long()
-    ids.copy_(torch.where(is_live, last_token[slot], 0))
-    positions.copy_(torch.where(is_live, position, 0))
-    kv_slots.copy_(torch.where(is_live, block * page + position % page, -1))
+    padding = (ids.clone(), positions.clone(), kv_slots.clone()) if keeps_padding else (0, 0, -1)
+    ids.copy_(torch.where(is_live, last_token[slot], padding[0]))
+    positions.copy_(torch.where(is_live, position, padding[1]))
+    kv_slots.copy_(torch.where(is_live, block * page + position % page, padding[2]))
     seq_lens.copy_(torch.where(is_live, position + 1, 0))
     num_computed[slot[is_live]] += 1
 
@@ -179,7 +181,8 @@ def attn_prefill(
 ) -> None:
     edges = starts.tolist()
     for slot, length, a, b in zip(rows.tolist(), seq_lens.tolist(), edges, edges[1:], strict=False):
-        _attend(q[a:b], keys, values, table[slot], length, out[a:b], scale, **how)
+        if a < b:
+            _attend(q[a:b], keys, values, table[slot], length, out[a:b], scale, **how)
 
 
 def _attend(

@@ -182,3 +182,9 @@ def copy(source: torch.Tensor, to: torch.Tensor) -> None:
 def row_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
     """x: [num_rows, size] float32; sums: [num_rows]."""
     torch.sum(x, 1, out=sums)
+
+
+@launchable
+def finite_rows(x: torch.Tensor, is_finite: torch.Tensor) -> None:
+    """x: [num_rows, size]; is_finite: int32 [num_rows], 1 where all numbers of a row are."""
+    is_finite.copy_(torch.isfinite(x.sum(1, dtype=torch.float32)))

@@ -11,9 +11,10 @@
 `execute` of the next plan may be called before `finish`. The next inputs are on the device (`state`), and the host's batch knows
 how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait.
 
-Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large.
-Both take the same builds of the kernels, as dependent launches where the GPU has these, so that all are compiled before. A
-step that raises counts for nothing, as on the CPU. An error of the GPU itself cannot be survived: `is_torn` says so.
+Decode steps are whole graphs (`graphs`). So is the forward of steps with prompts and few tokens (`mixed`). Larger ones are
+launched kernel by kernel, because their kernels are large. All take the same builds of the kernels, as dependent launches where
+the GPU has these, so that all are compiled before. A step that raises counts for nothing, as on the CPU. An error of the GPU
+itself cannot be survived: `is_torn` says so.
 
 With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe.
 """
@@ -48,6 +49,8 @@ from actorllm.model.cuda.decoder import (
 )
 from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
+from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
+from actorllm.model.cuda.mixed import MixedSteps, supports
 from actorllm.model.cuda.proof import memory, steps
 from actorllm.model.cuda.proof.self_check import SelfCheck
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
@@ -147,6 +150,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     _owned = (
         "model",
         "graphs",
+        "mixed",
         "sampler",
         "state",
         "_pool",
@@ -173,6 +177,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self.state: StateTable
         self.sampler: DeviceSampler
         self.graphs: DecodeGraphs
+        self.mixed: MixedSteps | None = None
         self._pool: DeviceCache
         self._attention: PagedAttention
         self._decode_rows: DeviceDecodeRows
@@ -273,6 +278,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 twin._launch_part(twin._way_part(size), size)
             for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
                 twin._launch_part(part, twin.graphs.sizes[0])
+            for size in twin._mixed_sizes:
+                twin._launch_part(GraphPart.MIXED, size)
             twin.warm_prefill()
 
     @torch.inference_mode()
@@ -356,6 +363,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         smallest, *others = self.graphs.sizes
         for size in (smallest, *reversed(others)):
             self.graphs.want(self._way_part(size), size)
+        for size in self._mixed_sizes:
+            self.graphs.want(GraphPart.MIXED, size)
         if self.collectives.size > 1:  # the same at all ranks, whatever their loops find time for later
             while self.record_next():
                 pass
@@ -378,6 +387,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._load_rows(NO_I32, -1, self.graphs.sizes[0])
             for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
                 self._launch_part(part, self.graphs.sizes[0])
+            for size in self._mixed_sizes:
+                if (GraphPart.MIXED, size) not in self.graphs:
+                    self._launch_part(GraphPart.MIXED, size)
             self.warm_prefill()
             ops.kv_copy(self._pool.pool, self.device.upload(np.zeros((1, 2), np.int32)))  # zeros to where zeros are
 
@@ -396,7 +408,20 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
-            self.model.allocate(self._max_rows, self._attention)
+            can_mix = self._records and supports(self.model)
+            most = min(config.scheduler.max_num_batched_tokens, MIXED_SIZES[-1]) if can_mix else 0
+            self.model.allocate(max(self._max_rows, most), self._attention)
+            self.mixed = None
+            if can_mix:
+                self.mixed = MixedSteps(
+                    cast("DeviceDecoder", self.model),
+                    self._decode_rows,
+                    self._attention,
+                    self._pool,
+                    self.state,
+                    self.device,
+                    config.scheduler.max_num_batched_tokens,
+                )
         is_on = self._records and self.collectives.all_agree(not ops.replaced())
         self.graphs = DecodeGraphs(
             self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
@@ -404,6 +429,11 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self.batch = self._empty_batch()
         self._loaded_rows = self._rows = None
         self._pooled.clear()
+
+    @property
+    def _mixed_sizes(self) -> tuple[int, ...]:
+        """Tokens of steps with prompts that may be graphs."""
+        return self.mixed.sizes if self.mixed is not None and self.graphs.is_on else ()
 
     @property
     def _max_rows(self) -> int:
@@ -528,7 +558,24 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 (logits_of(self.graphs.run), logits_of(self._launch_part))
             )  # and what it left is harmless
             error = ((found - expected).square().mean(2).sqrt() / expected.std(1)).max()
-            return float(self.device.download([error]).wait()[0])
+            errors = torch.stack((error, self._mixed_error(len(prompts), error)))
+            return float(self.device.download([errors]).wait()[0].max())
+
+    def _mixed_error(self, num_tokens: int, none: torch.Tensor) -> torch.Tensor:
+        """The same of the hidden states of the step with prompts that was made last; `none` where it is no graph."""
+        size = next((size for size in self._mixed_sizes if size >= num_tokens), None)
+        if size is None:
+            return none
+        assert self.mixed is not None
+        part, states = GraphPart.MIXED, self.mixed.step(size).states[:num_tokens]
+        self._launch_part(part, size)  # it writes the keys that are there
+        expected = states.clone()
+        self.graphs.record((part, size))
+        if (part, size) not in self.graphs:
+            raise EngineError("a step with prompts cannot be captured")
+        states.zero_()
+        self.graphs.run(part, size)
+        return ((states - expected).square().mean(1).sqrt() / expected.std(1)).max()
 
     @torch.inference_mode()
     def record_next(self) -> bool:
@@ -537,7 +584,11 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if key is None:
             return False
         with self._on_device():
-            self._load_rows(NO_I32, -1, key[1])  # rows of no slot: nothing happens to any request
+            if key[0] is GraphPart.MIXED:
+                assert self.mixed is not None
+                self.mixed.clear(key[1])
+            else:
+                self._load_rows(NO_I32, -1, key[1])  # rows of no slot: nothing happens to any request
             self.graphs.record(key)
         return True
 
@@ -561,6 +612,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _launch_part(self, part: GraphPart, size: int) -> None:
         """All launches of a part, for the rows that are in place. This is what a graph holds."""
+        if part is GraphPart.MIXED:
+            assert self.mixed is not None
+            self.mixed.launch(size, pdl=self.device.uses_pdl)
+            return
         rows, pdl = self._rows_for(size), self.device.uses_pdl
         if part is not GraphPart.CHOICE:
             self._prepare_rows(rows)
@@ -713,11 +768,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _launch_prefill(self, handle: CudaHandle) -> None:
         """Of a step with prompts: everything up to the logits, or to the hidden states where no logits are needed."""
         inputs, sampling, model, pdl = handle.inputs, handle.sampling, self.model, self.device.uses_pdl
-        tokens = self._tokens(inputs)
-        states = model.forward(tokens, self._pool, self.state, pdl=pdl)
-        is_finite = torch.isfinite(states.sum(1, dtype=torch.float32)).int()
-        ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
-        handle.outputs.append(is_finite[inputs.num_decodes :])
+        states, is_finite = self._forward(inputs)
+        handle.outputs.append(is_finite)
         handle.prompt_owners = self.batch.owners[inputs.prefill_slots]
         columns = self.batch.columns
         pooling = columns.pooling[inputs.prefill_slots]
@@ -742,6 +794,21 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             model.logits_of_final(model.select(states, where), self.sampler.logits[: len(sampling.slots)])
             if sampling.how is Way.LOGITS:
                 self.sampler.from_logits(handle.rows)
+
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of a step with prompts, and whether those of the prompts' tokens are finite: int32."""
+        size = self.mixed.size_for(inputs) if self.mixed is not None and self.graphs.is_on else None
+        if size is not None:
+            assert self.mixed is not None
+            step = self.mixed.load(size, inputs)
+            self.graphs.run(GraphPart.MIXED, size)
+            # A copy: the step may wait for its sampling while the next one runs.
+            return step.states, step.is_finite[inputs.num_decodes : len(inputs.token_ids)].clone()
+        tokens = self._tokens(inputs)
+        states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
+        is_finite = torch.isfinite(states.sum(1, dtype=torch.float32)).int()
+        ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
+        return states, is_finite[inputs.num_decodes :]
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
         """The tokens of a step with prompts, on the device; those of its decode rows come from the state table."""

@@ -17,11 +17,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from anyio import CapacityLimiter, to_thread, wait_readable, wait_writable
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.shortage import above_standard_streams
 from actorllm.server.bodies.frames import NUM_LENGTH_BYTES
 
 CHUNK = 1 << 18
@@ -37,7 +39,7 @@ class ProcessGone(Exception):
 class OwnedProcess:
     def __init__(self, module: str) -> None:
         """module: with a `main` that reads its descriptor and the owner's pid from argv. Raises OSError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = above_standard_streams(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_STREAM))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_OWNER)  # inherited until the child ignores them
         program = PROGRAM.format(module=module)
         try:

@@ -70,7 +70,7 @@ def test_all_sizes_are_recorded_once_nothing_is_asked_for(build: Callable[..., L
         while llm.stats()["workers"][0]["num_graphs_wanted"]:
             pass  # the pytest timeout ends a worker that never finds the time
         (worker,) = llm.stats()["workers"]
-    assert worker["num_graphs"] == 5  # four sizes, and one row that is sampled from its logits
+    assert worker["num_graphs"] == 5 + 7  # four sizes, and one row that is sampled from its logits; with prompts, seven
     assert worker["num_graphs_refused"] == 0
 
 

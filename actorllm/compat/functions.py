@@ -1,0 +1,140 @@
+"""Functions and classes that programs of vLLM import beside the engine: `actorllm.compat` has them under vLLM's modules."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from enum import IntEnum
+from typing import Any
+
+
+class Settings(dict[str, Any]):
+    """A configuration of vLLM's as the mapping of its fields, which arguments of the engine take. Fields are attributes, too.
+
+    Arguments:
+        level: of compilation, which alone may be given without its name.
+        fields: by name.
+    """
+
+    def __init__(self, level: Any = None, **fields: Any) -> None:
+        super().__init__(fields if level is None else {"level": level, **fields})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this configuration was given no {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class CompilationMode(IntEnum):
+    """How vLLM compiles a model."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    VLLM_COMPILE = 3
+
+
+class IdCounter:
+    """Numbers from `start` on, one at a time: `next(counter)`."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        """Begin with 0 again."""
+        self.counter = 0
+
+
+class Platform:
+    """What the engine computes on by default: `current_platform`."""
+
+    @property
+    def device_type(self) -> str:
+        """ "cuda" where torch sees a GPU of NVIDIA, else "cpu"."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and torch.version.cuda else "cpu"
+
+    def is_cuda(self) -> bool:
+        """A GPU of NVIDIA."""
+        return self.device_type == "cuda"
+
+    def is_cuda_alike(self) -> bool:
+        """As `is_cuda`: there is no ROCm."""
+        return self.is_cuda()
+
+    def is_cpu(self) -> bool:
+        """No GPU."""
+        return not self.is_cuda()
+
+    def is_rocm(self) -> bool:
+        """False."""
+        return False
+
+    def is_tpu(self) -> bool:
+        """False."""
+        return False
+
+    def is_xpu(self) -> bool:
+        """False."""
+        return False
+
+
+current_platform = Platform()
+
+
+def get_open_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def get_tokenizer(tokenizer_name: Any, *_: Any, **__: Any) -> Any:
+    """The tokenizer of a model as transformers has it.
+
+    Arguments:
+        tokenizer_name: a bundled model, a folder, or a Hugging Face id whose files are here.
+
+    Further arguments of vLLM are taken and have no effect.
+
+    Raises:
+        ConfigError: there is no such model. CorruptModelError: its tokenizer cannot be read.
+    """
+    from actorllm.config import read_model_folder
+    from actorllm.text.tokenizer import transformers_tokenizer
+
+    return transformers_tokenizer(read_model_folder(str(tokenizer_name))[0])
+
+
+def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str | None:
+    """The text of a chat template.
+
+    Arguments:
+        chat_template: that text, or the path of a file of it; None: none.
+        is_literal: it is the text, whatever it looks like.
+
+    Raises:
+        InvalidParameterError: the path cannot be read.
+    """
+    from actorllm.text.chat_template import load_template
+
+    return str(chat_template) if is_literal else load_template(chat_template)
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect what is no longer used; an engine ends by itself when it is dropped.
+
+    Arguments:
+        shutdown_ray: without effect.
+    """
+    gc.collect()
