@@ -135,7 +135,7 @@ def test_ranks_share_a_quantized_model(method: str, tmp_path: Path) -> None:
 def test_models_of_transformers_have_4_bits_where_groups_fit(tmp_path: Path, make_driver: Callable[..., Any]) -> None:
     save("opt", tmp_path)  # of 48 states, and 64 within the MLP
     decoder = make_driver(tmp_path, dtype="bfloat16", quantization="int4").runner.decoder
-    kinds = {n: type(m._linear) for n, m in decoder.model.named_modules() if isinstance(m, PackedModule)}
+    kinds = {n: type(m.product) for n, m in decoder.model.named_modules() if isinstance(m, PackedModule)}
     assert {kind for name, kind in kinds.items() if name.endswith("fc2")} == {Int4Linear}
     assert {kind for name, kind in kinds.items() if name.endswith(("fc1", "lm_head"))} == {Int8Linear}
 
@@ -146,7 +146,7 @@ def test_models_of_transformers_are_quantized_too(tmp_path: Path, make_driver: C
     decoder = make_driver(tmp_path, dtype="bfloat16", quantization="int8").runner.decoder
     packed = [module for module in decoder.model.modules() if isinstance(module, PackedModule)]
     assert packed
-    assert all(isinstance(module._linear, Int8Linear) for module in packed)
+    assert all(isinstance(module.product, Int8Linear) for module in packed)
     assert decoder.num_bytes < 0.8 * model.num_bytes
 
 
@@ -167,8 +167,8 @@ def test_routers_stay_dense() -> None:
     with torch.no_grad():
         saved = pack(block, Int8)
     gate, up = block["gate"], block["up_proj"]
-    assert isinstance(gate._linear, PackedLinear)
-    assert isinstance(up._linear, Int8Linear)
+    assert isinstance(gate.product, PackedLinear)
+    assert isinstance(up.product, Int8Linear)
     assert saved == 16 * 8 * 4 - (16 * 8 + 4 * 8)
 
 
