@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed, StepPlan, StepResult
-from actorllm.messages.embeds import EMBEDDED
+from actorllm.messages.embeds import EMBEDDED, LOWEST_ID
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling import message_budget
 from tests.scheduling.chained_tokens import reference_stream
@@ -98,7 +98,7 @@ def test_a_plan_carries_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": np.zeros(7, np.uint8)}, "7 bytes of prompt_embeds are not 4 for each of 2 positions"),
-    ({"prompt": np.array([-2, EMBEDDED, EMBEDDED], np.int32)}, "outside the vocabulary"),
+    ({"prompt": np.array([LOWEST_ID - 1, 5, EMBEDDED], np.int32)}, "outside the vocabulary"),
     ({"output": np.array([EMBEDDED], np.int32)}, "a token id of its output is negative"),
     ({"rules": SamplingRules(num_prompt_logprobs=1).to_fields()}, "no prompt_logprobs"),
 ]
