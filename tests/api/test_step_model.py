@@ -36,7 +36,9 @@ def test_a_preset_or_a_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             EngineConfig.from_arguments("storyteller", step_model=value)
     file.write_text("{}")
-    with pytest.raises(ConfigError, match=r"step_model='.*model.json': .* kind is one of 'linear', 'roofline', 'table'"):
+    with pytest.raises(
+        ConfigError, match=r"step_model='.*model.json': .* kind is one of 'linear', 'roofline', 'table'"
+    ):
         EngineConfig.from_arguments("storyteller", step_model=file)
 
 

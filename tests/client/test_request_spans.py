@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -48,6 +48,13 @@ def llm() -> Iterator[AsyncLLM]:
     engine.shutdown()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """A span is made beside the stream, and may be there after its end."""
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
 def told(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
@@ -60,6 +67,7 @@ async def test_a_request_with_trace_headers_is_a_span_of_that_trace(
         last = output
     async for _ in llm.generate("Once upon", SamplingParams(max_tokens=2)):
         pass
+    await until(exporter.get_finished_spans)
     (span,) = exporter.get_finished_spans()
     assert span.name == "llm_request"
     assert span.parent is not None
@@ -90,9 +98,7 @@ async def test_requests_that_are_refused_left_or_aborted_are_spans(
     async with llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), trace_headers=HEADERS) as stream:
         async for _ in stream:
             break
-    with anyio.fail_after(20):
-        while len(exporter.get_finished_spans()) < 2:
-            await anyio.sleep(0.005)
+    await until(lambda: len(exporter.get_finished_spans()) == 2)
     failed, left = exporter.get_finished_spans()
     assert failed.status.status_code is StatusCode.ERROR
     assert told(failed)["error.type"] == "InvalidPromptError"
@@ -109,7 +115,7 @@ async def test_an_exporter_that_raises_fails_no_request(
     monkeypatch.setattr(trace, "get_tracer_provider", Broken)
     outputs = [one async for one in llm.generate("Once", SamplingParams(max_tokens=3), trace_headers=HEADERS)]
     assert outputs[-1].finished
-    assert "the span of a request cannot be made" in caplog.text
+    await until(lambda: "the span of a request cannot be made" in caplog.text)
 
 
 async def test_without_a_provider_it_is_said_once(llm: AsyncLLM, caplog: Any) -> None:

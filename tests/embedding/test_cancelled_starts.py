@@ -39,9 +39,9 @@ async def test_nothing_is_left(point: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Of the KV cache, which the worker tells before the links are made."""
     resolved = EngineConfig.resolved
 
-    def note(config: EngineConfig, num_blocks: int, *facts: Any) -> EngineConfig:
+    def note(config: EngineConfig, num_blocks: int, *facts: Any, **named: Any) -> EngineConfig:
         sizes.append(num_blocks)
-        return resolved(config, num_blocks, *facts)
+        return resolved(config, num_blocks, *facts, **named)
 
     monkeypatch.setattr(EngineConfig, "resolved", note)
     threads, others = set(threading.enumerate()), set(children())

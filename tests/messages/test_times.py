@@ -20,7 +20,7 @@ from tests.scheduling.conftest import make_scheduler
 
 NUMBERS = {"Submit": {"temperature", "top_p", "min_p", "slo"}}
 """Numbers that are no points in time: parameters, and durations."""
-DURATIONS_OF_AN_END = {"recovery_s"}
+DURATIONS_OF_AN_END = {"recovery_s", "planning_s", "forward_s", "execution_s"}
 
 OFFSET_S = 5_000.0
 
