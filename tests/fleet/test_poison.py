@@ -101,5 +101,6 @@ async def test_they_fail_alone_and_are_tried_on_one_replica(
     guest.shutdown()
     tried, num = max(deaths), len(homes)
     at_home = 4 if len(set(homes)) > 1 else 0  # for the one that had come to the replica of the trial before
-    assert 1 <= tried <= 2 * num + at_home, "two for each"
+    late = 3 if is_attached else 0  # the suspects of a program that has joined may meet others in a step there
+    assert 1 <= tried <= 2 * num + at_home + late, "two for each"
     assert sum(deaths) - tried <= num, "one where it came first, and all trials are on one replica"
