@@ -115,7 +115,7 @@ STAGES: dict[str, Stage] = {
 """In the order in which they are run."""
 
 FIRST_HOUR = ("ceilings", "correctness", "order", "steps", "ablations", "latency")
-"""What somebody with a GPU for an hour should run: whether all is right, how long steps take and why, and a serving run."""
+"""What an hour on a GPU is for: whether all is right, how long steps take and why, and a serving run."""
 
 GATES = ("correctness", "order")
 """If one of these finds something wrong, no figure of a stage after it counts."""

@@ -1,4 +1,4 @@
-"""Workloads of sessions: conversations of people who think, and agents whose tools take time.
+"""Workloads of sessions: conversations with think time, and agents whose tools take time.
 
     workload = conversations(10_000, rate=4.0, seed=1)   # of requests; sessions begin as Poisson arrivals
     workload = agents(10_000, rate=4.0, seed=1)          # longer, with calls of tools that go on at the same time

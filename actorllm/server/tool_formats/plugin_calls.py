@@ -68,7 +68,7 @@ class PluginCalls(ToolParser):
             delta = self._plugin.extract_tool_calls_streaming(
                 before, self._text, text, ids_before, self._ids, ids, self._asked
             )
-        except NotImplementedError:
+        except NotImplementedError:  # the class has no streams
             if before:
                 raise
             self._is_held = True
