@@ -49,6 +49,8 @@ class RowLanes:
         self._batch = batch
         self._ledger = ledger
         self._of_slot: NDArray[np.int8] = np.zeros(batch.num_slots, np.int8)
+        self._has_moved: NDArray[np.bool_] = np.zeros(batch.num_slots, np.bool_)
+        """By slot: it was moved, and has been in no step since."""
         self._rows: list[Rows] = [batch.select([]) for _ in range(number)]
         self._made_of: list[Rows | None] = [None] * number
         """The rows of the batch that each entry of `_rows` was taken from."""
@@ -88,9 +90,10 @@ class RowLanes:
         if slots:
             self._of_slot[slots] = self.current
 
-    def launched(self, step: int) -> None:
-        """The step of the current lane."""
-        self._last_step[self.current] = step
+    def launched(self, record: StepRecord) -> None:
+        """A step of the current lane."""
+        self._last_step[self.current] = record.step
+        self._has_moved[record.rows.index] = False
 
     def header(self) -> I32:
         """What the plan says of its lane: its number, and the step up to which all tokens are known here."""
@@ -115,7 +118,8 @@ class RowLanes:
         everything, here = self._batch.rows(), self.current
         lanes, seconds = self._of_slot[everything.index], self._seconds(everything)
         loads = np.bincount(lanes, seconds, self.number)
-        moving = np.flatnonzero(lanes == here)
+        # A row that was moved has its turn first: else it might be moved for ever, each time before its turn.
+        moving = np.flatnonzero((lanes == here) & ~self._has_moved[everything.index])
         for row in moving[np.argsort(-seconds[moving], kind="stable")].tolist():
             there, took = int(loads.argmin()), float(seconds[row])
             ahead = float(loads[here] - loads[there])
@@ -123,6 +127,7 @@ class RowLanes:
                 return
             if took < ahead:  # the two are more alike afterwards
                 self._of_slot[everything.index[row]] = there
+                self._has_moved[everything.index[row]] = True
                 loads[here] -= took
                 loads[there] += took
                 self.num_moves += 1

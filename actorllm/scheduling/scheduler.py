@@ -505,7 +505,7 @@ class Scheduler:
             )
         )
         if self._lanes is not None:
-            self._lanes.launched(step)
+            self._lanes.launched(self.ledger.newest)
         self._num_steps += 1
         return plan
 
