@@ -42,6 +42,7 @@ from actorllm.types.logits_processors.paths import paths_of as logits_processor_
 from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
+from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import is_twin, read_method
@@ -265,7 +266,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The ranks of the model, by vLLM's names. There is one kind of parallelism."""
+    """The ranks of the model, by vLLM's names."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
@@ -274,7 +275,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     topology: Topology
     world_size: int
+    """Ranks of all stages. Rank r of stage s is number s * tensor_size + r."""
     device: str
     num_threads: int | None
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
@@ -333,6 +335,8 @@ class EngineConfig:
     """The engine is ready when so many replicas are."""
     router: str = DEFAULT_ROUTER
     """Which replica a request goes to (`fleet.router`)."""
+    stages: tuple[int, ...] = ()
+    """How many layers each stage of the pipeline has; none: there is one stage."""
     replica: int = 0
     """The number of this replica."""
     load_board: str | None = None
@@ -351,6 +355,21 @@ class EngineConfig:
     """The path of a class whose methods are added to that class; None: there is none."""
     batch_invariant: bool = False
     """No bit of a stream depends on anything but its request."""
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share the layers of a stage."""
+        return self.world_size // max(1, len(self.stages))
+
+    @property
+    def reporting_rank(self) -> int:
+        """The one whose results count: the first of the last stage."""
+        return self.world_size - self.tensor_size
+
+    @property
+    def num_lanes(self) -> int:
+        """Among which decode rows are shared out (`scheduling.lanes`): one for each stage."""
+        return max(1, len(self.stages))
 
     @property
     def keeps_output_apart(self) -> bool:
@@ -380,7 +399,7 @@ class EngineConfig:
     @property
     def parallel_config(self) -> ParallelConfig:
         """How many ranks there are."""
-        return ParallelConfig(self.world_size, data_parallel_size=self.data_parallel_size)
+        return ParallelConfig(self.tensor_size, max(1, len(self.stages)), self.data_parallel_size)
 
     def resolved(
         self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = (), *, scheme: str | None = None
@@ -434,6 +453,7 @@ class EngineConfig:
         if tree.get("lora") is not None:
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
+        tree["stages"] = tuple(tree.get("stages", ()))
         return cls(
             model=ModelConfig(**model),
             cache=CacheConfig(**tree.pop("cache")),
@@ -495,6 +515,7 @@ class EngineConfig:
         has_embeds = given["enable_prompt_embeds"] or media is not None
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
+        stages = read_stages(given, text, device, module is not None)
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -558,7 +579,8 @@ class EngineConfig:
             ),
             speculation=speculation,
             topology=_choice("topology", given["topology"], ("process", "inline")),
-            world_size=_world_size(given["tensor_parallel_size"], text),
+            world_size=_world_size(given["tensor_parallel_size"], text) * max(1, len(stages)),
+            stages=stages,
             device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],

@@ -38,7 +38,17 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts"),
-    *("images", "speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers"),
+    *(
+        "images",
+        "speculation",
+        "fleet",
+        "pipeline",
+        "parameters",
+        "structured",
+        "simulation",
+        "slo_statistics",
+        "routers",
+    ),
     "policies",
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

@@ -107,6 +107,8 @@ class EngineFlags:
     device: str | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    pipeline_layer_partition: str | None = None
     data_parallel_size: int | None = None
     ready_replicas: int | None = None
     router: str | None = None

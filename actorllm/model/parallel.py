@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +28,23 @@ CONNECT_TIMEOUT_S = 120.0
 class Ranks:
     """This rank and the others. Without arguments: one rank that is alone."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, has_whole_experts: bool = False) -> None:
-        """has_whole_experts: of experts each rank holds some as a whole, in the place of its part of each."""
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, has_whole_experts: bool = False, group: Any = None, first: int = 0
+    ) -> None:
+        """has_whole_experts: of experts each rank holds some as a whole, in the place of its part of each. group: of
+        torch.distributed; None: all ranks of the engine. first: the number of rank 0 among these."""
         self.rank = rank
         self.size = size
         self.has_whole_experts = has_whole_experts
+        self._group, self._first = group, first
+        self._is_connected = False
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
-        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`. backend: of torch.distributed."""
+        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`. backend: of torch.distributed.
+
+        Of a pipeline: those of this rank's stage (`model.pipeline`).
+        """
         if config.world_size == 1:
             return cls()
         import torch.distributed as dist
@@ -45,13 +54,21 @@ class Ranks:
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
-        return cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel)
+        size, group = config.tensor_size, None
+        if config.stages and size > 1:  # every rank makes all groups, in the same order
+            made = [dist.new_group(list(range(s * size, (s + 1) * size))) for s in range(len(config.stages))]
+            group = made[rank // size]
+        first = rank // size * size
+        ranks = cls(rank - first, size, has_whole_experts=config.enable_expert_parallel, group=group, first=first)
+        ranks._is_connected = True
+        return ranks
 
     def close(self) -> None:
         """Leave the group; the others notice when they next need this rank."""
-        if self.size > 1:
+        if self._is_connected:
             import torch.distributed as dist
 
+            self._is_connected = False
             dist.destroy_process_group()
 
     def part(self, total: int) -> slice:
@@ -63,7 +80,7 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._group)
         return x
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
@@ -76,10 +93,10 @@ class Ranks:
         width = -(-total // self.size)
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1])) if x.shape[1] < width else x.contiguous()
         if self.rank:
-            dist.gather(padded)
+            dist.gather(padded, dst=self._first, group=self._group)
             return x[:, :0]
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.gather(padded, parts)
+        dist.gather(padded, parts, dst=self._first, group=self._group)
         widths = [
             share.stop - share.start for share in (Ranks(rank, self.size).part(total) for rank in range(self.size))
         ]
@@ -92,7 +109,7 @@ class Ranks:
         import torch.distributed as dist
 
         told = torch.from_numpy(numbers)
-        dist.broadcast(told, 0)
+        dist.broadcast(told, self._first, group=self._group)
         shared: NDArray[np.int32] = told.numpy()
         return shared
 
