@@ -19,7 +19,7 @@ from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
-from actorllm.model.pipeline.part import WHOLE, Part
+from actorllm.model.pipeline.part import WHOLE, LayerPart
 from actorllm.model.weights import ALL, Weights
 
 
@@ -63,7 +63,7 @@ class DecoderTensors:
     """See the module docstring."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: Form = Dense, part: Part = WHOLE
+        self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: Form = Dense, part: LayerPart = WHOLE
     ) -> None:
         """config: of all layers of the part. form: of the weights of its linear layers. part: of the model."""
         self._model_part = part

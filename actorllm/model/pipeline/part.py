@@ -1,4 +1,4 @@
-"""`Part`: which layers of a decoder a stage has, and which tensors beside them. Free of torch."""
+"""`LayerPart`: which layers of a decoder a stage has, and which tensors beside them. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Consecutive layers. The first part has the embeddings, the last one the norm and the head as well."""
 
     first_layer: int = 0
@@ -21,7 +21,7 @@ class Part:
     is_last: bool = True
 
     @classmethod
-    def of(cls, layers: tuple[int, ...], stage: int) -> Part:
+    def of(cls, layers: tuple[int, ...], stage: int) -> LayerPart:
         """layers: of each stage; of none for a model that is whole."""
         if not layers:
             return cls()
@@ -50,4 +50,4 @@ class Part:
         return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
 
 
-WHOLE = Part()
+WHOLE = LayerPart()

@@ -1,7 +1,7 @@
 """`Stage`: a rank's place among the stages of a pipeline, and what it exchanges with the stages beside it.
 
-Every rank gets every plan, so each knows how many tokens a step has, and hidden states travel without a word about their size:
-[num_tokens, hidden_size] in the type of the model, point to point, from each rank to the one of the same number in the next stage.
+Every rank gets every plan, so each knows how many tokens a step has. Hidden states travel without a word about their size, as
+[num_tokens, hidden_size] in the type of the model. They go point to point, from each rank to that of its number in the next stage.
 The last stage samples. It sends the tokens to the first one, which needs them as inputs of later steps.
 
 A plan says up to which step all tokens were known to the scheduler (`StepPlan.lane`). The first stage takes those of all steps
@@ -24,7 +24,7 @@ import torch
 from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.messages import I32
-from actorllm.model.pipeline.part import Part
+from actorllm.model.pipeline.part import LayerPart
 
 MAX_TAG = 1 << 30
 """Messages of steps are told apart by their number, which torch.distributed takes up to 2**31."""
@@ -38,7 +38,7 @@ class Stage:
         layers = () if config is None else config.stages
         size = 1 if config is None else config.tensor_size
         self.index = rank // size if layers else 0
-        self.part = Part.of(layers, self.index)
+        self.part = LayerPart.of(layers, self.index)
         self.is_first, self.is_last = self.part.is_first, self.part.is_last
         self.received_at = 0.0
         """When the states of the last step were here, in monotonic seconds: what was waited before is not this stage's work."""
@@ -102,7 +102,7 @@ class Stage:
             yield slots, tokens.numpy()
 
     def drain(self) -> None:
-        """Take what is still to come, for nobody: the requests are forgotten, and the last stage computes all that was planned."""
+        """Take what is still to come, and drop it: the requests are forgotten, and the last stage computes all that was planned."""
         if self._expected:
             for _ in self.take(self._expected[-1][0]):
                 pass

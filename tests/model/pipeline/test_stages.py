@@ -21,9 +21,9 @@ from actorllm.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import check_shares, model_plan
 from actorllm.types.pipeline_stages import even
-from tests.api.test_equality import ENOUGH_TOKENS, GRID, MAX_TOKENS, NUM_PROMPTS, TOKEN_BYTES, TOO_FEW_TOKENS
-from tests.api.test_equality import requests as requests_of_the_grid
-from tests.api.test_equality import run as run_of_the_grid
+from tests.api.equality_grid import ENOUGH_TOKENS, GRID, MAX_TOKENS, NUM_PROMPTS, TOKEN_BYTES, TOO_FEW_TOKENS
+from tests.api.equality_grid import requests as requests_of_the_grid
+from tests.api.equality_grid import run as run_of_the_grid
 from tests.model.ranks import arguments, model_folder, streams
 from tests.oracle import Account, Stream
 
