@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actorllm.config import ModelConfig
+from actorllm.config import EngineConfig, ModelConfig
+from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form
 from actorllm.model.quantization import form_of
@@ -84,6 +85,20 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
+
+
+def described_cache(plan: Plan, config: EngineConfig) -> str:
+    """What a token takes in the KV cache, and how that compares with the type of the model."""
+    size, width = config.cache.block_size, 4 if config.model.dtype == "float32" else 2
+    plain = plan.num_layers * 2 * plan.num_kv_heads * plan.head_dim * width
+    if config.cache.dtype == "auto":
+        return f"{config.model.dtype}, {plain:,} bytes a token"
+    small = plan.num_layers * block_bytes(plan.num_kv_heads, plan.head_dim, size) / size
+    most, last = config.scheduler.max_num_seqs, plain * size / 1e6
+    return (
+        f"{config.cache.dtype}, {small:,.0f} bytes a token, {plain / small:.2f} times as many tokens as in {config.model.dtype}; "
+        f"besides, for the last block of each sequence that runs, {last:.1f} MB (at most {most} sequences)"
+    )
 
 
 def becomes(form: Form, name: str, num_inputs: int) -> str:
