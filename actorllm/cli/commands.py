@@ -114,6 +114,8 @@ def info(
 ) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.
 
+    Of quantized weights the first layer is read.
+
     Parameters
     ----------
     quantization
@@ -125,7 +127,7 @@ def info(
     """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
-    from actorllm.model.quantization.description import described, described_cache, weight_files
+    from actorllm.model.quantization.description import described, described_cache, described_changes, weight_files
     from actorllm.model.registry import model_plan, way_of
 
     path, hf = read_model_folder(model)
@@ -155,6 +157,8 @@ def info(
         "weights": f"{size / 1e6:.1f} MB" if size else "none in the folder",
     }
     rows |= described(plan, config.model)
+    if size and (changes := described_changes(plan, config.model)):
+        rows["change of weights"] = changes
     if config.model.pooler is None:
         rows["KV cache"] = described_cache(plan, config)
     if (pooler := config.model.pooler) is not None:
