@@ -14,7 +14,7 @@ from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import extra_key
-from tests.api.test_batch_invariance import DRAFTS, OTHERS, PARAMS, PROMPT, Stream, streams
+from tests.api.prompted import DRAFTS, OTHERS, PARAMS, PROMPT, Stream, streams
 from tests.model.hf.decoders import save
 
 OPTIONS: dict[str, Any] = {

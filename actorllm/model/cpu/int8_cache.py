@@ -1,14 +1,15 @@
 """The paged KV cache with 8 bits for a number (`kv_cache_dtype="int8"`), and attention over it.
 
-A block is rounded once, when its last token is stored: keys by channel, values by token, each row of codes with a scale and an
-offset in float32 behind it. Until then a block is in the *tail* of its slot, in the type of the model. So nothing is rounded
-twice. A token attends to its own block as it was computed, and to all blocks before that as they were rounded. This depends on
-its position only, and on nothing else in the step: streams are the same whether a prompt comes in chunks, is found in the prefix
-cache, or is computed once more. For the same reason tiles of prompts are fixed, and output that is computed once more attends as
-decode rows do (`attention.KVCache`).
+A block is rounded once, when its last token is stored: keys by channel, values by token. Each row of codes has a scale and an
+offset in float32 behind it. Until then a block is in the *tail* of its slot, in the type of the model.
+
+A token attends to its own block as it was computed, and to all blocks before that as they were rounded. This depends on its
+position only. So streams are the same whether a prompt comes in chunks, is found in the prefix cache, or is computed once more.
+For the same reason tiles of prompts are fixed, and output that is computed once more attends as decode rows do
+(`attention.KVCache`).
 
 Layout, per layer: `keys` [num_blocks + 2, num_kv_heads * head_dim, block_size + 8] and `values`
-[num_blocks + 2, num_kv_heads * block_size, head_dim + 8], both uint8, which are the rows that
+[num_blocks + 2, num_kv_heads * block_size, head_dim + 8], both uint8. Their rows are what
 `quantized::embedding_bag_byte_rowwise_offsets` sums up. `tails` are blocks as those of `attention.KVLayer`. A slot has one tail,
 or two where drafts may reach into the next block before the one before it is final.
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from actorllm.model.cpu import int8_cache
 from actorllm.model.cpu.int8_cache import Int8KVCache
 from actorllm.model.inputs import PersistentBatch
-from tests.model.cpu.test_attention import MAX_LENGTH, NUM_SLOTS, STEPS, Pages, Row, Shape
+from tests.model.cpu.pages import MAX_LENGTH, NUM_SLOTS, STEPS, Pages, Row, Shape
 from tests.model.driver import Driver, int32
-from tests.model.quantization.probing import error
-from tests.model.quantization.test_quantized_models import TEXT
+from tests.model.quantization.probing import TEXT, error
 
 SHAPES = st.builds(
     Shape,
