@@ -37,6 +37,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
+from actorllm.types.launch import check_launch
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
@@ -353,6 +354,8 @@ class EngineConfig:
     """Which replica a request goes to (`fleet.router`)."""
     stages: tuple[int, ...] = ()
     """How many layers each stage of the pipeline has; none: there is one stage."""
+    is_launched: bool = False
+    """The ranks were started by a launcher: this process is one of them, and rank 0 schedules."""
     replica: int = 0
     """The number of this replica."""
     load_board: str | None = None
@@ -373,6 +376,11 @@ class EngineConfig:
     """No bit of a stream depends on anything but its request."""
 
     @property
+    def num_workers(self) -> int:
+        """Ranks that are actors of this engine."""
+        return 1 if self.is_launched else self.world_size
+
+    @property
     def tensor_size(self) -> int:
         """Ranks that share the layers of a stage."""
         return self.world_size // max(1, len(self.stages))
@@ -380,7 +388,7 @@ class EngineConfig:
     @property
     def reporting_rank(self) -> int:
         """The one whose results count: the first of the last stage."""
-        return self.world_size - self.tensor_size
+        return self.world_size - self.tensor_size  # 0, where there is one stage
 
     @property
     def num_lanes(self) -> int:
@@ -600,6 +608,7 @@ class EngineConfig:
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text) * max(1, len(stages)),
             stages=stages,
+            is_launched=given["is_launched"],
             device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
@@ -810,7 +819,9 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     given["reasoning_parser"] = reasoning_of_file(given["reasoning_parser"], given["reasoning_parser_plugin"])
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
-    if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
+    size = _positive("tensor_parallel_size", given["tensor_parallel_size"])
+    given["is_launched"] = check_launch(given)
+    if size > 1 and given["topology"] == "inline" and not given["is_launched"]:
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
         )

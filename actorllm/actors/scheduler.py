@@ -175,7 +175,7 @@ class SchedulerActor(Actor):
         return {}
 
     def on_configure(self, config: EngineConfig) -> None:
-        self._num_workers, self._reporting_rank = config.world_size, config.reporting_rank
+        self._num_workers, self._reporting_rank = config.num_workers, config.reporting_rank
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)

@@ -95,7 +95,7 @@ class WorkerActor(Actor):
         if config.worker_cls is not None or config.worker_extension_cls is not None:
             self._make_calls()  # what is wrong with the classes is wrong with the start
         self._weights = config.model.weights
-        self.is_alone = config.world_size == 1
+        self.is_alone = config.num_workers == 1
         self._reports = self.rank == config.reporting_rank
         self._samples = self.rank >= config.reporting_rank
         self._stage = self.rank // config.tensor_size
@@ -121,6 +121,10 @@ class WorkerActor(Actor):
 
         runner = backends.load(config.device)(config, self.rank)  # imports torch: only where a worker runs
         runner.load()
+        if config.is_launched:
+            from actorllm.model.launched.launched_runners import LeadingRunner
+
+            return cast("ModelRunner[Any, Any]", LeadingRunner(runner))
         return runner
 
     def on_configure(self, config: EngineConfig) -> None:

@@ -25,6 +25,10 @@ CONNECT_TIMEOUT_S = 120.0
 """How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""
 
 
+LAUNCH_TIMEOUT_S = 1800.0
+"""The same of ranks that a launcher has started: between two calls the programs may do other things."""
+
+
 class Ranks:
     """This rank and the others. Without arguments: one rank that is alone."""
 
@@ -36,7 +40,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.has_whole_experts = has_whole_experts
-        self._group, self._first = group, first
+        self.group, self._first = group, first
         self._is_connected = False
 
     @classmethod
@@ -49,6 +53,8 @@ class Ranks:
             return cls()
         import torch.distributed as dist
 
+        if config.is_launched:
+            return cls._of_launcher(config, rank, backend)
         assert config.rendezvous is not None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
@@ -61,6 +67,23 @@ class Ranks:
         first = rank // size * size
         ranks = cls(rank - first, size, has_whole_experts=config.enable_expert_parallel, group=group, first=first)
         ranks._is_connected = True
+        return ranks
+
+    @classmethod
+    def _of_launcher(cls, config: EngineConfig, rank: int, backend: str) -> Ranks:
+        """They meet where the environment says, or have met already: then these have a group of their own."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=LAUNCH_TIMEOUT_S)
+        has_met, group = dist.is_initialized(), None
+        if has_met:
+            group = dist.new_group(backend=backend, timeout=timeout)
+        else:
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(config.world_size):  # all on this machine
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(backend, rank=rank, world_size=config.world_size, timeout=timeout)
+        ranks = cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel, group=group)
+        ranks._is_connected = not has_met
         return ranks
 
     def close(self) -> None:
@@ -80,7 +103,7 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
@@ -93,10 +116,10 @@ class Ranks:
         width = -(-total // self.size)
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1])) if x.shape[1] < width else x.contiguous()
         if self.rank:
-            dist.gather(padded, dst=self._first, group=self._group)
+            dist.gather(padded, dst=self._first, group=self.group)
             return x[:, :0]
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.gather(padded, parts, dst=self._first, group=self._group)
+        dist.gather(padded, parts, dst=self._first, group=self.group)
         widths = [
             share.stop - share.start for share in (Ranks(rank, self.size).part(total) for rank in range(self.size))
         ]
@@ -109,7 +132,7 @@ class Ranks:
         import torch.distributed as dist
 
         told = torch.from_numpy(numbers)
-        dist.broadcast(told, self._first, group=self._group)
+        dist.broadcast(told, self._first, group=self.group)
         shared: NDArray[np.int32] = told.numpy()
         return shared
 

@@ -129,6 +129,9 @@ class EngineOptions(VLLMOptions, total=False):
     """With several ranks, each holds some experts of a mixture as a whole, in the place of its part of each."""
     tensor_parallel_size: Annotated[int, 1]
     """Ranks that share a model; each is a process."""
+    distributed_executor_backend: Annotated[str | None, None]
+    """'external_launcher': the ranks are programs that torchrun has started, and each makes the same calls of `LLM`. None, 'mp'
+    and 'uni': the engine starts its processes itself."""
     pipeline_parallel_size: Annotated[int, 1]
     """Stages of consecutive layers, each a process of tensor_parallel_size ranks, which compute several steps at a time."""
     trust_remote_code: Annotated[bool, False]
