@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from actorllm.client.collective_calls import call_arguments
@@ -110,12 +110,11 @@ def tell_end(worker: Any) -> None:
 def on_all_ranks(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P], T]:
     """A method of `LLM` that every rank calls, where a launcher has started them."""
 
+    @wraps(method)
     def calling(door: D, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine = door._engine  # type: ignore[attr-defined]
         if isinstance(engine, LaunchedEngine):
             return engine.run(partial(method, door, *args, **kwargs))
         return method(door, *args, **kwargs)
 
-    calling.__doc__, calling.__name__ = method.__doc__, method.__name__
-    calling.__wrapped__ = method  # type: ignore[attr-defined]
     return calling

@@ -1,6 +1,6 @@
 """`PlanChannel`: what rank 0 tells the others, over torch.distributed (gloo), in the order in which all of them compute.
 
-A message is two broadcasts: its kind and size, then its bytes (`messages.pack` in the codec of the rings). The collectives of the
+A message is two broadcasts: its kind and size, then its bytes (`messages.pack`). The collectives of the
 steps between two messages are of the same group, so that every rank enters all of them in one order. Nothing is pickled.
 """
 
@@ -10,11 +10,11 @@ import enum
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 
 from actorllm.errors import EngineDeadError
 from actorllm.messages import Message, pack, unpack
-from actorllm.ring import codec
 
 
 class Told(enum.IntEnum):
@@ -69,10 +69,17 @@ class PlanChannel:
 def bytes_of(message: Message) -> bytes:
     """A message of the engine."""
     kind, scalars, arrays = pack(message)
-    return b"".join(codec.encode([kind, scalars], arrays))
+    described = [[array.dtype.str, array.size] for array in arrays]
+    text = orjson.dumps([kind, scalars, described], option=orjson.OPT_SERIALIZE_NUMPY)
+    return b"".join((len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays)))
 
 
 def message_of(body: bytes) -> Any:
     """The message again, with arrays of its own."""
-    (kind, scalars), arrays = codec.decode(body)
-    return unpack(kind, scalars, [np.array(array) for array in arrays])
+    at = 8 + int.from_bytes(body[:8], "little")
+    kind, scalars, described = orjson.loads(body[8:at])
+    arrays = []
+    for dtype, size in described:
+        arrays.append(np.frombuffer(body, dtype, size, at).copy())
+        at += arrays[-1].nbytes
+    return unpack(kind, scalars, arrays)
