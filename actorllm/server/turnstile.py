@@ -1,4 +1,4 @@
-"""`Turns`: of many requests that arrive at once, few begin in each turn of the loop.
+"""`Turnstile`: of many requests that arrive at once, few begin in each turn of the loop.
 
 What a request does before it first waits takes half a millisecond. A hundred that began in one turn of the loop would hold
 everything else on it meanwhile: streams, and the application's own tasks. So the others wait, in the order of their arrival.
@@ -16,8 +16,8 @@ from actorllm.actors.engine_thread import AsyncioLoop, HostLoop
 PER_TURN = 4
 
 
-class Turns:
-    """See the module docstring. Only asyncio and uvloop have turns; elsewhere nothing waits."""
+class Turnstile:
+    """See the module docstring. Only asyncio and uvloop have turns of a loop; elsewhere nothing waits."""
 
     def __init__(self) -> None:
         self._waiting: deque[anyio.Event] = deque()

@@ -10,12 +10,12 @@ import anyio
 import pytest
 import uvloop
 
-from actorllm.server.turns import PER_TURN, Turns
+from actorllm.server.turnstile import PER_TURN, Turnstile
 
 
 async def begun_by_turn(cancelled: int = 0) -> tuple[list[int], Counter[int]]:
     """Thirty requests at once: the order in which they begin, and how many do in each turn. cancelled: so many that wait."""
-    turns, loop = Turns(), asyncio.get_running_loop()
+    turns, loop = Turnstile(), asyncio.get_running_loop()
     number = 0
     order: list[int] = []
     by_turn: Counter[int] = Counter()
@@ -56,7 +56,7 @@ def test_the_places_of_cancelled_requests_are_no_others() -> None:
 
 
 def test_without_turns_nothing_waits() -> None:
-    turns = Turns()
+    turns = Turnstile()
 
     async def all_at_once() -> None:
         for _ in range(3 * PER_TURN):
