@@ -48,7 +48,9 @@ def oracle(
     """
     key = (tuple(prompt), repr(params), tuple(stream), sample_index)
     if key not in _answers:
-        if len(_answers) >= MOST_ANSWERS:  # some 9 KiB each: half an hour of other streams would look like a leak of the engine
+        if (
+            len(_answers) >= MOST_ANSWERS
+        ):  # some 9 KiB each: half an hour of other streams would look like a leak of the engine
             del _answers[next(iter(_answers))]
         _answers[key] = _choices(prompt, params, stream, sample_index)
         for array in _answers[key]:
