@@ -44,7 +44,7 @@ from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import is_twin, read_method
+from actorllm.types.quantization import INT8, is_twin, read_method
 from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -191,6 +191,10 @@ class ModelConfig:
         return (self.prompt_embedding_size or 0) * num_vectors * (4 if self.dtype == "float32" else 2)
 
 
+INT8_BLOCK_SIZE = 64
+"""Of a KV cache of 8 bits, where none is given."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache."""
@@ -206,6 +210,18 @@ class CacheConfig:
     enable_prefix_caching: bool
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
+    dtype: str = "auto"
+    """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """As `dtype`; vLLM's name."""
+        return self.dtype
+
+    @property
+    def hash_key(self) -> str:
+        """What the hashes of blocks cover besides the request: their type where it is not the model's."""
+        return "" if self.dtype == "auto" else self.dtype
 
     @property
     def num_gpu_blocks(self) -> int | None:
@@ -355,7 +371,7 @@ class EngineConfig:
     @property
     def keeps_output_apart(self) -> bool:
         """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
-        return self.batch_invariant or is_twin(self.model.scheme)
+        return self.batch_invariant or is_twin(self.model.scheme) or self.cache.dtype == INT8
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -477,7 +493,9 @@ class EngineConfig:
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
-        block_size = _positive("block_size", rules.block_size if given["block_size"] is None else given["block_size"])
+        if given["block_size"] is None:  # each row of a block of 8 bits has a scale besides: wider ones have fewer
+            given["block_size"] = max(rules.block_size, INT8_BLOCK_SIZE * (given["kv_cache_dtype"] == INT8))
+        block_size = _positive("block_size", given["block_size"])
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
@@ -538,6 +556,7 @@ class EngineConfig:
                 num_blocks_override=_num_blocks(
                     given["num_gpu_blocks_override"], block_size, max_model_len + lookahead * _depth(given)
                 ),
+                dtype=_kv_cache_dtype(given, pooler, media, device),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -652,6 +671,20 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
     return True
+
+
+def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
+    """Raises ConfigError for what a cache of 8 bits is not made for."""
+    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8))
+    if dtype == INT8:
+        told = f"kv_cache_dtype={dtype!r}"
+        if device != "cpu":
+            raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+        if pooler is not None:
+            raise ConfigError(f"{told}: a model that makes vectors of prompts reads no KV cache twice; leave it out")
+        if media is not None:
+            raise ConfigError(f"{told} is not supported for models that take images or audio yet; leave it out")
+    return dtype
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:

@@ -101,6 +101,7 @@ class EngineFlags:
     speculative_config: str | None = None
     async_scheduling: bool | None = None
     block_size: int | None = None
+    kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: Number = None
     num_gpu_blocks_override: Number = None

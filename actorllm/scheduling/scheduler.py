@@ -103,6 +103,7 @@ class Scheduler:
         tells_salts: bool = False,
         keeps_output_apart: bool = False,
         probes_alone: bool = False,
+        cache_key: str = "",
         is_simulated: bool = False,
         num_lanes: int = 1,
     ) -> None:
@@ -111,9 +112,9 @@ class Scheduler:
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
-        output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. is_simulated: the
-        contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching.
-        num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts nothing, and one step of each is
+        output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
+        `PrefixCache`. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
+        made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts nothing, and one step of each is
         in flight."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
@@ -150,7 +151,9 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare, self._lanes)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
-        self._cache = PrefixCache(kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart)
+        self._cache = PrefixCache(
+            kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart, cache_key=cache_key
+        )
         self._step_failures = StepFailures(limits, batch, probes_alone=probes_alone)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)

@@ -19,7 +19,6 @@ class VLLMOptions(TypedDict, total=False):
     config_format: Literal["auto", "hf"]
     swap_space: Annotated[Any, None, 0, 4]
     cpu_offload_gb: Annotated[Any, 0]
-    kv_cache_dtype: Literal["auto"]
     disable_log_requests: Literal[True, False]
     enable_log_requests: Annotated[Any, False]
     enable_chunked_prefill: Annotated[Any, None, True]
