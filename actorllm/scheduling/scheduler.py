@@ -114,8 +114,8 @@ class Scheduler:
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
         `PrefixCache`. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
-        made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts nothing, and one step of each is
-        in flight."""
+        made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
+        nothing, and one step of each is in flight."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
