@@ -1,4 +1,5 @@
 """vLLM's functions for programs that start its server by themselves: a parser of its options, and the server, whole or in parts.
+`actorllm.compat` has them under vLLM's modules.
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args()
     anyio.run(run_server, args)
