@@ -439,10 +439,6 @@ class AsyncLLM:
 
         Raises:
             InvalidParameterError: the engine has no plug-in. What the plug-in raises. Everything that `encode` raises.
-
-        Example:
-            output = await embedder.encode_data({"input": "Once upon a time", "side": "query"})
-            print(output.outputs)
         """
         plugin, name = self._engine.needed_plugin, request_id or uuid.uuid4().hex
         prompts, params = await to_thread.run_sync(plugin.asked, data, pooling_params, name)
