@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from actorllm.errors import ConfigError
 
 EXTERNAL = "external_launcher"
-BACKENDS = (None, "mp", "uni", EXTERNAL)
+BACKENDS = (None, "mp", "uni", "ray", EXTERNAL)
 """Of distributed_executor_backend."""
 
 

@@ -63,7 +63,6 @@ class VLLMOptions(TypedDict, total=False):
     data_parallel_rank: Literal[None, 0]
     data_parallel_start_rank: Literal[None]
     data_parallel_rpc_port: Literal[None]
-    data_parallel_backend: Literal["mp"]
     data_parallel_hybrid_lb: Literal[False]
     data_parallel_external_lb: Literal[False]
     enable_eplb: Literal[False]
