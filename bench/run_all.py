@@ -67,6 +67,7 @@ BENCHES = (
     ),
     Bench("calls", ()),
     Bench("quantization", ("--models", "135M")),
+    Bench("small_operations", ()),
     Bench(
         "quantized_models",
         ("--rounds", "1", "--shapes", "llama-135M", "--kinds", "int8"),
