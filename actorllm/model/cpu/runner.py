@@ -363,6 +363,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return 0
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
+    def _blocks_within(self, num_bytes: int) -> int:
+        if not self._has_int8_cache:
+            return super()._blocks_within(num_bytes)
+        # Each sequence that runs has its tails, and a block at least.
+        most = self.config.scheduler.max_num_seqs
+        per_sequence = self.fixed_cache_bytes // most + self.block_bytes
+        if num_bytes < most * per_sequence:
+            return num_bytes // per_sequence
+        return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
+
     @with_own_threads
     def profile_num_blocks(self) -> int:
         if self._is_encoder:  # its blocks are counted, and hold nothing
