@@ -37,11 +37,13 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
+from actorllm.types.launch import check_launch
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
+from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import INT8, is_twin, read_method
@@ -286,7 +288,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The ranks of the model, by vLLM's names. There is one kind of parallelism."""
+    """The ranks of the model, by vLLM's names."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
@@ -295,7 +297,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     topology: Topology
     world_size: int
+    """Ranks of all stages. Rank r of stage s is number s * tensor_size + r."""
     device: str
     num_threads: int | None
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
@@ -354,6 +357,10 @@ class EngineConfig:
     """The engine is ready when so many replicas are."""
     router: str = DEFAULT_ROUTER
     """Which replica a request goes to (`fleet.router`)."""
+    stages: tuple[int, ...] = ()
+    """How many layers each stage of the pipeline has; none: there is one stage."""
+    is_launched: bool = False
+    """The ranks were started by a launcher: this process is one of them, and rank 0 schedules."""
     replica: int = 0
     """The number of this replica."""
     nodes: tuple[str, ...] = ()
@@ -392,6 +399,26 @@ class EngineConfig:
     """No bit of a stream depends on anything but its request."""
 
     @property
+    def num_workers(self) -> int:
+        """Ranks that are actors of this engine."""
+        return 1 if self.is_launched else self.world_size
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share the layers of a stage."""
+        return self.world_size // max(1, len(self.stages))
+
+    @property
+    def reporting_rank(self) -> int:
+        """The one whose results count: the first of the last stage."""
+        return self.world_size - self.tensor_size  # 0, where there is one stage
+
+    @property
+    def num_lanes(self) -> int:
+        """Among which decode rows are shared out (`scheduling.lanes`): one for each stage."""
+        return max(1, len(self.stages))
+
+    @property
     def keeps_output_apart(self) -> bool:
         """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
         return self.batch_invariant or is_twin(self.model.scheme) or self.cache.dtype == INT8
@@ -419,7 +446,7 @@ class EngineConfig:
     @property
     def parallel_config(self) -> ParallelConfig:
         """How many ranks there are."""
-        return ParallelConfig(self.world_size, data_parallel_size=self.data_parallel_size)
+        return ParallelConfig(self.tensor_size, max(1, len(self.stages)), self.data_parallel_size)
 
     def resolved(
         self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = (), *, scheme: str | None = None
@@ -474,6 +501,7 @@ class EngineConfig:
         if tree.get("lora") is not None:
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
+        tree["stages"] = tuple(tree.get("stages", ()))
         return cls(
             model=ModelConfig(**model),
             cache=CacheConfig(**tree.pop("cache")),
@@ -537,6 +565,7 @@ class EngineConfig:
         has_embeds = given["enable_prompt_embeds"] or media is not None
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
+        stages = read_stages(given, text, device, module is not None)
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -601,7 +630,9 @@ class EngineConfig:
             ),
             speculation=speculation,
             topology=_choice("topology", given["topology"], ("process", "inline")),
-            world_size=_world_size(given["tensor_parallel_size"], text),
+            world_size=_world_size(given["tensor_parallel_size"], text) * max(1, len(stages)),
+            stages=stages,
+            is_launched=given["is_launched"],
             device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
@@ -888,7 +919,9 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     given["reasoning_parser"] = reasoning_of_file(given["reasoning_parser"], given["reasoning_parser_plugin"])
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
-    if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
+    size = _positive("tensor_parallel_size", given["tensor_parallel_size"])
+    given["is_launched"] = check_launch(given)
+    if size > 1 and given["topology"] == "inline" and not given["is_launched"]:
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
         )

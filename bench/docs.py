@@ -39,7 +39,17 @@ ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "quantized_models", "small_operations", "lora"),
     *("weight_updates", "sleep", "experts"),
-    *("images", "speculation", "fleet", "parameters", "structured", "simulation", "slo_statistics", "routers"),
+    *(
+        "images",
+        "speculation",
+        "fleet",
+        "pipeline",
+        "parameters",
+        "structured",
+        "simulation",
+        "slo_statistics",
+        "routers",
+    ),
     "policies",
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

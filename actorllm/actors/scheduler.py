@@ -140,6 +140,7 @@ class SchedulerActor(Actor):
         self._is_unproven = True
         """No request has had a token since the last death that this actor knows of; its own included."""
         self._num_workers = 1
+        self._reporting_rank = 0
         self._constraints: Constraints
         self._is_configured = False
         self._due: list[int] = []
@@ -174,7 +175,7 @@ class SchedulerActor(Actor):
         return {}
 
     def on_configure(self, config: EngineConfig) -> None:
-        self._num_workers = config.world_size
+        self._num_workers, self._reporting_rank = config.num_workers, config.reporting_rank
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)
@@ -412,7 +413,7 @@ class SchedulerActor(Actor):
         self.send_ends(self._send_late_inputs())
 
     def _acknowledge(self, link: Link, message: StepResult | StepFailed) -> None:
-        """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0.
+        """A step is done when every rank said so: with the failure of any, else with the tokens of the one that reports.
 
         Every rank answers every plan once, in their order.
         """
@@ -438,7 +439,7 @@ class SchedulerActor(Actor):
         if len(by_rank) == self._num_workers:
             del self._acknowledged[due]
             failures = [report for report in by_rank.values() if isinstance(report[1], StepFailed)]
-            self._results.append(failures[0] if failures else by_rank[0])
+            self._results.append(failures[0] if failures else by_rank[self._reporting_rank])
 
     # The loop of the engine
 

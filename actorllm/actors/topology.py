@@ -135,7 +135,7 @@ def engine_topology(config: EngineConfig) -> Topology:
             group="workers",  # what they compute together, none can leave alone
             environment="actorllm.model.threads:worker_environment",
         )
-        for rank in range(config.world_size)
+        for rank in range(config.num_workers)
     ]
     return Topology(
         actors=(

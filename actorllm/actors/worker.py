@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class WorkerActor(Actor):
-    """Executes plans; only rank 0 reports tokens, the others acknowledge."""
+    """Executes plans. Rank 0 reports tokens, in a pipeline the first one of the last stage; the others acknowledge."""
 
     VERBS = (
         *Actor.VERBS,
@@ -72,7 +72,9 @@ class WorkerActor(Actor):
         self.is_alone = True
         self._is_replacement = False
         self._budget = StepBudget()
-        self._num_decode = 0
+        self._num_decode: dict[int, int] = {}
+        """Rows of each lane."""
+        self._reports = self._samples = True
         self._num_steps = 0
         self._num_failed = 0
         self._num_checks = 0
@@ -93,7 +95,11 @@ class WorkerActor(Actor):
         if config.worker_cls is not None or config.worker_extension_cls is not None:
             self._make_calls()  # what is wrong with the classes is wrong with the start
         self._weights = config.model.weights
-        self.is_alone = config.world_size == 1
+        self.is_alone = config.num_workers == 1
+        self._reports = self.rank == config.reporting_rank
+        self._samples = self.rank >= config.reporting_rank
+        self._stage = self.rank // config.tensor_size
+        self._has_stages = bool(config.stages)
         self._is_replacement = config.cache.num_blocks is not None
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
             return {"num_blocks": config.cache.num_blocks}
@@ -119,6 +125,10 @@ class WorkerActor(Actor):
 
         runner = backends.load(config.device)(config, self.rank)  # imports torch: only where a worker runs
         runner.load()
+        if config.is_launched:
+            from actorllm.model.launched.launched_runners import LeadingRunner
+
+            return cast("ModelRunner[Any, Any]", LeadingRunner(runner))
         return runner
 
     def on_configure(self, config: EngineConfig) -> None:
@@ -142,6 +152,8 @@ class WorkerActor(Actor):
         match message:
             case StepPlan():
                 self.plans.append((link, message))
+            case LateInputs() if not self._samples:
+                pass  # they are for the last stage
             case LateInputs():
                 self.late_inputs[link, message.step] = message
             case _:
@@ -190,7 +202,8 @@ class WorkerActor(Actor):
             await self._compute(link, plan)
             return
         num_tokens = self.count_tokens(plan)
-        self.heartbeat.begin(plan.step, self._budget.of(num_tokens))
+        # Of a pipeline, a stage also waits for those before it: if one of them is stuck, that one is to be found first.
+        self.heartbeat.begin(plan.step, self._budget.of(num_tokens) * (1 + self._stage))
         started = now()
         try:
             await self._compute(link, plan)
@@ -200,9 +213,10 @@ class WorkerActor(Actor):
 
     def count_tokens(self, plan: StepPlan) -> int:
         """Of the step of this plan, the next one."""
+        lane = plan.lane.item(0) if plan.lane.size else 0
         if plan.decode_slots is not None:
-            self._num_decode = plan.decode_slots.size
-        return self._num_decode * (1 + plan.max_drafts) + (
+            self._num_decode[lane] = plan.decode_slots.size
+        return self._num_decode.get(lane, 0) * (1 + plan.max_drafts) + (
             int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0
         )
 
@@ -243,7 +257,7 @@ class WorkerActor(Actor):
     async def _compute(self, link: Link, plan: StepPlan) -> None:
         try:
             handle = self.runner.execute(plan)
-            late = await self._late_inputs(link, plan.step) if plan.late_slots.size else None
+            late = await self._late_inputs(link, plan.step) if plan.late_slots.size and self._samples else None
             result = self.runner.sample(handle, late)
         except PeerLostError:  # what this step waits for will never come, here and at every other rank
             self.drop_plans_of(link)
@@ -259,7 +273,7 @@ class WorkerActor(Actor):
             self.check_itself(plan.step, "nothing in it was finite")
         self._num_steps += 1
         self._busy_s += result.ended - result.started
-        if self.rank:
+        if not self._reports:
             result = StepResult(step=plan.step, started=result.started, ended=result.ended)
         self.report(link, result)
 
@@ -315,18 +329,23 @@ class WorkerActor(Actor):
         except TransportError:
             logger.debug("the drafts of step %d are not told: %s is gone", drafted.step, self.owner.peer)
 
-    async def _late_inputs(self, link: Link, step: int) -> LateInputs:
-        """What sampling of this step still needs; the forward has been launched and runs meanwhile."""
+    async def _late_inputs(self, link: Link, step: int) -> LateInputs | None:
+        """What sampling of this step still needs; the forward has been launched and runs meanwhile.
+
+        None: it will never come, and the other stages are in later steps already. Nothing of these counts; all finish them.
+        """
         if (link, step) not in self.late_inputs and link.is_open:
             link.finish()  # they may be there already: take them without waiting for their doorbell
         while (link, step) not in self.late_inputs:
+            if not link.is_open and self._has_stages:
+                return None
             if not link.is_open:
                 raise PeerLostError(f"the late inputs of step {step} were not sent")
             if self.heartbeat is not None:
                 self.heartbeat.end()  # the loop turns
             await self.wait()
         if self.heartbeat is not None:
-            self.heartbeat.begin(step, self._budget.of(self._num_decode))
+            self.heartbeat.begin(step, self._budget.of(sum(self._num_decode.values())))
         return self.late_inputs.pop((link, step))
 
     def on_peer_lost(self, link: Link) -> None:

@@ -16,6 +16,7 @@ from actorllm.api.blocking import BlockingDoor
 from actorllm.api.engine_args import EngineArgs
 from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.engine import Engine
+from actorllm.client.launched.launched_engine import LaunchedEngine, on_all_ranks
 from actorllm.client.plugin_data import data_of
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring, tokenization_of
@@ -74,7 +75,8 @@ class LLM(BlockingDoor):
         **options: Unpack[EngineOptions],
     ) -> None:
         self._chat_template = load_template(chat_template)
-        self._adopt(new_engine(EngineConfig.from_arguments(model, **options)))
+        config = EngineConfig.from_arguments(model, **options)
+        self._adopt(LaunchedEngine(config) if config.is_launched else new_engine(config))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
@@ -235,6 +237,7 @@ class LLM(BlockingDoor):
         )
         return self._complete(batch, sampling_params, use_tqdm, priority, extras)
 
+    @on_all_ranks
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -472,6 +475,7 @@ class LLM(BlockingDoor):
         """
         return self._engine.default_sampling_params()
 
+    @on_all_ranks
     def _complete(
         self,
         batch: list[Prompt],

@@ -108,6 +108,8 @@ class EngineFlags:
     device: str | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    pipeline_layer_partition: str | None = None
     data_parallel_size: int | None = None
     data_parallel_size_local: int | None = None
     data_parallel_address: str | None = None

@@ -62,7 +62,6 @@ class ServedEngineOptions(SeededEngineFlags):
     disable_log_requests: bool | None = None
     disable_log_stats: bool | None = None
     swap_space: float | None = None
-    pipeline_parallel_size: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         given = super().arguments()

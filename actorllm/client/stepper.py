@@ -63,7 +63,7 @@ class Stepper:
         around_start: Callable[[EngineConfig], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """on_death: hears of the exception that ends the engine, and tells the requests. around_start: as in Supervisor."""
-        if config.world_size != 1:
+        if config.num_workers != 1 or config.is_launched:
             raise ConfigError(f"tensor_parallel_size={config.world_size} needs topology='process' here, not 'inline'")
         self.config = replace(config, scheduler=replace(config.scheduler, depth=1))
         self.is_alive = False

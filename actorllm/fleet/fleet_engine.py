@@ -16,16 +16,21 @@ from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.client.stat_recorder import StatRecorder
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDrainingError, EngineError
+from actorllm.errors import ConfigError, EngineDrainingError, EngineError
 from actorllm.fleet.fleet import Fleet, check_num_replicas
 from actorllm.fleet.succession import Succession
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.supervisor import Supervisor
+from actorllm.types.launch import EXTERNAL
 
 
 def new_engine(config: EngineConfig, *, is_synchronous: bool = False) -> Engine:
-    """Arguments as of `Engine`."""
+    """Arguments as of `Engine`. Raises ConfigError under a launcher, where `LLM` alone works."""
+    if config.is_launched:
+        raise ConfigError(
+            f"distributed_executor_backend={EXTERNAL!r} is for LLM, whose calls every rank makes; use that"
+        )
     kind = Engine if config.topology == "inline" else FleetEngine
     return kind(config, is_synchronous=is_synchronous)
 

@@ -85,6 +85,7 @@ class StepInputs:
     """By prefill row, how many of its known tokens are of the prompt. Others were sampled, and are computed once more."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
+    step: int = 0
     drafts: Drafts | None = None
     """Each draft is a decode row of its own, with the block table of its slot and one token more than the one before."""
     draft_tokens: I64 | None = None  # [drafts.counts.sum()] which tokens of the step they are
@@ -198,6 +199,10 @@ class PersistentBatch:
     decode_version: int = 0
     has_drafted: bool = False
     """The last step had drafts."""
+    lane: int = 0
+    """That `decode_slots` are of (`scheduling.lanes`)."""
+    other_lanes: dict[int, I32] = field(default_factory=dict)
+    """The decode rows of each other lane."""
 
     def __post_init__(self) -> None:
         self.rules = LogitRules(self.vocab_size)
@@ -220,8 +225,14 @@ class PersistentBatch:
             self._add(plan)
         if plan.extended_slots.size:
             self._extend(plan)
+        is_changed = False
+        if plan.lane.size and plan.lane.item(0) != self.lane:
+            self.other_lanes[self.lane] = self.decode_slots
+            self.lane = plan.lane.item(0)
+            self.decode_slots = self.other_lanes.pop(self.lane, np.zeros(0, np.int32))
+            is_changed = True
         # Freed, and perhaps new again: other blocks, other parameters.
-        is_changed = plan.freed.size > 0 and bool(np.isin(plan.freed, self.decode_slots).any())
+        is_changed |= plan.freed.size > 0 and bool(np.isin(plan.freed, self.decode_slots).any())
         if plan.decode_slots is not None:
             self._require_live(plan.decode_slots, "decode")
             if not np.array_equal(self.decode_slots, plan.decode_slots):
@@ -305,6 +316,7 @@ class PersistentBatch:
             forks=[],
             rows_version=self.rows_version,
             embeds=NO_U8,
+            step=plan.step,
             drafts=drafts,
             draft_tokens=None if drafts is None else places[np.flatnonzero(ahead)],
             token_slots=slots,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,34 +25,73 @@ CONNECT_TIMEOUT_S = 120.0
 """How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""
 
 
+LAUNCH_TIMEOUT_S = 1800.0
+"""The same of ranks that a launcher has started: between two calls the programs may do other things."""
+
+
 class Ranks:
     """This rank and the others. Without arguments: one rank that is alone."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, has_whole_experts: bool = False) -> None:
-        """has_whole_experts: of experts each rank holds some as a whole, in the place of its part of each."""
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, has_whole_experts: bool = False, group: Any = None, first: int = 0
+    ) -> None:
+        """has_whole_experts: of experts each rank holds some as a whole, in the place of its part of each. group: of
+        torch.distributed; None: all ranks of the engine. first: the number of rank 0 among these."""
         self.rank = rank
         self.size = size
         self.has_whole_experts = has_whole_experts
+        self.group, self._first = group, first
+        self._is_connected = False
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
-        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`. backend: of torch.distributed."""
+        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`. backend: of torch.distributed.
+
+        Of a pipeline: those of this rank's stage (`model.pipeline`).
+        """
         if config.world_size == 1:
             return cls()
         import torch.distributed as dist
 
+        if config.is_launched:
+            return cls._of_launcher(config, rank, backend)
         assert config.rendezvous is not None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
-        return cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel)
+        size, group = config.tensor_size, None
+        if config.stages and size > 1:  # every rank makes all groups, in the same order
+            made = [dist.new_group(list(range(s * size, (s + 1) * size))) for s in range(len(config.stages))]
+            group = made[rank // size]
+        first = rank // size * size
+        ranks = cls(rank - first, size, has_whole_experts=config.enable_expert_parallel, group=group, first=first)
+        ranks._is_connected = True
+        return ranks
+
+    @classmethod
+    def _of_launcher(cls, config: EngineConfig, rank: int, backend: str) -> Ranks:
+        """They meet where the environment says, or have met already: then these have a group of their own."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=LAUNCH_TIMEOUT_S)
+        has_met, group = dist.is_initialized(), None
+        if has_met:
+            group = dist.new_group(backend=backend, timeout=timeout)
+        else:
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(config.world_size):  # all on this machine
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(backend, rank=rank, world_size=config.world_size, timeout=timeout)
+        ranks = cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel, group=group)
+        ranks._is_connected = not has_met
+        return ranks
 
     def close(self) -> None:
         """Leave the group; the others notice when they next need this rank."""
-        if self.size > 1:
+        if self._is_connected:
             import torch.distributed as dist
 
+            self._is_connected = False
             dist.destroy_process_group()
 
     def part(self, total: int) -> slice:
@@ -63,7 +103,7 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
@@ -76,10 +116,10 @@ class Ranks:
         width = -(-total // self.size)
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1])) if x.shape[1] < width else x.contiguous()
         if self.rank:
-            dist.gather(padded)
+            dist.gather(padded, dst=self._first, group=self.group)
             return x[:, :0]
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.gather(padded, parts)
+        dist.gather(padded, parts, dst=self._first, group=self.group)
         widths = [
             share.stop - share.start for share in (Ranks(rank, self.size).part(total) for rank in range(self.size))
         ]
@@ -92,7 +132,7 @@ class Ranks:
         import torch.distributed as dist
 
         told = torch.from_numpy(numbers)
-        dist.broadcast(told, 0)
+        dist.broadcast(told, self._first, group=self.group)
         shared: NDArray[np.int32] = told.numpy()
         return shared
 

@@ -55,7 +55,7 @@ def told_of(config: EngineConfig, dtype: torch.dtype) -> SimpleNamespace:
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
         ),
         cache_config=SimpleNamespace(block_size=config.cache.block_size),
-        parallel_config=SimpleNamespace(tensor_parallel_size=config.world_size),
+        parallel_config=SimpleNamespace(tensor_parallel_size=config.tensor_size),
         speculative_config=None,
     )
 

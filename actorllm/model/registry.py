@@ -170,8 +170,13 @@ def way_of(plan: Plan, model: ModelConfig, hf: dict[str, Any], backend: Backend)
     return f"transformers, over the paged cache ({reason}); its logits are checked when it is loaded"
 
 
-def check_shares(plan: Plan, model: ModelConfig, size: int) -> None:
-    """Raises UnsupportedModelError when the model cannot be shared out among so many ranks."""
+def check_shares(plan: Plan, model: ModelConfig, size: int, num_stages: int = 1) -> None:
+    """Raises UnsupportedModelError when the model cannot be shared out among so many ranks, or stages."""
+    if num_stages > 1 and not isinstance(plan, DecoderConfig):
+        raise UnsupportedModelError(
+            f"pipeline_parallel_size={num_stages}: only models with a fused forward can be cut into stages, and "
+            f"{model.architecture!r} with model_impl={model.impl!r} runs through transformers; set pipeline_parallel_size=1"
+        )
     if size > 1 and not isinstance(plan, DecoderConfig):
         raise UnsupportedModelError(
             f"tensor_parallel_size={size}: only models with a fused forward can be shared out among ranks, and "

@@ -51,6 +51,7 @@ from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.slo.closed_loop import ClosedLoop, Contexts
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
+from actorllm.slo.stages import StageClocks
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
@@ -123,6 +124,10 @@ class EngineShape:
     """The admission policy, as `admission_policy=` of the engine."""
     drafts: SimulatedDrafts | None = None
     """How many drafts steps check, and how many are right; None: there are none."""
+    stages: tuple[float, ...] = ()
+    """Of a pipeline, the share of a step's seconds that each stage takes (`slo.stages`); none: there is one stage."""
+    hop_s: float = 0.0
+    """What the hidden states of a step take from one stage to the next."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
@@ -141,6 +146,7 @@ class EngineShape:
             config.scheduler.watermark,
             config.cache.enable_prefix_caching,
             config.scheduler.admission,
+            stages=tuple(layers / sum(config.stages) for layers in config.stages),
         )
 
     def scheduler_arguments(self) -> dict[str, Any]:
@@ -160,6 +166,7 @@ class EngineShape:
             "watermark": self.watermark,
             "num_lookahead_tokens": 0 if self.drafts is None else self.drafts.most,
             "draft_ranges": () if self.drafts is None else self.drafts.ranges,
+            "num_lanes": len(self.stages) or 1,
         }
 
     def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
@@ -215,9 +222,11 @@ class ModelledWorker:
         ends: I64 | None = None,
         drafts: SimulatedDrafts | None = None,
         draft_rng: np.random.Generator | None = None,
+        stages: StageClocks | None = None,
     ) -> None:
         """ends: by rid, with how many tokens a request is at its end; None: at its limit. drafts: of decode rows, drawn by
-        draft_rng."""
+        draft_rng. stages: of a pipeline; None: there is one."""
+        self.stages = stages
         self._drafts, self._draft_rng = drafts, draft_rng
         self._right: dict[int, tuple[I32, int]] = {}
         """By step in flight with drafts: how many are right of each decode row, and how many each has."""
@@ -279,8 +288,11 @@ class ModelledWorker:
         if self._residuals is not None:
             took *= self._draw(1)[0]
             del self._factors[:1]
-        start = max(now + self._launch_s, self._free_at + self._gap_s)
-        self._free_at = start + took
+        if self.stages is None:
+            start = max(now + self._launch_s, self._free_at + self._gap_s)
+            self._free_at = start + took
+        else:
+            start, self._free_at = self.stages.place(now + self._launch_s, took)
         stops = None
         if self._ends is not None:
             stops = np.flatnonzero(computed[rows.index] + 1 >= self._ends_by_row(rows))
@@ -684,6 +696,8 @@ class SimulatedRun:
     num_steps_skipped: int
     """Those of them that were made without being planned one by one."""
     warnings: tuple[str, ...]
+    bubbles: tuple[tuple[float, ...], ...] = ()
+    """By replica and stage, the share of the time in which a stage of a pipeline waited (`slo.stages`)."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -785,6 +799,7 @@ def simulate(
         client = ClosedLoop(workload, max_concurrency)
     has_prefixes = workload.has_shared_prompts and shape.enable_prefix_caching
     replicas: list[SimulatedReplica] = []
+    clocks: list[StageClocks | None] = []
     shape = replace(shape, enable_prefix_caching=has_prefixes)
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
@@ -802,7 +817,9 @@ def simulate(
             ends=ends,
             drafts=shape.drafts,
             draft_rng=seed_stream(seed, f"drafts of replica {number}"),
+            stages=StageClocks(shape.stages, model.gap_s, shape.hop_s) if shape.stages else None,
         )
+        clocks.append(worker.stages)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
         replicas.append(
             SimulatedReplica(
@@ -839,7 +856,8 @@ def simulate(
     cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
     if num_unsent:
         cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
-    return replace(run, warnings=(*cut, *run.warnings))
+    bubbles = tuple(one.bubbles for one in clocks if one is not None)
+    return replace(run, warnings=(*cut, *run.warnings), bubbles=bubbles)
 
 
 class _Sender:

@@ -27,7 +27,7 @@ class MeetingPlace:
 
     def renewed(self, config: EngineConfig) -> EngineConfig:
         """Before workers are started: several get a new place to meet. Raises OSError."""
-        if config.world_size == 1:
+        if config.num_workers == 1:
             return config
         self.close()
         self._file = MemoryFile("rendezvous")

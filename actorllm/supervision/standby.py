@@ -57,7 +57,7 @@ class StandbyOptions:
         match config.standby_worker:
             case True:
                 return cls("workers")
-            case None if config.world_size == 1:
+            case None if config.num_workers == 1:
                 return cls("workers", PARK_AFTER_S, MEMORY_MULTIPLE * PARKED_BYTES)
         return None
 

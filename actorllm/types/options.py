@@ -129,6 +129,11 @@ class EngineOptions(VLLMOptions, total=False):
     """With several ranks, each holds some experts of a mixture as a whole, in the place of its part of each."""
     tensor_parallel_size: Annotated[int, 1]
     """Ranks that share a model; each is a process."""
+    distributed_executor_backend: Annotated[str | None, None]
+    """'external_launcher': the ranks are programs that torchrun has started, and each makes the same calls of `LLM`. None, 'mp'
+    and 'uni': the engine starts its processes itself."""
+    pipeline_parallel_size: Annotated[int, 1]
+    """Stages of consecutive layers, each a process of tensor_parallel_size ranks, which compute several steps at a time."""
     trust_remote_code: Annotated[bool, False]
     """Accepted with a warning and never acted on: no code of a model is run."""
     generation_config: Annotated[str, "auto"]
@@ -184,6 +189,8 @@ class EngineOptions(VLLMOptions, total=False):
     Needs topology='inline'."""
     ready_replicas: Annotated[int, 1]
     """The engine is ready when so many of data_parallel_size are; the others start behind."""
+    pipeline_layer_partition: Annotated[Sequence[int] | str | None, None]
+    """Layers of each stage, where they are not to have equally many: [3, 5], or '3,5'. None: as even as it gets."""
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""

@@ -23,7 +23,6 @@ class VLLMOptions(TypedDict, total=False):
     enable_log_requests: Annotated[Any, False]
     enable_chunked_prefill: Annotated[Any, None, True]
     max_long_partial_prefills: Annotated[Any, 1]
-    pipeline_parallel_size: Literal[1]
     disable_custom_all_reduce: Literal[False, True]
     compilation_config: Annotated[Any, None, {}, 0]
     disable_sliding_window: Annotated[Any, False]

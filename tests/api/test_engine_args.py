@@ -60,7 +60,7 @@ def test_defaults_are_not_shared() -> None:
     [
         ({"max_model_length": 5}, UnknownArgumentError, ["'max_model_length'", "did you mean 'max_model_len'"]),
         ({"max_num_seqs": 0}, ConfigError, ["max_num_seqs=0", "positive"]),
-        ({"pipeline_parallel_size": 2}, ConfigError, ["pipeline_parallel_size=2", "leave it at 1"]),
+        ({"prefill_context_parallel_size": 2}, ConfigError, ["prefill_context_parallel_size=2", "leave it at 1"]),
         ({"quantization": "aqlm"}, ConfigError, ["quantization='aqlm'", "leave it at None"]),
         ({"model": "/nowhere"}, ModelNotFoundError, ["/nowhere"]),
     ],

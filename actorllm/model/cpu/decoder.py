@@ -25,6 +25,7 @@ from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.pipeline.stage import Stage
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
 
@@ -199,17 +200,20 @@ class Decoder:
         adapters: AdapterSlots | None = None,
         make: Callable[[LinearWeight], Linear] = linear,
         kinds: RowKinds | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`.
 
         max_positions: how long a sequence may get. form: of the weights of the linear layers. adapters: empty ones, which the
         products of this model are added to; None: it is never adapted. make: what computes with a weight of a layer.
-        kinds: told before each step which rows are of prompts; None: nothing asks for that.
+        kinds: told before each step which rows are of prompts; None: nothing asks for that. stage: of a pipeline, whose layers
+        `config` is of; None: the only one.
         """
         self.config = config
+        self._stage = stage or Stage()
         self._adapters = adapters
         self.ranks = ranks or Ranks()
-        tensors = DecoderTensors(config, weights, self.ranks, form)
+        tensors = DecoderTensors(config, weights, self.ranks, form, self._stage.part)
         self.share = tensors.share
         self.dtype = weights.dtype
         self.rotary = [
@@ -222,7 +226,10 @@ class Decoder:
         ]
         self._windows = tuple(dict.fromkeys(config.windows))
         self._vocab_part = self.ranks.part(config.vocab_size)
-        self.embedding = tensors.embedding()
+        is_first, is_last = self._stage.is_first, self._stage.is_last
+        self.embedding = torch.empty(0)
+        if is_first or (is_last and config.ties_embeddings):
+            self.embedding = tensors.embedding()
         self._embedding_scale = tensors.embedding_scale
         self.layers = [
             DecoderLayer(
@@ -237,7 +244,7 @@ class Decoder:
             )
             for i in range(config.num_layers)
         ]
-        self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
+        self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps) if is_last else None
         self.lm_head: Linear | None = None
         self._kinds = kinds
         if config.has_head:
@@ -277,14 +284,20 @@ class Decoder:
         return head + sum(layer.num_bytes for layer in self.layers)
 
     def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
-        """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
+        """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache.
+
+        Of a stage: those behind its last layer.
+        """
         fold = self.share.num_heads // self.share.num_kv_heads
         attention = cache.attention(inputs, fold, self._windows)
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
-        x = self._embed(torch.from_numpy(inputs.token_ids))
-        if inputs.embedded is not None:
-            place_rows(x, inputs)
+        if self._stage.is_first:
+            x = self._embed(torch.from_numpy(inputs.token_ids))
+            if inputs.embedded is not None:
+                place_rows(x, inputs)
+        else:
+            x = self._stage.receive(inputs.step, len(inputs.token_ids), self.config.hidden_size, self.dtype)
         if self._adapters is not None:
             self._adapters.begin(inputs)
         if self._kinds is not None:
@@ -306,6 +319,7 @@ class Decoder:
 
     def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The final hidden states of some rows, [num_rows, hidden_size]."""
+        assert self.norm is not None
         return self.norm(hidden.index_select(0, torch.from_numpy(rows)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from actorllm.model.linear.by_kind import RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.logits import apply_masks, masks_behind, only_choices
 from actorllm.model.parallel import Ranks
+from actorllm.model.pipeline.stage import Stage
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import processors_of
 from actorllm.model.quantization import form_of, open_weights, rounding_of
@@ -123,6 +124,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
     ) -> None:
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
+        self._whole_plan = self.model_config
+        self.stage = Stage(config, rank)
+        if isinstance(self.model_config, DecoderConfig):
+            self.model_config = self.stage.part.shape_of(self.model_config)
         self._is_encoder = config.model.pooler is not None and config.model.pooler.is_encoder
         self.decoder: CausalLM
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -158,7 +163,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder = self._load()
         if self._draft_model is not None:
             self._draft_model.load(self._show_progress)
-        self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
+        if self.stage.is_last:
+            self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
         if self.config.batch_invariant:
             self._check_invariance()
@@ -209,7 +215,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
         plan, model = self.model_config, self.config.model
         model.weights.check_unchanged()
-        check_shares(plan, model, self.ranks.size)
+        check_shares(plan, model, self.ranks.size, len(self.config.stages) or 1)
         if widens(self.dtype) and not self.rank:
             better = " (dtype='bfloat16' takes less, and is faster)" if self.dtype == torch.float16 else ""
             logger.warning(
@@ -250,7 +256,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> tuple[Decoder, Callable[[torch.Tensor], torch.Tensor] | None]:
         """With the head for what is pooled, if the model has one."""
         model, head = self.config.model, None
-        if model.pooler is not None and model.pooler.head is not None:
+        if model.pooler is not None and model.pooler.head is not None and self.stage.is_last:
             head = read_linear(model.pooler.head, plan, model, weights)
         has_fixed_bits = self.config.batch_invariant or self._has_int8_cache  # else codes of a cache would differ, too
         make: Callable[[LinearWeight], Linear] = paired if has_fixed_bits else linear
@@ -260,7 +266,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             kinds = RowKinds() if scheme.is_twin else None
             make = products(scheme, self.dtype, kinds, make)
         form = form_of(self._computed(model))
-        return Decoder(plan, weights, model.max_model_len, self.ranks, form, slots, make, kinds), head
+        decoder = Decoder(plan, weights, model.max_model_len, self.ranks, form, slots, make, kinds, self.stage)
+        return decoder, head
 
     def _computed(self, model: ModelConfig) -> ModelConfig:
         """The same without quantization, where that is faster here."""
@@ -279,7 +286,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
         model = replace(self.config.model, weights=source)
         source.check_unchanged()
-        check_same_model(model, plan, type(self))
+        check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
             staged = self._read_decoder(plan, weights, None)
         source.check_unchanged()  # else it was written while it was read
@@ -379,7 +386,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return self.config.scheduler.max_num_seqs * -(
                 -self.config.model.max_model_len // self.config.cache.block_size
             )
-        return super().profile_num_blocks()
+        with self.stage.alone():
+            return super().profile_num_blocks()
 
     def _check_room(self, num_bytes: int, wish: str) -> None:
         available = memory.available_bytes()
@@ -400,9 +408,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         share, working = config.cache.memory_utilization, self._profile_working_bytes()
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
-            return int(self._available_at_first * share / self.ranks.size) - max(0, used) - working
+            return int(self._available_at_first * share / self.config.world_size) - max(0, used) - working
         per_seq = -(-(config.model.max_model_len + limits.num_spare_tokens) // config.cache.block_size)
-        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.ranks.size) - working
+        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.config.world_size) - working
         return min(limits.max_num_seqs * per_seq * self.block_bytes + self.fixed_cache_bytes, budget)
 
     @torch.inference_mode()
@@ -443,6 +451,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _clear_unfinished(self) -> None:
         """Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done."""
+        self.stage.drain()
         if self._is_half_done:
             every_slot = np.arange(self.config.scheduler.max_num_seqs, dtype=np.int32)
             self._zero(np.arange(self.cache.num_blocks, dtype=np.int32), every_slot)
@@ -516,9 +525,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         drafting = self._speculator, self._draft_model
         self._speculator = self._draft_model = None
         try:
-            for result in map(self.step, self._check_plans()):
-                if result.came_to_nothing:
-                    raise EngineError("the model's logits are not finite, whatever the tokens")
+            with self.stage.alone():
+                for result in map(self.step, self._check_plans()):
+                    if result.came_to_nothing:
+                        raise EngineError("the model's logits are not finite, whatever the tokens")
         finally:
             self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors = kept
             self._speculator, self._draft_model = drafting
@@ -558,7 +568,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def execute(self, plan: StepPlan) -> CpuStep:
         started = clock.now()
         self._is_half_done = True
-        self.is_torn = self.ranks.size > 1  # whatever it raises: no other rank may, and they wait for this one then
+        # Whatever it raises: no other rank may, and they wait for this one then.
+        self.is_torn = self.config.world_size > 1
+        if plan.lane.size:
+            # Slots may have changed hands since; their new rows are given a token behind this one before they decode.
+            for slots, tokens in self.stage.take(plan.lane.item(1)):
+                self.batch.columns.last_token[slots] = tokens
         self._apply(plan)
         drafts = self._drafts(plan)
         inputs = self.batch.inputs(plan, drafts)
@@ -573,6 +588,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             size = self._team.begin(len(inputs.token_ids), len(inputs.result_slots), goes_on=goes_on)
             set_own_num_threads(size)
             states = self.decoder.forward(inputs, self.cache)
+            started = max(started, self.stage.received_at)
+            if not self.stage.is_last:
+                return self._pass_on(plan, inputs, sampling, states, started)
             if drafts is not None and not self._has_finite_drafts(states, inputs):
                 drafts, inputs = None, self.batch.inputs(plan)
                 sampling = self._sampling_rows(inputs)
@@ -607,6 +625,23 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             bad_prompts,
             draft_logits,
         )
+
+    def _pass_on(
+        self, plan: StepPlan, inputs: StepInputs, sampling: SamplingRows[Chunks], states: torch.Tensor, started: float
+    ) -> CpuStep:
+        """The end of a step on a stage that is not the last one. What is not finite is cleared here, as by the last stage there:
+        when that tells of it, its blocks may be another request's."""
+        self.stage.send(plan.step, states)
+        if not torch.isfinite(states.sum(dtype=torch.float32)):
+            if self.stage.is_alone:
+                raise EngineError("the model's states are not finite, whatever the tokens")
+            if inputs.prefill_slots:
+                self._clear_bad_prompts(states, inputs)
+            rows = torch.from_numpy(inputs.result_tokens[: len(inputs.decode_slots)])
+            is_bad = ~torch.isfinite(states.index_select(0, rows).sum(1, dtype=torch.float32)).numpy()
+            self._zero(self.batch.exclusive_blocks(inputs.decode_slots[is_bad]))
+        self.batch.advance(inputs)
+        return CpuStep(plan.step, inputs, sampling, plan.late_slots, started, self._no_hidden, None, [], NO_I32)
 
     def _drafts(self, plan: StepPlan) -> Drafts | None:
         """What is guessed of the decode rows of this step."""
@@ -679,6 +714,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         sampling = handle.sampling
         num_samples = len(sampling.slots)
         tokens = np.zeros(num_samples, np.int32)
+        if not self.stage.is_last:  # the last one does; this one only counts them
+            self._team.end()
+            self.is_torn = self._is_half_done = False
+            self.batch.store(sampling.slots, tokens)
+            self.stage.expect(handle.step, sampling.slots)
+            return StepResult(step=handle.step, started=handle.started, ended=clock.now())
         is_void = np.zeros(num_samples, np.bool_)
         counts = np.zeros(num_samples, np.int32)  # of values that are not finite
         errors: dict[int, str] = {}
@@ -716,6 +757,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             void = void[~np.isin(void, needed)] if needed else void
             self.cache.zero(self.batch.exclusive_blocks(void), void)
         self._store(sampling.slots, tokens)
+        self.stage.tell(handle.step, tokens)
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:

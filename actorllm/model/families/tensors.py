@@ -19,6 +19,7 @@ from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.pipeline.part import WHOLE, LayerPart
 from actorllm.model.weights import ALL, Weights
 
 
@@ -61,8 +62,11 @@ class LayerTensors:
 class DecoderTensors:
     """See the module docstring."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: Form = Dense) -> None:
-        """config: of the whole model. form: of the weights of its linear layers."""
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: Form = Dense, part: LayerPart = WHOLE
+    ) -> None:
+        """config: of all layers of the part. form: of the weights of its linear layers. part: of the model."""
+        self._model_part = part
         self._config, self._weights, self._ranks, self._form = config, weights, ranks, form
         self.share = HeadShare(config.num_heads, config.num_kv_heads, config.head_dim, ranks)
 
@@ -90,7 +94,7 @@ class DecoderTensors:
 
     def layer(self, index: int) -> LayerTensors:
         c, share, names = self._config, self.share, self._config.names
-        prefix = f"model.layers.{index}."
+        prefix = self._prefix(index)
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q_part, kv_part, inner_part = (
             share.rows(share.heads),
@@ -134,6 +138,10 @@ class DecoderTensors:
             sinks=self._sinks(prefix) if c.has_sinks else None,
         )
 
+    def _prefix(self, index: int) -> str:
+        """index: of a layer within the part."""
+        return f"model.layers.{self._model_part.first_layer + index}."
+
     def _sinks(self, prefix: str) -> torch.Tensor:
         heads = self._part(self.share.heads)
         name = f"{prefix}{self._config.names.sinks}"
@@ -142,7 +150,7 @@ class DecoderTensors:
     def targets(self, index: int) -> dict[str, list[AdaptedLayer]]:
         """What of a layer can be adapted, by the product of `LayerTensors` that computes it."""
         c, share, names = self._config, self.share, self._config.names
-        prefix = f"model.layers.{index}."
+        prefix = self._prefix(index)
         q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         q_part, kv_part, inner_part = share.rows(share.heads), share.rows(share.kv_heads), self._ranks.part(inner)
 
@@ -180,6 +188,7 @@ class DecoderTensors:
                 name.endswith("rotary_emb.inv_freq")
                 or (name == "lm_head.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
+                or self._model_part.lacks(name)
             )
         )
 

@@ -1,0 +1,134 @@
+"""Ranks that torchrun has started: rank 0 schedules, every rank returns the same, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm import AsyncLLM
+from actorllm.client.launched.outcome import outcome_of, taken
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+def environment(rank: int, port: int, size: int = 2) -> dict[str, str]:
+    """As torchrun sets it."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1"}
+    return os.environ | {name: str(value) for name, value in told.items()} | path
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def ranks(tmp_path: Path, port: int) -> list[subprocess.Popen[bytes]]:
+    return [
+        subprocess.Popen([sys.executable, str(PROGRAM), str(tmp_path / f"{rank}.json")], env=environment(rank, port))
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.timeout(150)
+def test_every_rank_returns_the_same_as_one_process(tmp_path: Path) -> None:
+    started = ranks(tmp_path, free_port())
+    alone = subprocess.run([sys.executable, str(PROGRAM), str(tmp_path / "alone.json"), "alone"], env=environment(0, 1))
+    assert alone.returncode == 0
+    assert [one.wait() for one in started] == [0, 0]
+    first, second, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("0", "1", "alone"))
+    assert first == second
+    assert first[0] == expected[0]
+    assert "generate(), chat() and encode() alone" in first[1]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.slow(reason="a quarter of a minute until all ranks have started; torchrun itself ends the others as well")
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    started = ranks(tmp_path, free_port())
+    os.kill(started[0].pid, signal.SIGKILL)
+    assert started[0].wait() == -signal.SIGKILL
+    assert started[1].wait() != 0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tensor_parallel_size": 1}, "tensor_parallel_size=1, and the launcher has started WORLD_SIZE=2 ranks"),
+        ({"pipeline_parallel_size": 2}, "is not supported with pipeline_parallel_size=2 yet"),
+        ({"data_parallel_size": 2}, "is not supported with data_parallel_size=2 yet"),
+        ({"enable_lora": True}, "is not supported with enable_lora=True yet"),
+        ({"enable_sleep_mode": True}, "is not supported with enable_sleep_mode=True yet"),
+        ({"distributed_executor_backend": "threads"}, "distributed_executor_backend='threads' is not supported"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], told: str
+) -> None:
+    for name, value in environment(1, 29_500).items():
+        monkeypatch.setenv(name, value)
+    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"} | given
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_arguments("storyteller", **arguments)
+
+
+def test_an_engine_of_an_event_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(0, 29_500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="is for LLM, whose calls every rank makes"):
+        AsyncLLM("storyteller", tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+
+
+def test_without_a_launcher_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK='' in the environment is no number; start the program with torchrun"):
+        EngineConfig.from_arguments(
+            "storyteller", tensor_parallel_size=2, distributed_executor_backend="external_launcher"
+        )
+
+
+def test_outcomes_travel_as_they_are() -> None:
+    output = RequestOutput.__new__(RequestOutput)
+    one = CompletionOutput.__new__(CompletionOutput)
+    for kind, made in ((RequestOutput, output), (CompletionOutput, one)):
+        for field in dataclasses.fields(kind):
+            object.__setattr__(made, field.name, None)
+    object.__setattr__(one, "token_ids", (1, 2, 3))
+    object.__setattr__(one, "logprobs", [{5: -math.inf, 6: -0.5}])
+    object.__setattr__(output, "outputs", [one])
+    vector = torch.arange(5, dtype=torch.float32)
+    body, value, error = outcome_of(lambda: [output, {"array": np.array([[1, 2]], np.int64), 7: vector}])
+    assert error is None
+    found, rest = taken(body)
+    assert found.outputs[0].token_ids == (1, 2, 3)
+    assert found.outputs[0].logprobs == [{5: -math.inf, 6: -0.5}]
+    assert rest["array"].tolist() == [[1, 2]]
+    assert torch.equal(rest[7], vector)
+    assert value[0] is output
+
+
+def test_an_exception_is_raised_on_every_rank() -> None:
+    def fail() -> None:
+        raise InvalidParameterError("max_tokens=0 must be positive")
+
+    body, value, error = outcome_of(fail)
+    assert value is None
+    assert isinstance(error, InvalidParameterError)
+    with pytest.raises(InvalidParameterError, match="max_tokens=0 must be positive"):
+        taken(body)
