@@ -443,6 +443,14 @@ BOUNDS = (
         "the longest idle one is closed; 503 if all are busy",
     ),
     Bound(
+        "requests of one API process that wait for a turn of its loop",
+        ("server.turnstile: Turnstile._waiting",),
+        "clients that send many requests at once",
+        ("server.connections:DEFAULT_MAX_CONNECTIONS=8192",),
+        "one for each connection",
+        "four begin in each turn",
+    ),
+    Bound(
         "grammars that wait to be compiled",
         (
             "actors.constraints: Constraints._jobs",
