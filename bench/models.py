@@ -70,6 +70,7 @@ def start_actorllm(options: dict[str, Any]) -> Started:
     from actorllm import LLM, SamplingParams
 
     arguments = {**LIMITS, "num_threads": options["threads"], "topology": "process"}
+    arguments["quantization"] = options.get("quantization")
     engine = LLM(options["folder"], kv_cache_memory_bytes=KV_CACHE_GIB << 30, **arguments)
 
     def generate(prompts: Prompts, output: int) -> list[list[int]]:
@@ -97,7 +98,8 @@ def start_llama_cpp(options: dict[str, Any]) -> Started:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), llama_cpp.llama_model_default_params())
+    file = quantized_gguf(options["gguf"], options.get("gguf_type"))
+    model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
     if not model:
         raise RuntimeError("llama.cpp cannot load the GGUF file")
     settings = {
@@ -145,7 +147,26 @@ def start_llama_cpp(options: dict[str, Any]) -> Started:
                 row.append(llama_cpp.llama_sampler_sample(sampler, context, sequence))
         return rows
 
-    return _hello(engine={**settings, "weights": "bf16 GGUF", "kv_cache": "f16"}, sampling="greedy"), timed(generate)
+    weights = options.get("gguf_type") or "bf16"
+    return _hello(engine={**settings, "weights": f"{weights} GGUF", "kv_cache": "f16"}, sampling="greedy"), timed(
+        generate
+    )
+
+
+def quantized_gguf(file: str, kind: str | None) -> str:
+    """The same weights in a type of llama.cpp, made by llama.cpp, once. kind: "Q8_0" or "Q4_K_M"; None: as they are."""
+    if kind is None:
+        return file
+    import llama_cpp
+
+    made = f"{file.removesuffix('.gguf')}-{kind}.gguf"
+    if not Path(made).is_file():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if llama_cpp.llama_model_quantize(file.encode(), f"{made}.part".encode(), params) != 0:
+            raise RuntimeError(f"llama.cpp cannot quantize to {kind}")
+        Path(f"{made}.part").rename(made)
+    return made
 
 
 def start_transformers(options: dict[str, Any]) -> Started:
@@ -207,6 +228,25 @@ def run_side(name: str, options: dict[str, Any]) -> None:
 
 
 # The benchmark
+
+Call = Callable[..., Any]
+"""`Side.call`."""
+
+
+def prompts_of(model: str, batch: int, output: int, seed: int) -> Prompts:
+    """Random ids, the same for every side."""
+    source = random.Random(f"{seed} {batch} {output == 1}")
+    vocabulary = SHAPES[model]["vocab_size"]
+    return [[source.randrange(1, vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
+
+
+def best_of(call: Call, model: str, batch: int, output: int, seed: int) -> dict[int, float]:
+    """Seconds of a generation of one token, and of one of `output`; at batch 1 the first one is the faster of two."""
+    times: dict[int, float] = {}
+    for length in (1, 1, output) if batch == 1 else (1, output):
+        answer = call("generate", prompts=prompts_of(model, batch, length, seed), output=length)
+        times[length] = min(answer["seconds"], times.get(length, math.inf))
+    return times
 
 
 def prefill_flops(shape: dict[str, Any], batch: int, prompt: int) -> float:
@@ -294,10 +334,7 @@ class Comparison:
             self.same_first_tokens[name] = sum(same) / len(same)
 
     def _call(self, side: Side, batch: int, output: int, seed: int) -> Any:
-        source = random.Random(f"{seed} {batch} {output == 1}")
-        vocabulary = SHAPES[self.name]["vocab_size"]
-        prompts = [[source.randrange(1, vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
-        return side.call("generate", prompts=prompts, output=output)
+        return side.call("generate", prompts=prompts_of(self.name, batch, output, seed), output=output)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table of this model."""

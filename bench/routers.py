@@ -47,6 +47,11 @@ ROUTERS = ("round-robin", "least-load", "prefix-aware", "seconds")
 NUM_REPLICAS, VIEW_AGE_S = 4, 0.1
 LONG = EngineShape(num_blocks=24_576, max_model_len=131_072)
 SHORT = EngineShape(num_blocks=8_192)
+JUDGEMENTS = (
+    *("p99 to round-robin", "less than 0.8 of round-robin", "p99 to prefix-aware", "less than 0.8 of prefix-aware"),
+    *("cached to prefix-aware", "at least 0.95 of it"),
+)
+"""Columns of the row of `seconds`. Where no prompts begin alike, nothing is cached; "no": it does not win by as much there."""
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Of means of so many values."""
 
@@ -95,7 +100,8 @@ def judged(name: str, rate: float, runs: dict[str, list[dict[str, float]]]) -> l
     rows = []
     for router, of_seeds in runs.items():
         medians = {key: float(np.median([one[key] for one in of_seeds])) for key in ("p50", "p99", "cached")}
-        rows.append({"workload": name, "rate": rate, "router": router, **{k: round(v, 3) for k, v in medians.items()}})
+        row = {"workload": name, "rate": rate, "router": router, **{k: round(v, 3) for k, v in medians.items()}}
+        rows.append(row | dict.fromkeys(JUDGEMENTS, "—"))
     ours = runs["seconds"]
     for other in ("round-robin", "prefix-aware"):
         theirs = runs[other]

@@ -67,6 +67,13 @@ BENCHES = (
     ),
     Bench("calls", ()),
     Bench("quantization", ("--models", "135M")),
+    Bench("small_operations", ()),
+    Bench(
+        "quantized_models",
+        ("--rounds", "1", "--shapes", "llama-135M", "--kinds", "int8"),
+        {"--peer-python-vllm": "vllm", "--peer-python": "other"},
+        keeps_models=True,
+    ),
     Bench("lora", ()),
     Bench("weight_updates", ()),
     Bench("sleep", ()),

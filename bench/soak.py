@@ -131,8 +131,9 @@ class Soak:
         """What owner and children hold, again and again."""
         while True:
             await anyio.sleep(SAMPLE_EVERY_S)
-            if self._has_guest or self.chaos.engine.health().state != "running":
-                continue
+            health = self.chaos.engine.health()
+            if self._has_guest or health.state != "running" or any(one.state != "running" for one in health.replicas):
+                continue  # a fleet runs with fewer processes while one of its replicas does not
             pids = [os.getpid(), *self.chaos.pids().values()]
             with contextlib.suppress(OSError):  # a process is gone, or no file can be opened now
                 self.samples.append(

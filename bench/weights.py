@@ -78,6 +78,51 @@ def make_folder(directory: Path, name: str) -> Path:
     return folder
 
 
+W8A8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""As config.json of a checkpoint of compressed-tensors says it."""
+
+
+def make_w8a8(folder: Path) -> Path:
+    """The same weights with 8 bits for each in the layers, as compressed-tensors stores them. Returns the folder."""
+    made = folder.with_name(f"{folder.name}-w8a8")
+    if (made / "complete").is_file():
+        return made
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made.mkdir(exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            scales = tensor.float().abs().amax(1, keepdim=True) / 127
+            tensors[name] = (tensor.float() / scales).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scales.bfloat16()
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": W8A8}))
+    (made / "complete").touch()
+    return made
+
+
 # GGUF version 3: magic, counts, key-value pairs, tensor descriptions, padding, data
 
 ALIGNMENT = 32

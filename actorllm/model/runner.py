@@ -274,7 +274,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
             num_bytes = self._cache_bytes()
         else:
             self._check_room(num_bytes, f"kv_cache_memory_bytes={num_bytes}")
-        return max(0, (num_bytes - self.fixed_cache_bytes) // self.block_bytes)
+        return max(0, self._blocks_within(num_bytes))
+
+    def _blocks_within(self, num_bytes: int) -> int:
+        """How many blocks a cache of this size has."""
+        return num_bytes // self.block_bytes
 
     @abstractmethod
     def _check_room(self, num_bytes: int, wish: str) -> None:

@@ -16,6 +16,8 @@ from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import extra_key
 from tests.api.prompted import DRAFTS, OTHERS, PARAMS, PROMPT, Stream, streams
 from tests.model.hf.decoders import save
+from tests.model.ranks import model_folder
+from tests.model.ranks import streams as of_ranks
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "kv_cache_dtype": "int8", "num_threads": 1, "max_model_len": 192, "block_size": 16,
@@ -102,6 +104,13 @@ def test_models_of_transformers_have_it_too(tmp_path: Path) -> None:
 
     together = run(max_num_seqs=4)
     assert together == run(max_num_seqs=1, max_num_batched_tokens=20)
+
+
+@pytest.mark.slow(reason="ranks as processes")
+def test_each_rank_rounds_the_heads_that_it_has(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    one, two = (of_ranks(folder, tensor_parallel_size=size, kv_cache_dtype="int8", block_size=16) for size in (1, 2))
+    assert one == two, "float32 differs by rounding only, and a code of a head does not depend on other heads"
 
 
 @pytest.mark.parametrize(

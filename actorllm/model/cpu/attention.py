@@ -56,6 +56,9 @@ MAX_TILE_SCORES = 4 << 20
 FIXED_TILE = 64
 """Positions of a fixed tile: long enough for its products, and short enough to be filled up."""
 
+FEW_TOKENS = 4
+"""Up to so many are stored by one call, number by number; more are stored faster by rows."""
+
 SMALL_TILE_PRODUCTS = 64 << 20
 """Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
 
@@ -185,6 +188,35 @@ class KVLayer:
         self.values = blocks[:, num_kv_heads:].view(-1, num_kv_heads, block_size, head_dim)
 
 
+class TokenPlaces:
+    """Where single tokens go in the blocks of a layer."""
+
+    def __init__(self, blocks: I64, offsets: I64, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        """blocks, offsets: of each token, [num_tokens]."""
+        self._heads, self._dim = num_kv_heads, head_dim
+        first = (blocks * (2 * num_kv_heads))[:, None] + np.arange(num_kv_heads)  # [num_tokens, num_kv_heads]
+        dims = np.arange(head_dim)
+        keys = np.add.outer(first * (head_dim * block_size) + offsets[:, None], dims * block_size)
+        rows = (first + num_kv_heads) * block_size + offsets[:, None]
+        self._elements: torch.Tensor | None = None
+        """Of few tokens, [num_tokens * 2 * num_kv_heads * head_dim]: their keys, and their values."""
+        if len(blocks) <= FEW_TOKENS:
+            both = np.concatenate((keys, np.add.outer(rows * head_dim, dims)), 1)
+            self._elements = torch.from_numpy(both.reshape(-1))
+        else:
+            self._key_elements = torch.from_numpy(keys.reshape(-1))
+            self._value_rows = torch.from_numpy(rows.reshape(-1))
+
+    def store(self, views: KVLayer, key_value: torch.Tensor) -> None:
+        """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
+        if self._elements is not None:
+            views.elements.put_(self._elements, key_value.reshape(-1))
+            return
+        heads = self._heads
+        views.elements.put_(self._key_elements, key_value[:, :heads].reshape(-1))
+        views.value_rows.index_copy_(0, self._value_rows, key_value[:, heads:].reshape(-1, self._dim))
+
+
 class KVWrites:
     """Where the keys and values of a step's tokens go; the same in every layer.
 
@@ -205,11 +237,7 @@ class KVWrites:
             kv_slots = kv_slots[loose]
             self._loose = torch.from_numpy(loose)
             self._whole, self._block_ids = torch.from_numpy(whole), torch.from_numpy(block_ids)
-        block, offset = kv_slots // size * (2 * heads), kv_slots % size
-        first = block[:, None] + np.arange(heads)  # [num_loose, num_kv_heads]
-        elements = np.add.outer(first * (dim * size) + offset[:, None], np.arange(dim) * size)
-        self._key_elements = torch.from_numpy(elements.reshape(-1))
-        self._value_rows = torch.from_numpy(((first + heads) * size + offset[:, None]).reshape(-1))
+        self.places = TokenPlaces(kv_slots // size, kv_slots % size, heads, dim, size)
 
     def store(self, layer: int, key_value: torch.Tensor) -> None:
         """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
@@ -224,8 +252,7 @@ class KVWrites:
             if not len(self._loose):
                 return
             loose = key_value.index_select(0, self._loose)
-        views.elements.put_(self._key_elements, loose[:, :heads].reshape(-1))
-        views.value_rows.index_copy_(0, self._value_rows, loose[:, heads:].reshape(-1, self._cache.head_dim))
+        self.places.store(views, loose)
 
 
 def _whole_blocks(inputs: StepInputs, size: int) -> tuple[I64, I64]:

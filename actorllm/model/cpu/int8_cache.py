@@ -36,6 +36,7 @@ from actorllm.model.cpu.attention import (
     KVLayer,
     PagedCache,
     Scoring,
+    TokenPlaces,
     capped_,
     share_beside_sinks,
     zero_pages,
@@ -188,10 +189,7 @@ class Int8Writes:
         # Decode rows: each token to its tail, and a block whose last token that is from there to its codes.
         positions = inputs.positions[:num]
         tails, offset = cache.tail_of(inputs.token_slots[:num], positions), positions % size
-        first = (tails * (2 * heads))[:, None] + np.arange(heads)  # [num_decodes, num_kv_heads]
-        elements = np.add.outer(first * (dim * size) + offset[:, None], np.arange(dim) * size)
-        self._key_elements = torch.from_numpy(elements.reshape(-1))
-        self._value_rows = torch.from_numpy(((first + heads) * size + offset[:, None]).reshape(-1))
+        self._tail_places = TokenPlaces(tails, offset, heads, dim, size)
         self._begun = torch.from_numpy(tails[offset == 0])
         is_last = (offset == size - 1) & (inputs.token_slots[:num] >= 0)
         self._full = torch.from_numpy(tails[is_last])
@@ -239,8 +237,7 @@ class Int8Writes:
             rows = key_value[: self.num_decodes]
             if len(self._begun):
                 tails.blocks.index_fill_(0, self._begun, 0)
-            tails.elements.put_(self._key_elements, rows[:, :heads].reshape(-1))
-            tails.value_rows.index_copy_(0, self._value_rows, rows[:, heads:].reshape(-1, dim))
+            self._tail_places.store(tails, rows)
             if len(self._full):
                 keys, values = tails.keys.index_select(0, self._full), tails.values.index_select(0, self._full)
                 cache.round_(views, keys, values, self._full_blocks)

@@ -370,6 +370,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return 0
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
+    def _blocks_within(self, num_bytes: int) -> int:
+        if not self._has_int8_cache:
+            return super()._blocks_within(num_bytes)
+        # Each sequence that runs has its tails, and a block at least.
+        most = self.config.scheduler.max_num_seqs
+        per_sequence = self.fixed_cache_bytes // most + self.block_bytes
+        if num_bytes < most * per_sequence:
+            return num_bytes // per_sequence
+        return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
+
     @with_own_threads
     def profile_num_blocks(self) -> int:
         if self._is_encoder:  # its blocks are counted, and hold nothing
@@ -879,7 +889,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         Now, because a prompt that goes on in another step may be aborted or preempted before its logits are looked at.
         """
         first = inputs.num_decodes
-        is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()
+        is_finite = np.isfinite(states[first:].sum(1, dtype=torch.float32).numpy())
         if is_finite.all():
             self.batch.bad_slots.update(slot for slot, source in inputs.forks if source in self.batch.bad_slots)
             return NO_I32
@@ -910,7 +920,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         counts: dict[int, int] = {}
         failed: dict[int, str] = {}
         # A NaN or an infinity anywhere makes the sum of its row one, too.
-        is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
+        is_void: NDArray[np.bool_] = ~np.isfinite(logits.sum(1).numpy())  # torch's is four calls
         if is_void.any():
             for row in np.flatnonzero(is_void).tolist():
                 counts[row] = int(np.count_nonzero(~torch.isfinite(logits[row]).numpy()))

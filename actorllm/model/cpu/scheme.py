@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from actorllm.config import EngineConfig, ModelConfig
+from actorllm.errors import UnsupportedModelError
 from actorllm.model import memory
 from actorllm.model.cpu.layers import WidenedLinear, linear, widens
 from actorllm.model.cpu.thread_count import set_own_num_threads
@@ -90,9 +91,12 @@ class Scheme:
 def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) -> Scheme | None:
     """What the configuration says, or what is fastest here; the log says why. None: there is no choice.
 
-    Ranks and replicas would each find out for themselves, and perhaps differ: they compute what was asked for.
+    Ranks and replicas would each find out for themselves, and perhaps differ: they compute what was asked for. Raises
+    UnsupportedModelError where a second form is asked for that the model cannot have.
     """
     model = config.model
+    if model.quantization_twin:
+        _check_twin(model, plan)
     if model.scheme is not None:
         return Scheme.parse(model.scheme)
     if rank or config.world_size > 1 or config.data_parallel_size > 1:
@@ -101,7 +105,8 @@ def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) 
     if model.quantization == GGUF and any(kind.startswith("int4") for kind in gguf_kinds(model).values()):
         form = Int4Weights()
     is_rounded = model.quantization in ROUNDING
-    may_twin = is_fused and not config.batch_invariant and model.quantization_twin is not False and model.pooler is None
+    may_twin = _has_two_forms(plan) and model.pooler is None
+    may_twin = may_twin and not config.batch_invariant and model.quantization_twin is not False
     if model.quantization is None:
         if not is_fused or config.batch_invariant or dtype != torch.bfloat16 or widens(dtype):
             return None
@@ -125,6 +130,21 @@ def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) 
         f"; quantization={model.quantization!r} would be slower or wrong, and is not used" if is_left_out else "",
     )
     return found
+
+
+def _has_two_forms(plan: Plan) -> bool:
+    """Whether rows of prompts may have other products than decode rows: with experts, rows of both kinds meet in one."""
+    return isinstance(plan, DecoderConfig) and plan.experts is None
+
+
+def _check_twin(model: ModelConfig, plan: Plan) -> None:
+    """Raises UnsupportedModelError for a second form of weights that have one."""
+    if not _has_two_forms(plan):
+        what = "have experts" if isinstance(plan, DecoderConfig) else "run through transformers"
+        raise UnsupportedModelError(
+            f"quantization_twin=True is not supported for models that {what} yet ({model.architecture}): their layers have one "
+            f"form; leave it out"
+        )
 
 
 def _within_memory(found: Scheme, model: ModelConfig, num_weights: int) -> Scheme:

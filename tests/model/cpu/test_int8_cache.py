@@ -160,6 +160,15 @@ def test_more_tokens_fit(make_driver: Callable[..., Driver]) -> None:
     assert small >= 1.6 * plain, "with what the last block of each of 8 sequences takes besides"
 
 
+def test_little_memory_has_blocks_for_fewer_sequences_than_may_run(make_driver: Callable[..., Driver]) -> None:
+    given = {"kv_cache_dtype": "int8", "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 256, "dtype": "bfloat16"}
+    runner = make_driver("storyteller", block_size=64, **given).runner
+    found = runner.profile_num_blocks()
+    assert 0 < found < 256
+    each = runner.block_bytes + runner.fixed_cache_bytes // 256
+    assert found * each <= 4 << 20 < (found + 1) * each
+
+
 def test_what_is_mapped_is_what_is_counted(make_driver: Callable[..., Driver]) -> None:
     runner = make_driver("storyteller", kv_cache_dtype="int8", dtype="bfloat16", max_num_seqs=100).runner
     cache = runner.cache

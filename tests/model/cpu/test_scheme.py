@@ -21,6 +21,7 @@ import torch
 from actorllm import LLM, SamplingParams
 from actorllm.actors.record_file import recorded_configuration
 from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu import scheme
 from actorllm.model.cpu.layers import PackedLinear, WidenedLinear
@@ -32,6 +33,7 @@ from actorllm.model.quantization.int4 import Int4, Int4Weights
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
+from tests.model.hf.decoders import save
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "topology": "inline", "num_threads": 1, "max_model_len": 128, "block_size": 16,
@@ -212,6 +214,34 @@ def test_a_twin_that_has_no_room_or_is_refused_is_not_made(
     monkeypatch.setattr(scheme, "TWIN_SHARE", 1e-9)
     assert scheme_of() == "int4"
     assert scheme_of(quantization_twin=True) == "int4+int8"
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
+def test_a_twin_is_refused_where_workers_would_each_measure(name: str) -> None:
+    given: dict[str, Any] = {"quantization": "int4", "quantization_twin": True, name: 2}
+    with pytest.raises(
+        ConfigError, match=rf"quantization_twin=True is not supported with {name}=2 yet: each worker measures"
+    ):
+        EngineConfig.from_arguments("storyteller", **given)
+    assert (
+        EngineConfig.from_arguments("storyteller", **given | {"quantization_twin": None}).model.quantization == "int4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "told"),
+    [
+        ("llama", {"model_impl": "transformers"}, "run through transformers yet"),
+        ("mixtral", {}, "have experts yet"),
+    ],
+)
+def test_a_twin_is_refused_where_layers_have_one_form(
+    kind: str, more: dict[str, Any], told: str, tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    save(kind, tmp_path)
+    given = {"quantization": "int4", "dtype": "bfloat16"} | more
+    with pytest.raises(UnsupportedModelError, match=rf"quantization_twin=True is not supported for models that {told}"):
+        make_runner(tmp_path, quantization_twin=True, **given)
 
 
 @pytest.mark.parametrize("text", ["int4+int8", "bfloat16+float32"])

@@ -202,6 +202,10 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (compressed(strategy="token"), "weights.strategy is 'token'"),
         (compressed_float4("nvfp4", group_size=32), "weights.group_size is 32, 16 is read"),
         (compressed_float4("mxfp4", strategy="channel"), "weights.strategy is 'channel', 'group' is read"),
+        (
+            compressed() | {"config_groups": {"a": compressed()["config_groups"]["group_0"], "b": {}}},
+            "quantization_config.config_groups has 2 schemes; one is read",
+        ),
         ({"quant_method": "torchao"}, r"quantized weights \(torchao\) are not supported"),
         ({"quant_method": "mxfp4"}, r"quantized weights \(mxfp4\) are not supported"),
         ({"quant_method": ["gptq"]}, "quantized weights"),

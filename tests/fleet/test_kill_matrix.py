@@ -1,0 +1,248 @@
+"""What is killed of a fleet, against every kind of request: the caller has the tokens and log-probabilities of an undisturbed run.
+
+Rows are the events below. Each happens while requests of all kinds run at the same time: those of `streams.REQUESTS`, the same
+pinned to the replica that it happens to, one that is aborted, and one with a deadline. Pooling has an engine of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import actorllm.client.engine_supervisor
+import actorllm.fleet.dispatcher
+from actorllm import LLM, AsyncLLM, RequestOutput
+from actorllm.fleet.replica import Replica
+from actorllm.supervision.restart import RestartLimits
+from tests.fleet.streams import (
+    PROMPTS,
+    Told,
+    all_run,
+    assert_same,
+    kill,
+    moved,
+    no_leak,
+    params,
+    run_all,
+    until,
+)
+
+pytestmark = pytest.mark.slow(reason="kills whole replicas for minutes; test_moves has a cell of each row and column")
+
+LONG = params(11, max_tokens=1500)
+NUM_BEFORE_ABORT = 60
+DEADLINE_S = 3.0
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2, "standby_worker": False}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> None:
+    """As in test_moves: what is left is counted at the end of all."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    with no_leak():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_trials() -> Iterator[None]:
+    """Restarts are expected to take long: else streams may rightly stay where they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
+        patch.setattr(Replica, "expected_restart_s", lambda self, start_s: 600.0)
+        yield
+
+
+async def start(**more: Any) -> AsyncLLM:
+    llm = AsyncLLM("storyteller", router="round-robin", **OPTIONS, **more)
+    await llm.start()
+    await all_run(llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+async def fleet() -> AsyncIterator[AsyncLLM]:
+    llm = await start(enable_prompt_embeds=True)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def pooling() -> AsyncIterator[AsyncLLM]:
+    llm = await start(runner="pooling", max_num_seqs=4)
+    yield llm
+    llm.shutdown()
+
+
+Strike = Callable[[AsyncLLM], Awaitable[None]]
+
+
+def pids_of(llm: AsyncLLM, number: int, *names: str) -> list[int]:
+    """The processes of a replica, or those of these actors."""
+    found = next(one.pids for one in llm.health().replicas if one.number == number)
+    return [pid for name, pid in found.items() if not names or name in names]
+
+
+def killing(*names: str) -> Strike:
+    async def strike(llm: AsyncLLM) -> None:
+        kill(pids_of(llm, 0, *names))
+
+    return strike
+
+
+async def kill_while_it_moves(llm: AsyncLLM) -> None:
+    await llm.drain_replica(0)
+    kill(pids_of(llm, 0))
+    await llm.drain_replica(0, is_draining=False)
+
+
+async def kill_the_adopter(llm: AsyncLLM) -> None:
+    before = moved(llm)
+    kill(pids_of(llm, 0))
+    await until(lambda: moved(llm) > before or not llm.health().replicas[0].num_requests)
+    kill(pids_of(llm, 1))
+
+
+EVENTS: dict[str, Strike] = {
+    "scheduler": killing("scheduler"),
+    "worker": killing("worker0"),
+    "both": killing("scheduler", "worker0"),
+    "during a move": kill_while_it_moves,
+    "the adopter dies": kill_the_adopter,
+}
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(fleet: AsyncLLM) -> dict[str, Told]:
+    return await run_all(fleet)
+
+
+@pytest.fixture(scope="module")
+async def long_tokens(fleet: AsyncLLM) -> list[int]:
+    """Of the request that is aborted, or whose deadline passes."""
+    return list((await fleet.complete(PROMPTS[0], LONG)).outputs[0].token_ids)
+
+
+async def run_every_kind(
+    llm: AsyncLLM, strike: Strike, undisturbed: dict[str, Told], long_tokens: list[int], at_token: int
+) -> None:
+    """Requests of all kinds at once; the event comes when one of them has so many tokens."""
+    last: dict[str, RequestOutput] = {}
+    pinned: dict[str, Told] = {}
+
+    async def read(name: str, **more: Any) -> None:
+        stream = llm.generate(PROMPTS[0], LONG, **more)
+        async for output in stream:
+            last[name] = output
+            if "aborted" in name and len(output.outputs[0].token_ids) >= NUM_BEFORE_ABORT:
+                stream.abort()
+
+    async def read_pinned() -> None:
+        pinned.update(await run_all(llm, data_parallel_rank=0))
+
+    with anyio.fail_after(240):
+        async with anyio.create_task_group() as group:
+            group.start_soon(read_pinned)
+            for rank in (None, 0):
+                group.start_soon(partial(read, f"aborted {rank}", data_parallel_rank=rank))
+                group.start_soon(partial(read, f"deadline {rank}", data_parallel_rank=rank, timeout=DEADLINE_S))
+            found = await run_all(llm, at_token, lambda: strike(llm))
+    assert_same(found, undisturbed)
+    assert_same(pinned, undisturbed)
+    assert {"aborted None", "aborted 0"} <= set(last), "a deadline may pass before the first token"
+    for name, output in last.items():
+        (end,) = output.outputs
+        assert end.token_ids == long_tokens[: len(end.token_ids)], name
+        if len(end.token_ids) < len(long_tokens):
+            assert (end.finish_reason, end.stop_reason) == ("abort", "deadline" if "deadline" in name else None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("at_token", [1, 30])
+async def test_every_kind_of_request_outlives(
+    fleet: AsyncLLM, undisturbed: dict[str, Told], long_tokens: list[int], event: str, at_token: int
+) -> None:
+    await all_run(fleet)
+    await run_every_kind(fleet, EVENTS[event], undisturbed, long_tokens, at_token)
+
+
+@pytest.mark.anyio
+async def test_every_kind_outlives_a_replica_that_is_lost(
+    undisturbed: dict[str, Told], long_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor gives it up with the first death; what is pinned waits until it is made anew."""
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    llm = await start(enable_prompt_embeds=True)
+
+    async def lose(llm: AsyncLLM) -> None:
+        kill(pids_of(llm, 0, "scheduler"))
+        await until(lambda: llm.health().replicas[0].state == "lost")
+
+    await run_every_kind(llm, lose, undisturbed, long_tokens, 20)
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_every_kind_outlives_a_death_during_the_start(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+    """Also requests that are pinned to the replica that starts."""
+    await all_run(fleet)
+    await fleet.scale(1)
+    pinned: dict[str, Told] = {}
+
+    async def strike() -> None:
+        async def read() -> None:
+            pinned.update(await run_all(fleet, data_parallel_rank=1))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(fleet.scale, 2)
+            await until(lambda: len(fleet.health().replicas) == 2 and len(pids_of(fleet, 1)) == 2)
+            group.start_soon(read)
+            await until(lambda: fleet.health().replicas[1].num_requests)
+            kill(pids_of(fleet, 1))
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+    assert_same(pinned, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def vectors() -> tuple[list[str], list[Any]]:
+    texts = [f"Once upon a time, number {number}, there was a king" * 3 for number in range(40)]
+    with LLM("storyteller", runner="pooling", dtype="float32", num_threads=1) as one:
+        return texts, [output.outputs.data for output in one.encode(texts, pooling_task="embed", use_tqdm=False)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("event", EVENTS)
+async def test_vectors_outlive(pooling: AsyncLLM, vectors: tuple[list[str], list[Any]], event: str) -> None:
+    await all_run(pooling)
+    texts, wanted = vectors
+    found: dict[int, Any] = {}
+    is_time = anyio.Event()
+
+    async def encode(number: int) -> None:
+        async for output in pooling.encode(texts[number]):
+            found[number] = output.outputs.data
+        if len(found) == 5:
+            is_time.set()
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as group:
+            for number in range(len(texts)):
+                group.start_soon(encode, number)
+            await is_time.wait()
+            await EVENTS[event](pooling)
+    for number, vector in enumerate(wanted):
+        assert np.allclose(found[number], vector, atol=1e-4), number
