@@ -61,6 +61,9 @@ BUNDLED_MODELS = {
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
+NODE_TIMEOUT_S: float = DEFAULTS["node_timeout_s"]
+MIN_NODE_TIMEOUT_S = 1.0
+"""Nodes send a heartbeat every half second."""
 INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
 START_TIMEOUT_S: float = DEFAULTS["start_timeout_s"]
@@ -351,6 +354,18 @@ class EngineConfig:
     """Which replica a request goes to (`fleet.router`)."""
     replica: int = 0
     """The number of this replica."""
+    nodes: tuple[str, ...] = ()
+    """The agents of other machines, as "host:port" (`actorllm.nodes`)."""
+    data_parallel_size_local: int = 0
+    """How many replicas are on this machine, where there are nodes: the first ones."""
+    node: str | None = None
+    """Of a replica: the node that it is on; None: this machine."""
+    node_key_file: str | None = None
+    """What agents and their callers have in common."""
+    node_timeout_s: float = NODE_TIMEOUT_S
+    """A node from which nothing comes for so long is lost."""
+    node_ca_file: str | None = None
+    """By which the certificates of nodes are held; None: no TLS."""
     load_board: str | None = None
     """Where its scheduler tells routers of its load (`actors.load_board`); None: nowhere."""
     first_device: int = 0
@@ -444,6 +459,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
+        tree["nodes"] = tuple(tree.get("nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
@@ -734,6 +750,20 @@ def _with_draft_folder(
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     """How many replicas there are. What a fleet cannot be combined with is refused by name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
+    nodes = _nodes(given)
+    local = given["data_parallel_size_local"]
+    if nodes["nodes"]:
+        num_local = 0 if local is None else _not_negative("data_parallel_size_local", local)
+        if size == 1:  # the default: one replica for each node
+            size = num_local + len(nodes["nodes"])
+        if num_local > size:
+            raise ConfigError(f"data_parallel_size_local={num_local} is more than data_parallel_size={size}")
+        nodes["data_parallel_size_local"] = num_local
+    elif local not in (None, size):
+        raise ConfigError(
+            f"data_parallel_size_local={local!r} of data_parallel_size={size} replicas are here, and no nodes are given for the "
+            f'others; give nodes=["host:port", ...] of machines that run `actorllm node`'
+        )
     ready = _positive("ready_replicas", given["ready_replicas"])
     if size > MAX_REPLICAS:
         raise ConfigError(
@@ -746,7 +776,47 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
         )
-    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"]}
+    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **nodes}
+
+
+def _nodes(given: dict[str, Any]) -> dict[str, Any]:
+    """The agents of other machines, and how they are called. vLLM's arguments of other machines are held against them."""
+    nodes, key_file = given["nodes"] or (), given["node_key_file"]
+    if isinstance(nodes, str) or not all(isinstance(node, str) for node in nodes):
+        raise ConfigError(f'nodes={nodes!r} must be a list of addresses, such as ["10.0.0.2:7040"]')
+    if len(set(nodes)) != len(nodes):
+        raise ConfigError(
+            f"nodes={list(nodes)!r} names a node twice; data_parallel_size says how many replicas there are"
+        )
+    # What nodes need, and what they do not go together with.
+    if nodes and key_file is None:
+        raise ConfigError(
+            "nodes need node_key_file, a file of mode 0600 that the agents have, too: (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    if nodes and given["topology"] == "inline":
+        raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
+    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
+        raise ConfigError(
+            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
+            f"data_parallel_size_local to 1 or more"
+        )
+    # In vLLM every machine runs the same command; here only the first one builds an engine.
+    if given["node_rank"] != 0:
+        raise ConfigError(
+            f"node_rank={given['node_rank']!r}: only the first machine builds an engine; run `actorllm node --listen HOST:PORT "
+            f"--key-file FILE` on the others, and name them in its nodes"
+        )
+    if given["nnodes"] not in (1, 1 + len(nodes)):
+        raise ConfigError(
+            f"nnodes={given['nnodes']!r} with {len(nodes)} nodes beside this machine; name each of the others in nodes, as "
+            f'"host:port"'
+        )
+    return {
+        "nodes": tuple(nodes),
+        "node_key_file": None if key_file is None else os.path.abspath(os.path.expanduser(key_file)),
+        "node_timeout_s": _seconds("node_timeout_s", given, MIN_NODE_TIMEOUT_S),
+        "node_ca_file": None if given["node_ca_file"] is None else os.fspath(given["node_ca_file"]),
+    }
 
 
 ARGUMENTS: dict[str, Any] = DEFAULTS

@@ -27,6 +27,32 @@ WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=
 
 BOUNDS = (
     Bound(
+        "messages on their way between machines",
+        (
+            "nodes.node_stream: NodeStream._lanes",
+            "nodes.relay: Relay._to_stream",
+            "nodes.relay: Relay._to_ring",
+            "nodes.stream_link: StreamLink._early",
+            "nodes.frames: FrameParser._parts",
+        ),
+        "each message of a replica on another machine",
+        (
+            "ring.channel:DEFAULT_MAX_OUTBOX_BYTES=16777216",
+            "ring.channel:DEFAULT_MAX_MESSAGE_BYTES=67108864",
+            "nodes.node_stream:WINDOW_BYTES=4194304",
+        ),
+        "bytes: those that wait, those of a message that is not whole, and those that the other side has not taken",
+        "the writer waits, heartbeats do not; a longer message ends the stream",
+    ),
+    Bound(
+        "connections to an agent",
+        ("nodes.agent: NodeAgent._strangers", "nodes.agent: NodeAgent.tenants"),
+        "each connection to its port",
+        ("nodes.agent:MAX_STRANGERS=32", "nodes.agent:MAX_TENANTS=64", "nodes.handshake:HANDSHAKE_TIMEOUT_S=5.0"),
+        "connections that have not shown the key, for so many seconds; those that have",
+        "the oldest of the first goes; more of the second are refused",
+    ),
+    Bound(
         "beginnings of prompts that a router remembers",
         (
             "scheduling.router: SentPrefixes._replicas",
@@ -763,6 +789,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "client.stat_recorder: StatRecorder._of_all",
         "client.stat_recorder: StatRecorder._of_one",
         "client.stat_recorder: StatRecorder._engines",
+        "supervision.supervisor: Supervisor._elsewhere",
         "actors.worker: WorkerActor._asleep",
         "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
@@ -780,6 +807,11 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.reasoning.plugin_reasoning: _tokenizer_in",
     ),
     "part of the schema of a tool, which its request holds": ("server.tool_formats.tagged: TaggedParser._properties",),
+    "told by the other end of a stream, which has the key": (
+        "nodes.agent: Tenant._facts",
+        "nodes.remote: RemoteReplica._told",
+    ),
+    "of a fixed size": ("nodes.clock_offset: ClockOffset._samples", "nodes.frames: FrameParser._begun"),
     "made in advance, a fixed number": ("server.random_names: _made",),
     "always empty": (
         "types.stat_loggers: SchedulerStats.waiting_lora_adapters",

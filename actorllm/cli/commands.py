@@ -29,6 +29,7 @@ app.command("actorllm.cli.calibrate:calibrate")
 app.command("actorllm.cli.trace:trace", name="trace")
 app.command("actorllm.cli.replay:replay")
 app.command("actorllm.cli.policy:policy", name="policy")
+app.command("actorllm.cli.node:node")
 app.command("actorllm.cli.doctor:doctor", name="doctor")
 
 

@@ -109,6 +109,14 @@ class EngineFlags:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
     data_parallel_size: int | None = None
+    data_parallel_size_local: int | None = None
+    data_parallel_address: str | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    nodes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
+    node_key_file: str | None = None
+    node_timeout_s: float | None = None
+    node_ca_file: str | None = None
     ready_replicas: int | None = None
     router: str | None = None
     enable_lora: bool | None = None

@@ -341,11 +341,11 @@ class NodeStream:
 
     def read_now(self) -> None:
         """Deliver what is with the kernel at this moment, as far as the window goes."""
-        while self.is_open and self._loop is not None and self._read():
+        while self.is_open and self._loop is not None and not self._is_reading and self._read():
             pass
 
     def _on_readable(self) -> None:
-        if not self.is_open:
+        if not self.is_open or self._is_reading:
             return
         for _ in range(READS_PER_TURN):
             if not self._read():
@@ -370,6 +370,7 @@ class NodeStream:
             return False
         self._heard_at = now()
         self._bytes_received += len(data)
+        self._is_reading = True
         try:
             for message in self._parser.feed(data):
                 self._take(message)
@@ -379,6 +380,7 @@ class NodeStream:
             self.fail(error)
             return False
         finally:
+            self._is_reading = False
             self._on_batch()
         return len(data) == READ_BYTES or isinstance(self._sock, ssl.SSLSocket)
 
@@ -400,6 +402,11 @@ class NodeStream:
             self.release(message.num_bytes)
 
     # The end
+
+    def cut(self) -> None:
+        """From any thread: the peer sees the end at once, and this side with its next turn."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def fail(self, error: TransportError) -> None:
         """Something impossible was found, or the peer is gone: end it, and tell why."""

@@ -151,9 +151,12 @@ class RelayChild(Child):
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], stream: NodeStream) -> None:
         super().__init__(spec, on_end)
         self.relay: Relay | None = None
-        self.has_work = True
-        """Processes are watched: whether the other machine has requests is its own affair."""
         self._stream = stream
+
+    @property
+    def has_work(self) -> bool:
+        """Always: whether the other machine waits is not known here."""
+        return True
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         self.phase = "starting"
@@ -196,7 +199,7 @@ class RelayChild(Child):
         self.gone.set()
 
     def kill(self) -> None:
-        """It is not ours to kill."""
+        self.gone.set()
 
     def close(self) -> None:
         relay, self.relay = self.relay, None

@@ -165,6 +165,14 @@ class EngineOptions(VLLMOptions, total=False):
     """A class of yours, or its path 'module:Class', whose methods are added to that class. Empty: none."""
     data_parallel_size: Annotated[int, 1]
     """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
+    data_parallel_size_local: Annotated[int | None, None]
+    """How many of them are on this machine, where there are nodes; None: none. Without nodes all are."""
+    data_parallel_address: Annotated[str | None, None]
+    """The address of this machine in vLLM, which other ones call. Here this machine calls the nodes, and does not use it."""
+    nnodes: Annotated[int, 1]
+    """Machines, with this one; it has to agree with nodes."""
+    node_rank: Annotated[int, 0]
+    """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
     module: Annotated[Any, None]
@@ -175,6 +183,15 @@ class EngineOptions(VLLMOptions, total=False):
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""
+    nodes: Annotated[Sequence[str] | None, None]
+    """Other machines that have replicas, as 'host:port' of the agents there (`actorllm node`). With data_parallel_size=1 each has
+    one."""
+    node_key_file: Annotated[str | os.PathLike[str] | None, None]
+    """The file of the key that this machine and the nodes have in common, of mode 0600."""
+    node_timeout_s: Annotated[float, 3.0]
+    """Seconds after which a node from which nothing comes is lost; at least 1."""
+    node_ca_file: Annotated[str | os.PathLike[str] | None, None]
+    """A file of certificates by which those of the nodes are held: agents are called by TLS. None: without TLS."""
     name: Annotated[str | None, None]
     """Under which other programs of this user join the engine (`AsyncLLM.attach`); None: none can."""
     device: Annotated[str, "auto"]
