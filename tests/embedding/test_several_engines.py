@@ -199,7 +199,7 @@ async def test_an_engine_with_an_open_request_is_not_unloaded(make_llm: Callable
     await anext(stream)
     left = llm.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
     await anext(left)
-    with pytest.raises(EngineError, match="2 requests are open"):
+    with pytest.raises(EngineError, match=r"[12] requests are open"):
         await llm.unload()
     async with left:
         pass
