@@ -719,6 +719,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.lanes: RowLanes._rows",
         "scheduling.lanes: RowLanes._made_of",
         "scheduling.plan: PlanBuilder._sent_rows",
+        "actors.worker: WorkerActor._num_decode",
+        "client.launched.launched_engine: _OUTCOMES",
     ),
     "one message while it is made": (
         "types.stat_loggers: IterationStats.finished_requests",
