@@ -144,6 +144,7 @@ class Scheduler:
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
         self._cache = PrefixCache(kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart)
+        self.admission_blocks = self._cache.admission_blocks
         self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
@@ -443,7 +444,7 @@ class Scheduler:
         # Prompts, and forks of those that end in this step: these rows sample for the first time.
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
-            num_prefill_tokens = sum(n for _, n in prefill)
+            num_prefill_tokens = sum([n for _, n in prefill])
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
@@ -451,7 +452,10 @@ class Scheduler:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
                 batch.start_decoding(completed)
-                sampling = batch.rows() if rows is decode.rows else rows.joined(batch.select(completed))
+                if rows is decode.rows:
+                    sampling = batch.rows()
+                else:
+                    sampling = batch.select(np.concatenate((rows.index, np.array(completed, np.intp))))
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
@@ -468,6 +472,7 @@ class Scheduler:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
+        sampling.hold()
         self.ledger.launch(
             StepRecord(
                 step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0], plan.freed, max_drafts
@@ -792,11 +797,8 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self.ledger)
 
-    def admission_blocks(self, sequence: Sequence) -> int:
-        return self._cache.admission_blocks(sequence)
-
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
-        return self._forks.room_of(sequence)
+        return self._forks.room_of(sequence) if self._table.followers.leaders else (0, 0)
 
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
