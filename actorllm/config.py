@@ -44,7 +44,7 @@ from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import is_twin, read_method
+from actorllm.types.quantization import INT8, is_twin, read_method
 from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -61,6 +61,9 @@ BUNDLED_MODELS = {
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
+NODE_TIMEOUT_S: float = DEFAULTS["node_timeout_s"]
+MIN_NODE_TIMEOUT_S = 1.0
+"""Nodes send a heartbeat every half second."""
 INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
 START_TIMEOUT_S: float = DEFAULTS["start_timeout_s"]
@@ -191,6 +194,10 @@ class ModelConfig:
         return (self.prompt_embedding_size or 0) * num_vectors * (4 if self.dtype == "float32" else 2)
 
 
+INT8_BLOCK_SIZE = 64
+"""Of a KV cache of 8 bits, where none is given."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache."""
@@ -206,6 +213,18 @@ class CacheConfig:
     enable_prefix_caching: bool
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
+    dtype: str = "auto"
+    """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """As `dtype`; vLLM's name."""
+        return self.dtype
+
+    @property
+    def hash_key(self) -> str:
+        """What the hashes of blocks cover besides the request: their type where it is not the model's."""
+        return "" if self.dtype == "auto" else self.dtype
 
     @property
     def num_gpu_blocks(self) -> int | None:
@@ -335,6 +354,18 @@ class EngineConfig:
     """Which replica a request goes to (`fleet.router`)."""
     replica: int = 0
     """The number of this replica."""
+    nodes: tuple[str, ...] = ()
+    """The agents of other machines, as "host:port" (`actorllm.nodes`)."""
+    data_parallel_size_local: int = 0
+    """How many replicas are on this machine, where there are nodes: the first ones."""
+    node: str | None = None
+    """Of a replica: the node that it is on; None: this machine."""
+    node_key_file: str | None = None
+    """What agents and their callers have in common."""
+    node_timeout_s: float = NODE_TIMEOUT_S
+    """A node from which nothing comes for so long is lost."""
+    node_ca_file: str | None = None
+    """By which the certificates of nodes are held; None: no TLS."""
     load_board: str | None = None
     """Where its scheduler tells routers of its load (`actors.load_board`); None: nowhere."""
     first_device: int = 0
@@ -355,7 +386,7 @@ class EngineConfig:
     @property
     def keeps_output_apart(self) -> bool:
         """Whether KV of output has other bits than that of a prompt of the same tokens, so that none may stand for the other."""
-        return self.batch_invariant or is_twin(self.model.scheme)
+        return self.batch_invariant or is_twin(self.model.scheme) or self.cache.dtype == INT8
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -428,6 +459,7 @@ class EngineConfig:
             model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
+        tree["nodes"] = tuple(tree.get("nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
@@ -477,7 +509,9 @@ class EngineConfig:
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
-        block_size = _positive("block_size", rules.block_size if given["block_size"] is None else given["block_size"])
+        if given["block_size"] is None:  # each row of a block of 8 bits has a scale besides: wider ones have fewer
+            given["block_size"] = max(rules.block_size, INT8_BLOCK_SIZE * (given["kv_cache_dtype"] == INT8))
+        block_size = _positive("block_size", given["block_size"])
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
@@ -538,6 +572,7 @@ class EngineConfig:
                 num_blocks_override=_num_blocks(
                     given["num_gpu_blocks_override"], block_size, max_model_len + lookahead * _depth(given)
                 ),
+                dtype=_kv_cache_dtype(given, pooler, media, device),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -654,6 +689,20 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
     return True
 
 
+def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
+    """Raises ConfigError for what a cache of 8 bits is not made for."""
+    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8))
+    if dtype == INT8:
+        told = f"kv_cache_dtype={dtype!r}"
+        if device != "cpu":
+            raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+        if pooler is not None:
+            raise ConfigError(f"{told}: a model that makes vectors of prompts reads no KV cache twice; leave it out")
+        if media is not None:
+            raise ConfigError(f"{told} is not supported for models that take images or audio yet; leave it out")
+    return dtype
+
+
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
     """Steps in flight."""
     return 2 if given["async_scheduling"] in (None, True) else 1
@@ -701,6 +750,20 @@ def _with_draft_folder(
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     """How many replicas there are. What a fleet cannot be combined with is refused by name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
+    nodes = _nodes(given)
+    local = given["data_parallel_size_local"]
+    if nodes["nodes"]:
+        num_local = 0 if local is None else _not_negative("data_parallel_size_local", local)
+        if size == 1:  # the default: one replica for each node
+            size = num_local + len(nodes["nodes"])
+        if num_local > size:
+            raise ConfigError(f"data_parallel_size_local={num_local} is more than data_parallel_size={size}")
+        nodes["data_parallel_size_local"] = num_local
+    elif local not in (None, size):
+        raise ConfigError(
+            f"data_parallel_size_local={local!r} of data_parallel_size={size} replicas are here, and no nodes are given for the "
+            f'others; give nodes=["host:port", ...] of machines that run `actorllm node`'
+        )
     ready = _positive("ready_replicas", given["ready_replicas"])
     if size > MAX_REPLICAS:
         raise ConfigError(
@@ -713,7 +776,47 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
         )
-    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"]}
+    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **nodes}
+
+
+def _nodes(given: dict[str, Any]) -> dict[str, Any]:
+    """The agents of other machines, and how they are called. vLLM's arguments of other machines are held against them."""
+    nodes, key_file = given["nodes"] or (), given["node_key_file"]
+    if isinstance(nodes, str) or not all(isinstance(node, str) for node in nodes):
+        raise ConfigError(f'nodes={nodes!r} must be a list of addresses, such as ["10.0.0.2:7040"]')
+    if len(set(nodes)) != len(nodes):
+        raise ConfigError(
+            f"nodes={list(nodes)!r} names a node twice; data_parallel_size says how many replicas there are"
+        )
+    # What nodes need, and what they do not go together with.
+    if nodes and key_file is None:
+        raise ConfigError(
+            "nodes need node_key_file, a file of mode 0600 that the agents have, too: (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    if nodes and given["topology"] == "inline":
+        raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
+    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
+        raise ConfigError(
+            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
+            f"data_parallel_size_local to 1 or more"
+        )
+    # In vLLM every machine runs the same command; here only the first one builds an engine.
+    if given["node_rank"] != 0:
+        raise ConfigError(
+            f"node_rank={given['node_rank']!r}: only the first machine builds an engine; run `actorllm node --listen HOST:PORT "
+            f"--key-file FILE` on the others, and name them in its nodes"
+        )
+    if given["nnodes"] not in (1, 1 + len(nodes)):
+        raise ConfigError(
+            f"nnodes={given['nnodes']!r} with {len(nodes)} nodes beside this machine; name each of the others in nodes, as "
+            f'"host:port"'
+        )
+    return {
+        "nodes": tuple(nodes),
+        "node_key_file": None if key_file is None else os.path.abspath(os.path.expanduser(key_file)),
+        "node_timeout_s": _seconds("node_timeout_s", given, MIN_NODE_TIMEOUT_S),
+        "node_ca_file": None if given["node_ca_file"] is None else os.fspath(given["node_ca_file"]),
+    }
 
 
 ARGUMENTS: dict[str, Any] = DEFAULTS

@@ -27,6 +27,32 @@ WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=
 
 BOUNDS = (
     Bound(
+        "messages on their way between machines",
+        (
+            "nodes.node_stream: NodeStream._lanes",
+            "nodes.relay: Relay._to_stream",
+            "nodes.relay: Relay._to_ring",
+            "nodes.stream_link: StreamLink._early",
+            "nodes.frames: FrameParser._parts",
+        ),
+        "each message of a replica on another machine",
+        (
+            "ring.channel:DEFAULT_MAX_OUTBOX_BYTES=16777216",
+            "ring.channel:DEFAULT_MAX_MESSAGE_BYTES=67108864",
+            "nodes.node_stream:WINDOW_BYTES=4194304",
+        ),
+        "bytes: those that wait, those of a message that is not whole, and those that the other side has not taken",
+        "the writer waits, heartbeats do not; a longer message ends the stream",
+    ),
+    Bound(
+        "connections to an agent",
+        ("nodes.agent: NodeAgent._strangers", "nodes.agent: NodeAgent.tenants"),
+        "each connection to its port",
+        ("nodes.agent:MAX_STRANGERS=32", "nodes.agent:MAX_TENANTS=64", "nodes.handshake:HANDSHAKE_TIMEOUT_S=5.0"),
+        "connections that have not shown the key, for so many seconds; those that have",
+        "the oldest of the first goes; more of the second are refused",
+    ),
+    Bound(
         "beginnings of prompts that a router remembers",
         (
             "scheduling.router: SentPrefixes._replicas",
@@ -320,19 +346,24 @@ BOUNDS = (
         "the oldest is forgotten; a longer conversation is not kept",
     ),
     Bound(
-        "responses that are written in the background",
+        "responses that are written in the background, and other streams that outlive their readers",
         ("server.responses.kept: KeptResponses._open", "server.state: ServerState.detached"),
-        "`background=true`",
-        ("server.responses.kept:MAX_BACKGROUND=64",),
-        "responses; an entry goes with its end",
+        "`background=true`, `resume_for`",
+        ("server.responses.kept:MAX_BACKGROUND=64", "server.responses.kept:MAX_RESUMABLE=256"),
+        "responses; streams; an entry goes with its end",
         "429",
     ),
     Bound(
-        "events of a response in the background",
-        ("server.responses.kept: KeptResponse._events",),
-        "`background=true`",
-        ("server.responses.kept:MAX_EVENT_BYTES=1048576", "server.responses.kept:EVENTS_KEPT_S=600.0"),
-        "bytes; seconds after the end",
+        "events of a response that outlives its readers",
+        ("server.outliving.record: EventRecord._events",),
+        "`background=true`, `resume_for`",
+        (
+            "server.responses.kept:MAX_EVENT_BYTES=1048576",
+            "server.responses.kept:MAX_RESUMABLE_BYTES=262144",
+            "server.responses.kept:EVENTS_KEPT_S=600.0",
+            "server.answer_options:MAX_RESUME_S=600.0",
+        ),
+        "bytes of one in the background; of another one; seconds after the end of either",
         "the oldest go; a reader behind them gets an error",
     ),
     Bound(
@@ -679,6 +710,9 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "actors.worker: WorkerActor.plans",
         "actors.worker: WorkerActor.late_inputs",
         "scheduling.ledger: Ledger._in_flight",
+        "scheduling.lanes: RowLanes._rows",
+        "scheduling.lanes: RowLanes._made_of",
+        "scheduling.plan: PlanBuilder._sent_rows",
     ),
     "one message while it is made": (
         "types.stat_loggers: IterationStats.finished_requests",
@@ -703,7 +737,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "actors.detokenization: Outgoing.last",
         "messages: Ask.arguments",
         "server.answer: Answer._more_headers",
-        "server.responses.endpoints: Reader.raw_headers",
+        "server.outliving.reader: EventRecorder._headers",
+        "server.outliving.reader: Reader.raw_headers",
         "server.sampling: Extras.arguments",
         "server.sampling: Extras.warnings",
         "text.structural_tag: _Writer.rules",
@@ -746,6 +781,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "client.stat_recorder: StatRecorder._of_all",
         "client.stat_recorder: StatRecorder._of_one",
         "client.stat_recorder: StatRecorder._engines",
+        "supervision.supervisor: Supervisor._elsewhere",
         "actors.worker: WorkerActor._asleep",
         "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
@@ -763,6 +799,11 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.reasoning.plugin_reasoning: _tokenizer_in",
     ),
     "part of the schema of a tool, which its request holds": ("server.tool_formats.tagged: TaggedParser._properties",),
+    "told by the other end of a stream, which has the key": (
+        "nodes.agent: Tenant._facts",
+        "nodes.remote: RemoteReplica._told",
+    ),
+    "of a fixed size": ("nodes.clock_offset: ClockOffset._samples", "nodes.frames: FrameParser._begun"),
     "made in advance, a fixed number": ("server.random_names: _made",),
     "always empty": (
         "types.stat_loggers: SchedulerStats.waiting_lora_adapters",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from actorllm.supervision import standby
 from actorllm.testing.plugin import pytest_pycollect_makeitem
@@ -33,6 +34,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatev
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -184,6 +184,14 @@ class AsyncioLoop(HostLoop):
         """Must come before the fd is closed: the kernel keeps watching a description that another descriptor still holds."""
         self.loop.remove_reader(fd)
 
+    def watch_writable(self, fd: int, function: Callable[..., object], *args: Any) -> None:
+        """As `watch`, whenever `fd` takes more, until `unwatch_writable`."""
+        self.loop.add_writer(fd, function, *args)
+
+    def unwatch_writable(self, fd: int) -> None:
+        """As `unwatch`."""
+        self.loop.remove_writer(fd)
+
     def waiter(self) -> AsyncioWaiter:
         return AsyncioWaiter(self.loop)
 

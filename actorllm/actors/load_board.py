@@ -63,6 +63,16 @@ class LoadBoard:
         self._table[row] = 0.0
         self.hashes(row).end()
 
+    def load_row(self, row: int) -> NDArray[np.float64]:
+        """The row itself, for a copy of a replica's board elsewhere (`nodes.load_mirror`)."""
+        cells: NDArray[np.float64] = self._table[row]
+        return cells
+
+    def hash_words(self, row: int) -> NDArray[np.uint64]:
+        """The table itself, in the same way."""
+        first = self.FIRST_TABLE + row * self.TABLE_WORDS
+        return np.frombuffer(self._words[first : first + self.TABLE_WORDS], np.uint64)
+
     def hashes(self, row: int) -> BlockHashTable:
         """What the prefix cache of a replica has."""
         first = self.FIRST_TABLE + row * self.TABLE_WORDS

@@ -100,6 +100,10 @@ class WorkerActor(Actor):
         sizes: dict[str, Any] = {"weight_bytes": self.runner.weight_bytes}
         if self.runner.scheme is not None:
             sizes["scheme"] = self.runner.scheme
+        if config.data_parallel_size > 1 and not self.rank:
+            from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
+
+            sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
         return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}

@@ -29,6 +29,7 @@ app.command("actorllm.cli.calibrate:calibrate")
 app.command("actorllm.cli.trace:trace", name="trace")
 app.command("actorllm.cli.replay:replay")
 app.command("actorllm.cli.policy:policy", name="policy")
+app.command("actorllm.cli.node:node")
 app.command("actorllm.cli.doctor:doctor", name="doctor")
 
 
@@ -109,29 +110,36 @@ def info(
     *,
     quantization: Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf"]
     | None = None,
+    kv_cache_dtype: Literal["auto", "int8"] = "auto",
     device: bool = False,
 ) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.
+
+    Of quantized weights the first layer is read.
 
     Parameters
     ----------
     quantization
         As for an engine: say what the weights become.
+    kv_cache_dtype
+        As for an engine: say what a token takes in the KV cache.
     device
         Say also what the checks of this machine's GPU have found, for all models; `actorllm doctor` runs them.
     """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
-    from actorllm.model.quantization.description import described, weight_files
+    from actorllm.model.quantization.description import described, described_cache, described_changes, weight_files
     from actorllm.model.registry import model_plan, way_of
 
     path, hf = read_model_folder(model)
     length: int | None = None
     try:
-        config = EngineConfig.from_arguments(model, quantization=quantization)
+        config = EngineConfig.from_arguments(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
         length = config.model.max_model_len
     except ConfigError:  # no length is said: what is wrong with the model beside that comes first
-        config = EngineConfig.from_arguments(model, quantization=quantization, max_model_len=1)
+        config = EngineConfig.from_arguments(
+            model, quantization=quantization, kv_cache_dtype=kv_cache_dtype, max_model_len=1
+        )
     backend = backends.load(config.device)
     plan = model_plan(config.model, hf, backend)  # raises what the worker would
     size = sum(file.stat().st_size for file in weight_files(path, hf))
@@ -150,6 +158,10 @@ def info(
         "weights": f"{size / 1e6:.1f} MB" if size else "none in the folder",
     }
     rows |= described(plan, config.model)
+    if size and (changes := described_changes(plan, config.model)):
+        rows["change of weights"] = changes
+    if config.model.pooler is None:
+        rows["KV cache"] = described_cache(plan, config)
     if (pooler := config.model.pooler) is not None:
         scaled = ", scaled to length 1" if pooler.use_activation else ""
         rows["vectors"] = f"{pooler.embedding_size} numbers, pooled by {pooler.pooling_type}{scaled}"

@@ -101,6 +101,7 @@ class EngineFlags:
     speculative_config: str | None = None
     async_scheduling: bool | None = None
     block_size: int | None = None
+    kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: Number = None
     num_gpu_blocks_override: Number = None
@@ -108,6 +109,14 @@ class EngineFlags:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
     data_parallel_size: int | None = None
+    data_parallel_size_local: int | None = None
+    data_parallel_address: str | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    nodes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
+    node_key_file: str | None = None
+    node_timeout_s: float | None = None
+    node_ca_file: str | None = None
     ready_replicas: int | None = None
     router: str | None = None
     enable_lora: bool | None = None

@@ -55,7 +55,6 @@ class ServedEngineOptions(SeededEngineFlags):
     disable_log_requests: bool | None = None
     disable_log_stats: bool | None = None
     swap_space: float | None = None
-    kv_cache_dtype: str | None = None
     pipeline_parallel_size: int | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -106,6 +105,7 @@ def serve(
     return_tokens_as_token_ids: bool = False,
     enable_force_include_usage: bool = False,
     exclude_tools_when_tool_choice_none: bool = False,
+    resume_streams_for: float = 0.0,
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
     vllm_metrics: bool = True,
@@ -177,6 +177,8 @@ def serve(
         Every stream ends with its usage.
     exclude_tools_when_tool_choice_none
         With tool_choice "none" the template is not shown the tools.
+    resume_streams_for
+        Seconds for which streams go on without a reader, and may be read on; a request says otherwise with resume_for.
     trust_request_chat_template
         Requests may bring a chat template of their own, which is a program.
     enable_log_requests
@@ -291,6 +293,7 @@ def serve(
         "return_tokens_as_token_ids": return_tokens_as_token_ids,
         "enable_force_include_usage": enable_force_include_usage,
         "exclude_tools_when_tool_choice_none": exclude_tools_when_tool_choice_none,
+        "resume_streams_for": resume_streams_for,
         "root_path": root_path or "",
         "middleware": middleware or (),
         "disable_fastapi_docs": disable_fastapi_docs,

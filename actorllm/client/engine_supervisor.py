@@ -14,25 +14,30 @@ from actorllm.supervision.renewal import MeetingPlace, without_endless_policies
 from actorllm.supervision.restart import RestartLimits
 from actorllm.supervision.standby import StandbyOptions
 from actorllm.supervision.start_log import StartLog
-from actorllm.supervision.supervisor import Supervisor
+from actorllm.supervision.supervisor import ChildMaker, Supervisor
 
 
 def make_supervisor(
     config: EngineConfig,
-    frontend: FrontendActor,
+    frontend: FrontendActor | ChildMaker,
     meeting_place: MeetingPlace,
     log: StartLog,
     on_death: Callable[[ActorDeath], None],
     on_fall: Callable[[str], None] | None = None,
 ) -> Supervisor:
-    """Arguments as of Supervisor. log: resolves the configuration, too. meeting_place: of the ranks, renewed with each start."""
+    """Arguments as of Supervisor.
+
+    frontend: or what makes the child of one that is elsewhere. log: resolves the configuration, too. meeting_place: of the ranks,
+    renewed with each start.
+    """
     return Supervisor(
         engine_topology(config),
         config,
         resolve=log.resolve,
         on_death=on_death,
         on_fall=on_fall,
-        actors={"frontend": frontend},
+        actors={"frontend": frontend} if isinstance(frontend, FrontendActor) else {},
+        elsewhere={} if isinstance(frontend, FrontendActor) else {"frontend": frontend},
         check=partial(check_private, config.record, "record"),
         restarts=RestartLimits() if config.on_failure == "restart" else None,
         renew=meeting_place.renewed,

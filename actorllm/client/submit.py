@@ -161,11 +161,11 @@ class SubmitMaker:
         hashes, salt, weights = NO_U8, self._salt_of(prompt), self._weights()
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
         if self._config.cache.enable_prefix_caching:
-            size = self._config.cache.block_size
+            size, kind = self._config.cache.block_size, self._config.cache.hash_key
             keys = block_keys(prompt.items, ids.size // size, size)
             if -1 in keys:  # an image in the first block, which may be a partial one
                 salt = f"{salt or ''}\0{keys[-1].decode()}"
-            hashes = hash_blocks(ids, size, extra_key(salt, digest, weights), keys)
+            hashes = hash_blocks(ids, size, extra_key(salt, digest, weights, kind), keys)
         interval = max(params.stream_interval or 1, self._config.stream_interval)
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 

@@ -32,6 +32,7 @@ from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
+    ConfigError,
     EngineDeadError,
     EngineError,
     EngineShutdownError,
@@ -39,7 +40,7 @@ from actorllm.errors import (
     shown,
 )
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.fleet.replica import Replica, ReplicaEvents, cores_of, replica_config
+from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.model.threads import num_threads
 from actorllm.scheduling.router import MAX_REPLICAS, make_router
@@ -59,6 +60,10 @@ def check_num_replicas(num_replicas: object) -> None:
     """Raises InvalidParameterError."""
     if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= MAX_REPLICAS:
         raise InvalidParameterError(f"num_replicas={shown(num_replicas)} must be from 1 to {MAX_REPLICAS}")
+
+
+def _with_share(config: EngineConfig, share: float | None) -> EngineConfig:
+    return replace(config, cpu_share=share)
 
 
 class Fleet:
@@ -101,6 +106,8 @@ class Fleet:
         self._first_error: Exception | None = None
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._is_stop_requested = False
+        self._arithmetic: tuple[int, str] | None = None
+        """Of the first replica that told, and its number."""
         self._start_s: dict[int, float] = {}
         """What the last start of each took."""
 
@@ -114,7 +121,9 @@ class Fleet:
         return {
             number: replica.supervisor
             for number, replica in self._replicas.items()
-            if replica.supervisor.state in ("running", "recovering") and not replica.is_removed
+            if isinstance(replica.supervisor, Supervisor)
+            and replica.supervisor.state in ("running", "recovering")
+            and not replica.is_removed
         }
 
     @property
@@ -132,7 +141,15 @@ class Fleet:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
         config = replica_config(self._given, number, self._num_divided, self._board_file.path)
         replica = Replica(
-            number, config, self.dispatcher.next_rid, self._on_lost, self._on_fall, self._board, self.dispatcher.publish
+            number,
+            config,
+            self.dispatcher.next_rid,
+            self._on_lost,
+            self._on_fall,
+            self._board,
+            self.dispatcher.publish,
+            self._on_leaving,
+            self._check_arithmetic,
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         if self._observer_of is not None:
@@ -205,7 +222,7 @@ class Fleet:
                 self._start_s[replica.number] = now() - began
                 events.is_settled.set()
                 self._note_ready(replica)
-                if self.attached is not None:
+                if self.attached is not None and isinstance(replica.supervisor, Supervisor):
                     self.attached.admit_all(replica.number, replica.supervisor)
 
             error: Exception | None = None
@@ -311,6 +328,26 @@ class Fleet:
                 await self._replicas[trial].frontend.ask_scheduler("expect_suspects")
         self.attached.tell(op, trial=trial, **fields)
 
+    def _on_leaving(self, replica: Replica) -> None:
+        """Its node is told to end; what it has goes on elsewhere, if there is an elsewhere."""
+        if self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=None)
+
+    def _check_arithmetic(self, replica: Replica, facts: Mapping[str, Any]) -> None:
+        """A stream that moves keeps its tokens between replicas that compute alike. Raises ConfigError: this one does not."""
+        found = facts.get("arithmetic")
+        if found is None:
+            return
+        if self._arithmetic is None:
+            self._arithmetic = replica.number, found
+        number, known = self._arithmetic
+        if found != known:
+            raise ConfigError(
+                f"replica {replica.number}{f' on node {replica.config.node}' if replica.is_remote else ''} computes with {found}, "
+                f"and replica {number} with {known}: streams that move between them would change; use machines and versions of "
+                f"one kind"
+            )
+
     # Controls
 
     async def scale(self, num_replicas: int) -> None:
@@ -353,11 +390,11 @@ class Fleet:
         """Each has its share of the cores from now on, those that run and those that start."""
         if self._given.num_threads is not None:
             return
-        share = cores_of(self._given, num_replicas)
         async with anyio.create_task_group() as group:
             for replica in self._replicas.values():
-                replica.change_config(lambda config: replace(config, cpu_share=share))
-                if replica.supervisor.state in ("running", "recovering"):
+                share = replica_config(self._given, replica.number, num_replicas, self._board_file.path).cpu_share
+                replica.change_config(partial(_with_share, share=share))
+                if not replica.is_remote and replica.supervisor.state in ("running", "recovering"):
                     group.start_soon(self._limit_threads, replica)
 
     @staticmethod

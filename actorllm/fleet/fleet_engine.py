@@ -41,7 +41,7 @@ class FleetEngine(Engine):
 
     def _make(self) -> None:
         self._fleet = None
-        if self.config.data_parallel_size == 1:
+        if self.config.data_parallel_size == 1 and not self.config.nodes:
             super()._make()
             return
         fleet = Fleet(self.config, self._last_rid, self._on_end)

@@ -24,6 +24,8 @@ from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineShutdownError
 from actorllm.fleet.pacing import size
+from actorllm.nodes.hosts import place_of
+from actorllm.nodes.remote import RemoteReplica
 from actorllm.scheduling.router import LinearSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
@@ -43,8 +45,11 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     is each replica's own, as in vLLM.
     """
     cache = config.cache
+    places = [place_of(n, config.data_parallel_size_local, config.nodes) for n in range(max(num_replicas, number + 1))]
+    node = places[number]
+    num_beside = places.count(node)
     if cache.memory_utilization is not None and config.device == "cpu":
-        cache = replace(cache, memory_utilization=cache.memory_utilization / num_replicas)
+        cache = replace(cache, memory_utilization=cache.memory_utilization / num_beside)
     record = config.record
     if record is not None:
         path = Path(record)
@@ -52,11 +57,12 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     return replace(
         config,
         cache=cache,
-        cpu_share=cores_of(config, num_replicas),
+        cpu_share=cores_of(config, num_beside),
         record=record,
         replica=number,
         load_board=board_path,
-        first_device=config.first_device + number * config.world_size,
+        first_device=config.first_device + places[:number].count(node) * config.world_size,
+        node=node,
         log_statistics=False,
     )
 
@@ -244,7 +250,8 @@ class Replica:
     """See the module docstring. Everything is called on the engine's loop.
 
     on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
-    started again. on_outputs: of its frontend.
+    started again. on_outputs: of its frontend. on_leaving: its node is told to end. on_facts: what its workers say of themselves;
+    what it raises ends the start.
     """
 
     def __init__(
@@ -256,8 +263,11 @@ class Replica:
         on_fall: Callable[[Replica, str], None],
         board: LoadBoard,
         on_outputs: Callable[[], None],
+        on_leaving: Callable[[Replica], None] = lambda replica: None,
+        on_facts: Callable[[Replica, Mapping[str, Any]], None] = lambda replica, facts: None,
     ) -> None:
         self.number = number
+        self._on_leaving, self._on_facts = on_leaving, on_facts
         self._given = config
         self._next_rid = next_rid
         self._on_lost = on_lost
@@ -269,6 +279,8 @@ class Replica:
         self.find: Callable[[bytes], int] | None = board.hashes(number).find
         self.is_draining = False
         """It takes no new requests."""
+        self.is_leaving = False
+        """Nor while its node ends."""
         self.is_removed = False
         """It is stopped, and not started again."""
         self.is_lost = False
@@ -279,7 +291,7 @@ class Replica:
         self.last_failure: str | None = None
         self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs)
         """Of its next life as soon as it is lost: what is pinned to it waits there."""
-        self.supervisor: Supervisor
+        self.supervisor: Supervisor | RemoteReplica
         self.renew()
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
@@ -297,6 +309,17 @@ class Replica:
     def renew(self) -> None:
         """A new supervisor, which has not started, for its next life."""
         self.num_lives += 1
+        self.is_leaving = False
+        if self._given.node is not None:
+            self.supervisor = RemoteReplica(
+                self._given,
+                self.frontend,
+                on_fall=lambda group: self._on_fall(self, group),
+                on_leaving=self._leave,
+                on_facts=lambda facts: self._on_facts(self, facts),
+                board=self._board,
+            )
+            return
         log = StartLog(self._resolve)
         config = self._meeting_place.renewed(self._given)
         self.supervisor = make_supervisor(
@@ -307,6 +330,15 @@ class Replica:
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
         )
+
+    def _leave(self) -> None:
+        self.is_leaving = True
+        self._on_leaving(self)
+
+    @property
+    def is_remote(self) -> bool:
+        """It is on another machine."""
+        return self._given.node is not None
 
     @property
     def config(self) -> EngineConfig:
@@ -338,6 +370,8 @@ class Replica:
         return float(self.supervisor.statistics()["max_recovery_s"]) or start_s
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+        for fact in facts.values():
+            self._on_facts(self, fact)
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor))
         return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
 
@@ -355,7 +389,9 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         """Whether a request may be sent here now; one that recovers takes them, too."""
-        return not (self.is_draining or self.is_removed or self.is_lost) and self.supervisor.state in (
+        return not (
+            self.is_draining or self.is_leaving or self.is_removed or self.is_lost
+        ) and self.supervisor.state in (
             "running",
             "recovering",
         )
@@ -367,7 +403,7 @@ class Replica:
         state = self.supervisor.state
         if state == "dead":
             return "lost"
-        if self.is_draining and state in ("running", "recovering"):
+        if (self.is_draining or self.is_leaving) and state in ("running", "recovering"):
             return "draining"
         return state
 

@@ -76,6 +76,12 @@ class BlockHashTable:
 
     # Read by routers
 
+    @property
+    def num_words_used(self) -> int:
+        """Of a table that another process writes: the header, and the buckets that there are."""
+        num_buckets = self._header[0]
+        return HEADER + min(WAYS * num_buckets, len(self._entries))
+
     def find(self, hashes: bytes) -> int:
         """How many blocks from the start of a prompt are cached, by its hashes: HASH_BYTES for each block."""
         entries = self._entries

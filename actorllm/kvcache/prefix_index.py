@@ -38,12 +38,15 @@ MAX_TAILS = 32
 """Most tails of one run that a single look-up computes the hashes of, the latest first: it bounds what a look-up takes."""
 
 
-def extra_key(cache_salt: str | None = None, adapter: str | None = None, weights: str = "") -> bytes:
+def extra_key(cache_salt: str | None = None, adapter: str | None = None, weights: str = "", cache: str = "") -> bytes:
     """What must be equal for two requests to share KV, beside the tokens.
 
     adapter: the digest of its content. weights: the identity of the version that computes it (`WeightSource.identity`).
+    cache: how it is stored, where that is not the type of the model (`CacheConfig.hash_key`).
     """
     of_weights = b"weights\0" + weights.encode() + b"\0" if weights else b""
+    if cache:
+        of_weights = b"cache\0" + cache.encode() + b"\0" + of_weights
     if cache_salt is None and adapter is None:
         return of_weights
     salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()

@@ -364,8 +364,8 @@ class StepPlan:
     same logits, in the same step, and is a decode row from then on. The full blocks of its tokens are those of the source;
     the block that begins with them ends is a copy, which the next plan asks for.
 
-    decode_slots None: the same rows as in the step before plus nothing, minus nothing. Block tables and extended blocks
-    carry a KV group (there is one group today).
+    decode_slots None: the same rows as in the step of its lane before, plus nothing, minus nothing. Block tables and extended
+    blocks carry a KV group (there is one group today).
     """
 
     step: int
@@ -404,6 +404,9 @@ class StepPlan:
     """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
     new_salts: U8 = field(default_factory=no_u8)
     """Of the new rows that have a cache salt, one `SALT_ROW` each; only where drafts come from outputs of other requests."""
+    lane: I32 = field(default_factory=no_i32)
+    """[2]: which lane its decode rows are of, and up to which step their tokens were known when it was made. Empty: there is one
+    lane. Each lane has decode_slots of its own (`scheduling.lanes`)."""
     max_drafts: int = 0
     """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
 

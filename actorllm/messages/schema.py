@@ -204,6 +204,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             embeds=U8,
             new_processed=U8,
             new_salts=U8,
+            lane=INDEXES,
             max_drafts=COUNT,
         ),
         "LateInputs": _entry(

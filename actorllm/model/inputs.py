@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, NO_U8, U8, StepPlan, no_u8
+from actorllm.messages import I32, NO_U8, U8, StepPlan, no_i32, no_u8
 from actorllm.messages.embeds import GRID, LOWEST_ID, WHOLE
 from actorllm.messages.logit_rules import decode_rules
 from actorllm.model.grid_positions import grid_positions
@@ -88,6 +88,8 @@ class StepInputs:
     drafts: Drafts | None = None
     """Each draft is a decode row of its own, with the block table of its slot and one token more than the one before."""
     draft_tokens: I64 | None = None  # [drafts.counts.sum()] which tokens of the step they are
+    token_slots: I32 = field(default_factory=no_i32)
+    """[num_decodes] the slots of the decode rows in the order of the tokens, padding included."""
 
 
 class Drafts(NamedTuple):
@@ -305,6 +307,7 @@ class PersistentBatch:
             embeds=NO_U8,
             drafts=drafts,
             draft_tokens=None if drafts is None else places[np.flatnonzero(ahead)],
+            token_slots=slots,
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)

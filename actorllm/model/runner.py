@@ -257,11 +257,16 @@ class ModelRunner(ABC, Generic[Handle, How]):
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
 
+    @property
+    def fixed_cache_bytes(self) -> int:
+        """Memory of the KV cache that does not depend on the number of its blocks, at most."""
+        return 0
+
     def profile_num_blocks(self) -> int:
         """How many KV blocks this rank has memory for. A number or a size that is given is taken at its word."""
         cache = self.config.cache
         if cache.num_blocks_override is not None:
-            wanted = cache.num_blocks_override * self.block_bytes
+            wanted = cache.num_blocks_override * self.block_bytes + self.fixed_cache_bytes
             self._check_room(wanted, f"num_gpu_blocks_override={cache.num_blocks_override} ({wanted} bytes)")
             return cache.num_blocks_override
         num_bytes = cache.kv_cache_memory_bytes
@@ -269,7 +274,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             num_bytes = self._cache_bytes()
         else:
             self._check_room(num_bytes, f"kv_cache_memory_bytes={num_bytes}")
-        return max(0, num_bytes // self.block_bytes)
+        return max(0, (num_bytes - self.fixed_cache_bytes) // self.block_bytes)
 
     @abstractmethod
     def _check_room(self, num_bytes: int, wish: str) -> None:

@@ -52,6 +52,8 @@ BATCHES_PER_TURN = 4
 Message: TypeAlias = tuple[int, Any, list[NDArray[Any]]]
 """(kind, scalars, arrays)."""
 OnFrame: TypeAlias = Callable[[int, Any, list[NDArray[Any]]], object]
+OnBody: TypeAlias = Callable[[int, bytes | memoryview], object]
+"""(kind, body as `codec.encode` made it)."""
 OnError: TypeAlias = Callable[[TransportError], object]
 
 
@@ -150,6 +152,11 @@ class Sender:
             raise WouldBlock(
                 f"the ring is full and {self._outbox_bytes} bytes wait in the outbox (limit {self._max_outbox_bytes})"
             )
+
+    def send_body_nowait(self, kind: int, body: bytes | memoryview) -> None:
+        """As `send_nowait`, of what is encoded already: for relays."""
+        if not self._try_send(kind, [body]):
+            raise WouldBlock(f"the ring is full and {self._outbox_bytes} bytes wait in the outbox")
 
     async def send(self, kind: int, scalars: object, arrays: Sequence[NDArray[Any]] = ()) -> None:
         """Like `send_nowait`, but waits for room, callers first come first served. Does not yield when there is room.
@@ -349,6 +356,7 @@ class Receiver:
     __slots__ = (
         "_error",
         "_frames",
+        "_is_paused",
         "_is_turn_scheduled",
         "_max_message_bytes",
         "_num_chunked",
@@ -357,6 +365,7 @@ class Receiver:
         "_num_rechecks_needed",
         "_num_wake_ups",
         "_on_batch",
+        "_on_body",
         "_on_error",
         "_on_frame",
         "_partial",
@@ -372,10 +381,12 @@ class Receiver:
         on_error: OnError | None = None,
         *,
         on_batch: Callable[[], object] | None = None,
+        on_body: OnBody | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         """on_frame(kind, scalars, arrays) runs once per message, in order, and may close the receiver.
 
+        on_body(kind, body) runs in its place, with what nothing has decoded.
         on_batch() runs after each batch of messages that was dispatched: wake the actor there, not per message.
         on_error(error) runs once, when the link must be dropped: CorruptLinkError (something impossible was read, or
         on_frame called `fail`), or PeerLostError (the writer gave this reader up). Nothing is dispatched after it.
@@ -385,6 +396,8 @@ class Receiver:
         self._on_frame = on_frame
         self._on_error = on_error
         self._on_batch = on_batch
+        self._on_body = on_body
+        self._is_paused = False
         self._max_message_bytes = max_message_bytes
         self._frames: deque[Frame] = deque()  # copied out of the ring, not yet dispatched
         self._partial: list[bytes | memoryview] = []  # chunks of a message whose end has not come
@@ -397,10 +410,21 @@ class Receiver:
 
     def start(self) -> None:
         """Dispatches from the running asyncio or uvloop loop, beginning with what is there, until `close`."""
-        if self._on_frame is None:
+        if self._on_frame is None and self._on_body is None:
             raise RuntimeError("a receiver without on_frame is read with receive()")
         self.reader.bell.watch(self._on_bell)
         self._schedule_turn()
+
+    def pause(self) -> None:
+        """Dispatch nothing more until `resume`; the writer finds the ring full, in time."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on."""
+        if self._is_paused:
+            self._is_paused = False
+            if self._error is None:
+                self._schedule_turn()
 
     def _on_bell(self) -> None:
         """The doorbell rang. Cleared before the look at the ring: a frame committed after the look rings again."""
@@ -419,12 +443,18 @@ class Receiver:
 
     def _take_turn(self) -> None:
         """Dispatches a bounded number of batches; asleep afterwards, or scheduled again for the rest."""
-        if self._error is not None:
+        if self._error is not None or self._is_paused:
             return
         reader = self.reader
         try:
             for _ in range(BATCHES_PER_TURN):
-                if self._dispatch_batch() < BATCH_FRAMES and (self._error is not None or reader.arm()):
+                if (
+                    self._dispatch_batch() < BATCH_FRAMES
+                    and not self._is_paused
+                    and (self._error is not None or reader.arm())
+                ):
+                    return
+                if self._is_paused:
                     return
         except BaseException:
             # The handler's bug, and the loop's to report. The frames behind the failed one still have to go out.
@@ -439,8 +469,8 @@ class Receiver:
     def _dispatch_batch(self) -> int:
         """Drains one batch and dispatches it; returns its number of frames."""
         frames = self._frames
-        on_frame = self._on_frame
-        if on_frame is None:
+        on_frame, on_body = self._on_frame, self._on_body
+        if on_frame is None and on_body is None:
             raise RuntimeError("a receiver without on_frame is read with receive()")
         if not frames:
             try:
@@ -451,30 +481,36 @@ class Receiver:
         if not count:
             return 0
         try:
-            while frames:  # emptied by whatever stops the receiver
+            while frames and not self._is_paused:  # emptied by whatever stops the receiver
                 try:
-                    message = self._assemble(frames.popleft())
+                    found = self._assemble(frames.popleft())
+                    message = None if found is None or on_body is not None else (found[0], *decode(found[1]))
                 except CorruptLinkError as error:
                     self.fail(error)
                     break
-                if message is not None:
-                    self._num_messages += 1
+                if found is None:
+                    continue
+                self._num_messages += 1
+                if message is None:
+                    assert on_body is not None
+                    on_body(*found)
+                else:
+                    assert on_frame is not None
                     on_frame(*message)
         finally:
             if self._on_batch is not None:
                 self._on_batch()
         return count
 
-    def _assemble(self, frame: Frame) -> Message | None:
-        """The message that the frame is, or ends; None when more frames belong to it."""
+    def _assemble(self, frame: Frame) -> tuple[int, bytes | memoryview] | None:
+        """Kind and body of the message that the frame is, or ends; None when more frames belong to it."""
         kind, flags, payload = frame
         if flags & MORE or self._partial:
             payload_or_none = self._join_chunk(kind, flags, payload)
             if payload_or_none is None:
                 return None
             payload = payload_or_none
-        scalars, arrays = decode(payload)
-        return kind, scalars, arrays
+        return kind, payload
 
     def _join_chunk(self, kind: int, flags: int, payload: bytes | memoryview) -> bytes | None:
         if self._partial and kind != self._partial_kind:
@@ -508,6 +544,7 @@ class Receiver:
         """Dispatches every message committed at this moment; returns how many. For a peer that died: they are valid."""
         if self._error is not None:
             return 0
+        self._is_paused = False
         before = self._num_messages
         try:
             target = self.reader.committed_position()
@@ -532,10 +569,11 @@ class Receiver:
                         if self.reader.is_writer_closed() and not self.reader.has_frames:
                             raise PeerLostError("the writer closed the channel")
                         raise WouldBlock("no message")
-                message = self._assemble(frames.popleft())
-                if message is not None:
+                found = self._assemble(frames.popleft())
+                if found is not None:
+                    scalars, arrays = decode(found[1])
                     self._num_messages += 1
-                    return message
+                    return found[0], scalars, arrays
         except (CorruptLinkError, PeerLostError) as error:
             self._stop(error)
             raise
@@ -556,7 +594,7 @@ class Receiver:
 
     def recheck(self) -> bool:
         """Called now and then by the actor runtime: dispatches if a doorbell was missed. True if something was there."""
-        if self._error is not None or self._is_turn_scheduled or not self.reader.has_frames:
+        if self._error is not None or self._is_turn_scheduled or self._is_paused or not self.reader.has_frames:
             return False
         # A doorbell that rings and was not heard yet was not missed.
         self._num_rechecks_needed += not self.reader.bell.clear()
@@ -774,6 +812,7 @@ def open_spoke(
     end: LinkEnd,
     *,
     on_frame: OnFrame | None = None,
+    on_body: OnBody | None = None,
     on_error: OnError | None = None,
     on_batch: Callable[[], object] | None = None,
     max_outbox_bytes: int = DEFAULT_MAX_OUTBOX_BYTES,
@@ -792,7 +831,9 @@ def open_spoke(
         reader = RingReader(parts.segment(0), parts.bell(2), parts.bell(1), index=end.index, debug=debug)
         writer = RingWriter(parts.segment(3), [parts.bell(4)], parts.bell(5), checksum=checksum, debug=debug)
     sender = Sender(writer, max_outbox_bytes=max_outbox_bytes, max_message_bytes=max_message_bytes, on_error=on_error)
-    receiver = Receiver(reader, on_frame, on_error, on_batch=on_batch, max_message_bytes=max_message_bytes)
+    receiver = Receiver(
+        reader, on_frame, on_error, on_batch=on_batch, on_body=on_body, max_message_bytes=max_message_bytes
+    )
     return Spoke(end.generation, sender, (receiver,))
 
 

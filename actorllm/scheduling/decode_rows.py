@@ -11,12 +11,14 @@ import numpy as np
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.batch import Batch, Rows
+from actorllm.scheduling.lanes import RowLanes
 
 
 class DecodeRows:
-    """spare: tokens that a row needs room for beyond the one that a step samples."""
+    """spare: tokens that a row needs room for beyond the one that a step samples. lanes: those of the current one only."""
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, spare: int) -> None:
+    def __init__(self, batch: Batch, kv: KVCacheManager, spare: int, lanes: RowLanes | None = None) -> None:
+        self._all = batch.rows if lanes is None else lanes.rows
         self.rows: Rows = batch.rows()
         """Those that can get a token now."""
         self.computed: I32 = NO_I32
@@ -34,7 +36,7 @@ class DecodeRows:
     def find(self) -> None:
         """After whatever has changed: all of them."""
         batch = self._batch
-        self.rows = rows = batch.rows()
+        self.rows = rows = self._all()
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
         self.computed = batch.num_computed[rows.index]
         if rows is not self._rows_of_most:

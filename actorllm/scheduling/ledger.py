@@ -32,6 +32,8 @@ class StepRecord(NamedTuple):
     """The slots that its plan has freed."""
     max_drafts: int = 0
     """How many drafts each decode row may have; num_tokens is without them."""
+    lane: int = 0
+    """That its decode rows are of (`scheduling.lanes`)."""
 
     @property
     def named(self) -> list[Sequence]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, POOLING_CODES, SALT_ROW, U8, StepPlan, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, SALT_ROW, U8, StepPlan, pack_rows
 from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -29,7 +29,8 @@ class PlanBuilder:
         self._new: list[tuple[Sequence, int]] = []
         self._new_blocks: list[I32] = []
         self._sources: dict[Sequence, int] = {}
-        self._sent_rows: I32 | None = None
+        self._sent_rows: dict[int, I32] = {}
+        """By lane."""
 
     def free(self, slot: int) -> None:
         self._freed.append(slot)
@@ -46,7 +47,7 @@ class PlanBuilder:
 
     def forget_worker(self) -> None:
         """The worker's batch is unknown (a step failed, a worker was replaced): send the next row set in full."""
-        self._sent_rows = None
+        self._sent_rows.clear()
 
     def build(
         self,
@@ -57,8 +58,13 @@ class PlanBuilder:
         prefill: list[tuple[Sequence, int]],
         late_slots: I32,
         max_drafts: int = 0,
+        lane: I32 = NO_I32,
     ) -> StepPlan:
-        """The plan of a step; `extended` are slots and the one block that each got, `actions` as in KVCacheManager."""
+        """The plan of a step; `extended` are slots and the one block that each got, `actions` as in KVCacheManager.
+
+        lane: `StepPlan.lane`.
+        """
+        # What has changed since the last plan: slots given up, requests that got one, blocks of those that go on.
         columns: dict[str, Any] = {}
         if self._freed:
             columns["freed"] = np.array(self._freed, np.int32)
@@ -78,8 +84,12 @@ class PlanBuilder:
         zero, sources, targets = actions
         if zero.size or sources.size:
             columns.update(zero_blocks=zero, copy_sources=sources, copy_targets=targets)
-        if rows.slots is not self._sent_rows:
-            self._sent_rows = columns["decode_slots"] = rows.slots
+        # The rows of the step; decode rows that the worker knows already are not named again.
+        number = 0
+        if lane.size:
+            number, columns["lane"] = lane.item(0), lane
+        if rows.slots is not self._sent_rows.get(number):
+            self._sent_rows[number] = columns["decode_slots"] = rows.slots
         if prefill:
             columns["prefill_slots"] = np.array([s.slot for s, _ in prefill], np.int32)
             columns["prefill_counts"] = np.array([n for _, n in prefill], np.int32)
@@ -110,6 +120,7 @@ class NoPlanBuilder(PlanBuilder):
         prefill: list[tuple[Sequence, int]],
         late_slots: I32,
         max_drafts: int = 0,
+        lane: I32 = NO_I32,
     ) -> StepPlan:
         return self._plan
 

@@ -40,6 +40,7 @@ class PrefixCache:
         weights: str = "",
         *,
         keeps_output_apart: bool = False,
+        cache_key: str = "",
     ) -> None:
         """What is found of each other's KV.
 
@@ -47,7 +48,9 @@ class PrefixCache:
             spare: tokens that a row needs room for beyond the one that a step samples.
             weights: the identity of those that the workers compute with.
             keeps_output_apart: blocks that hold output are never found: a prompt of the same tokens has other bits.
+            cache_key: how blocks are stored (`CacheConfig.hash_key`).
         """
+        self._cache_key = cache_key
         self._weights = weights
         self._keeps_output_apart = keeps_output_apart
         self._kv = kv
@@ -72,7 +75,8 @@ class PrefixCache:
         done = len(hashes) // HASH_BYTES * size
         num_hashed = submit.prompt.size if self._keeps_output_apart else sequence.known.size
         if num_hashed - done >= size:
-            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter, self._weights))
+            key = extra_key(submit.cache_salt, submit.adapter, self._weights, self._cache_key)
+            digest = hashes[-HASH_BYTES:] or first_digest(key)
             hashes += continue_hashes(digest, sequence.known[done:num_hashed], size)
         sequence.hashes, sequence.first_hash = hashes, hashes[:HASH_BYTES]
 

@@ -49,6 +49,7 @@ from actorllm.scheduling.draft_budget import DraftBudget
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Forks
+from actorllm.scheduling.lanes import RowLanes
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.message_budget import MessageBudget
@@ -101,15 +102,20 @@ class Scheduler:
         weights: str = "",
         tells_salts: bool = False,
         keeps_output_apart: bool = False,
+        cache_key: str = "",
         is_simulated: bool = False,
+        num_lanes: int = 1,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
-        output are found by no prompt, because their KV has other bits. is_simulated: the contents of
-        plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching."""
+        output are found by no prompt, because their KV has other bits. cache_key: as of `PrefixCache`. is_simulated: the
+        contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching.
+        num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts nothing, and one step of each is
+        in flight."""
+        depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -140,10 +146,13 @@ class Scheduler:
         self.kv = kv = cache(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
         self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
-        self._decode = DecodeRows(batch, kv, spare)
+        self._lanes = None if num_lanes == 1 else RowLanes(num_lanes, batch, self.ledger)
+        self._decode = DecodeRows(batch, kv, spare, self._lanes)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
-        self._cache = PrefixCache(kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart)
+        self._cache = PrefixCache(
+            kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart, cache_key=cache_key
+        )
         self.admission_blocks = self._cache.admission_blocks
         self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
@@ -390,7 +399,7 @@ class Scheduler:
         if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
             return None
         self.now = now
-        plan = self._plan_step()
+        plan = self._plan_lane()
         if plan is None and self._step_failures.is_holding_back and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
@@ -400,15 +409,28 @@ class Scheduler:
         deaths of the workers, suspects do not wait for others that may not start (`pause`)."""
         self._step_failures.end_rest()
         if not self._step_failures.is_restricting_steps:
-            return self._plan_step()
+            return self._plan_lane()
         held_back = self._step_failures.held_back(self.running())
         for sequence in held_back:
             self._table.preempt(sequence)
-        plan = self._plan_step() if held_back else None
+        plan = self._plan_lane() if held_back else None
         if plan is None and self.wake_at == math.inf:
             self._step_failures.lift_restrictions()
-            plan = self._plan_step()
+            plan = self._plan_lane()
         return plan
+
+    def _plan_lane(self) -> StepPlan | None:
+        """Of the first lane that has something to compute."""
+        if self._lanes is None:
+            return self._plan_step()
+        wake_at = math.inf
+        for _ in self._lanes.candidates():
+            plan = self._plan_step()
+            if plan is not None:
+                return plan
+            wake_at = min(wake_at, self.wake_at)
+        self.wake_at = wake_at
+        return None
 
     def _plan_step(self) -> StepPlan | None:
         batch, decode = self.batch, self._decode
@@ -452,7 +474,9 @@ class Scheduler:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
                 batch.start_decoding(completed)
-                if rows is decode.rows:
+                if self._lanes is not None:
+                    self._lanes.join(completed)
+                if rows is decode.rows and self._lanes is None:
                     sampling = batch.rows()
                 else:
                     sampling = batch.select(np.concatenate((rows.index, np.array(completed, np.intp))))
@@ -467,7 +491,8 @@ class Scheduler:
         step = self.ledger.next_step
         actions = self.kv.take_actions()
         max_drafts = self._drafts.most(num_decode, self.limits.max_tokens - num_tokens) if self._drafts.is_used else 0
-        plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts)
+        lane, header = (0, NO_I32) if self._lanes is None else (self._lanes.current, self._lanes.header())
+        plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts, header)
         if prefill and self._message_budget.num_embedded:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
@@ -475,9 +500,20 @@ class Scheduler:
         sampling.hold()
         self.ledger.launch(
             StepRecord(
-                step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0], plan.freed, max_drafts
+                step,
+                sampling,
+                num_decode,
+                tuple(prefill),
+                num_tokens,
+                self.now,
+                actions[0],
+                plan.freed,
+                max_drafts,
+                lane,
             )
         )
+        if self._lanes is not None:
+            self._lanes.launched(self.ledger.newest)
         self._num_steps += 1
         return plan
 
@@ -627,6 +663,8 @@ class Scheduler:
             return NOTHING
         self.ledger.complete(record)
         self.seconds.done(record, result.ended - result.started, now)
+        if self._lanes is not None:
+            self._lanes.observe(record, result.ended - result.started)
         events = self._results.apply(result, record, spans)
         if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)
@@ -726,7 +764,7 @@ class Scheduler:
             or not self.has_room
         ):
             return 0
-        if self.kv.has_copies or self._step_failures.is_recovering:
+        if self.kv.has_copies or self._step_failures.is_recovering or self._lanes is not None:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
@@ -850,6 +888,7 @@ class Scheduler:
             kv=self.kv.statistics(),
             prefix_cache=self._cache.statistics(),
             speculation=self._results.drafts.statistics() if self._drafts.is_used else None,
+            lanes=None if self._lanes is None else self._lanes.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -859,6 +898,8 @@ class Scheduler:
         self._table.check_integrity()
         self._cache.check_integrity()
         self._step_failures.check_integrity()
+        if self._lanes is not None:
+            self._lanes.check_integrity()
         batch = self.batch
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:

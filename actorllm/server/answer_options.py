@@ -13,6 +13,9 @@ from actorllm.text.chat_template import ContentFormat
 MAX_TEMPLATE_BYTES = 1 << 20
 """Of a file with a chat template."""
 
+MAX_RESUME_S = 600.0
+"""For which a stream may outlive its readers."""
+
 SWITCHES = ("return_tokens_as_token_ids", "enable_force_include_usage", "exclude_tools_when_tool_choice_none")
 
 
@@ -25,6 +28,7 @@ class AnswerOptions:
     return_tokens_as_token_ids: log-probabilities call tokens 'token_id:N'. enable_force_include_usage: every stream ends with
     its usage.
     exclude_tools_when_tool_choice_none: with tool_choice 'none' the template is not shown the tools.
+    resume_streams_for: seconds for which streams outlive their readers (`outliving.streams`); 0: not at all.
     """
 
     chat_template: str | None = None
@@ -34,6 +38,7 @@ class AnswerOptions:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     exclude_tools_when_tool_choice_none: bool = False
+    resume_streams_for: float = 0.0
 
     @classmethod
     def of(cls, **given: Any) -> AnswerOptions:
@@ -53,6 +58,9 @@ class AnswerOptions:
         for name in SWITCHES:
             if not isinstance(getattr(made, name), bool):
                 raise ConfigError(f"{name}={getattr(made, name)!r:.80} must be True or False")
+        seconds = made.resume_streams_for
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_RESUME_S:
+            raise ConfigError(f"resume_streams_for={seconds!r:.40} must be between 0 and {MAX_RESUME_S:g} seconds")
         if not made.response_role:
             raise ConfigError("response_role is empty: leave it out, or give the name of a role")
         return cls(**{**given, "chat_template": template_text(made.chat_template)})

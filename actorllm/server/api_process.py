@@ -26,6 +26,7 @@ from actorllm.server.board import Board
 from actorllm.server.launcher import Server, config_of, drain
 from actorllm.server.line import ControlLine
 from actorllm.server.listener import Bound, Listener
+from actorllm.server.outliving.elsewhere import answer_peer
 from actorllm.server.state import Peers, ServerState
 from actorllm.server.warmup import warm_up
 
@@ -72,6 +73,8 @@ class ApiProgram:
                 return True
             case "abort":
                 return self._state.abort(arguments["names"]) if self._state is not None else 0
+            case "kept":
+                return await answer_peer(self._state.responses, **arguments) if self._state is not None else None
             case _:
                 raise EngineError(f"an API process has no answer for {verb!r}")
 
@@ -129,6 +132,10 @@ class OtherProcesses(Peers):
 
     async def supervisor(self) -> dict[str, Any] | None:
         told: dict[str, Any] | None = await self._ask("supervisor")
+        return told
+
+    async def kept(self, **arguments: Any) -> dict[str, Any] | None:
+        told: dict[str, Any] | None = await self._ask("kept", **arguments)
         return told
 
     async def _ask(self, verb: str, **arguments: Any) -> Any:

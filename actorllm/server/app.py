@@ -24,13 +24,14 @@ from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
 from actorllm.server.anthropic.endpoints import router as anthropic_router
-from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
 from actorllm.server.middleware import middleware_named
 from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody
 from actorllm.server.ollama.routes import router as ollama_router
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
+from actorllm.server.outliving.paths import router as outliving_router
+from actorllm.server.outliving.streams import answered
 from actorllm.server.protocol import (
     AbortRequest,
     Body,
@@ -63,7 +64,7 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 ROUTERS = (
-    *(responses_router, anthropic_router, ollama_router),
+    *(responses_router, outliving_router, anthropic_router, ollama_router),
     *(inference.router, render.router, several.router, refused.router),
 )
 
@@ -171,14 +172,12 @@ def create_app(
 
 async def complete(request: Request) -> Response:
     """Go on from prompts."""
-    answer, _ = await answer_of(request, CompletionRequest, completions.ask, "prompt")
-    return answer
+    return await answered(request, CompletionRequest, completions.ask, "prompt")
 
 
 async def converse(request: Request) -> Response:
     """Answer a conversation."""
-    answer, _ = await answer_of(request, ChatCompletionRequest, chat.ask, "messages")
-    return answer
+    return await answered(request, ChatCompletionRequest, chat.ask, "messages")
 
 
 async def generate(request: Request) -> Response:

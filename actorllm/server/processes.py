@@ -102,6 +102,8 @@ class ApiProcess:
         match verb:
             case "abort":
                 return await self._owner.abort_elsewhere(self, arguments["names"])
+            case "kept":
+                return await self._owner.ask_elsewhere(self, "kept", arguments)
             case "supervisor":
                 counts = self._owner.llm._engine.statistics()["supervisor"]
                 return {name: counts[name] for name in ("num_recoveries", "recovery_s")}
@@ -224,6 +226,22 @@ class ApiProcesses:
                 if process is not asking and process.is_ready:
                     tasks.start_soon(ask, process)
         return sum(counts)
+
+    async def ask_elsewhere(self, asking: ApiProcess, verb: str, arguments: dict[str, Any]) -> Any:
+        """The first answer that is not None."""
+        answers: list[Any] = []
+
+        async def ask(process: ApiProcess) -> None:
+            with contextlib.suppress(ActorLLMError, TimeoutError):  # it is gone, with what it kept
+                if (told := await process.line.ask(verb, ASK_TIMEOUT_S, **arguments)) is not None:
+                    answers.append(told)
+                    tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for process in list(self._processes.values()):
+                if process is not asking and process.is_ready:
+                    tasks.start_soon(ask, process)
+        return answers[0] if answers else None
 
     def _begin_end(self) -> None:
         """No process that dies is started again from here on."""

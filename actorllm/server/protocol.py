@@ -198,7 +198,14 @@ class Generation(EngineRequest):
     return_token_ids: bool | None = None
 
 
-class CompletionRequest(Generation):
+class ResumableBody(Generation):
+    """What requests share whose streams may outlive their readers."""
+
+    resume_for: float | None = None
+    """Seconds without a reader until the request is aborted, and from its end until its events are forgotten."""
+
+
+class CompletionRequest(ResumableBody):
     """`POST /v1/completions`."""
 
     TOKEN_FIELDS = ("prompt", "allowed_token_ids")
@@ -211,7 +218,7 @@ class CompletionRequest(Generation):
         return {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}
 
 
-class ChatCompletionRequest(Generation):
+class ChatCompletionRequest(ResumableBody):
     """`POST /v1/chat/completions`."""
 
     messages: Messages

@@ -43,6 +43,10 @@ class Peers:
         """What the supervisor of the engine counts, where that is another process's."""
         return None
 
+    async def kept(self, **arguments: Any) -> dict[str, Any] | None:
+        """What another of them says of a response that it keeps (`outliving.elsewhere`); None: none keeps it."""
+        return None
+
 
 class ServerState:
     def __init__(
@@ -72,7 +76,7 @@ class ServerState:
         """Another API process may answer the next request of a client."""
         self.responses = KeptResponses()
         self.detached: set[object] = set()
-        """Tasks of responses in the background."""
+        """Tasks of streams that outlive their readers."""
         self.board = Board(1)
         self.bodies = BodyReader()
         self._tool_call_parser = tool_call_parser

@@ -71,6 +71,11 @@ class Child(ABC):
         self._on_end = on_end
 
     @property
+    def has_work(self) -> bool:
+        """Whether it may wait for other actors, which are watched while it does."""
+        return self.spec.placement == "attached"
+
+    @property
     def is_linkable(self) -> bool:
         """It is configured: what it needs next are its links."""
         return self.phase in ("configured", "running")
@@ -148,6 +153,10 @@ class OwnerChild(LocalChild):
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], actor: Actor) -> None:
         super().__init__(spec, on_end)
         self.runner = Runner(actor, self._report_end, self._report_broken, on_defect=self._report_defect)
+
+    @property
+    def has_work(self) -> bool:
+        return self.runner.actor.has_work
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         alive = anyio.Event()

@@ -82,6 +82,9 @@ class Config(Protocol):
     def from_json(cls, data: bytes | str) -> Any: ...
 
 
+ChildMaker = Callable[[ActorSpec, Callable[[Any, ActorDeath], None]], Child]
+"""From what it is to be, and what is to hear of its end."""
+
 Resolve = Callable[[Any, dict[str, dict[str, Any]]], Any]
 """`(config, {actor: facts}) -> config`. What it raises is what the start raises."""
 
@@ -92,7 +95,8 @@ class Supervisor:
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
     on_death: hears of the death that ends the engine, before everything is stopped. on_fall: hears the name of a group that died
     and is started again. actors: owner-placed actors that
-    exist already, by name. check: called before anything is started the first time; what it raises ends the start.
+    exist already, by name. elsewhere: what makes those that no placement makes, by name. check: called before anything is
+    started the first time; what it raises ends the start.
     restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. amend: what it is changed to after a death. standby: the group for which as many
     processes are kept parked as it has actors, and when. heartbeat_timeout_s, step_timeout_s: when a process that does not go on is
@@ -109,6 +113,7 @@ class Supervisor:
         on_death: Callable[[ActorDeath], None] | None = None,
         on_fall: Callable[[str], None] | None = None,
         actors: Mapping[str, Actor] | None = None,
+        elsewhere: Mapping[str, ChildMaker] | None = None,
         start_timeout_s: float | None = None,
         check: Callable[[], None] | None = None,
         restarts: RestartLimits | None = None,
@@ -132,6 +137,7 @@ class Supervisor:
         self._on_death = on_death
         self._on_fall = on_fall
         self._actors = dict(actors or {})
+        self._elsewhere = dict(elsewhere or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
@@ -397,6 +403,8 @@ class Supervisor:
         return child
 
     def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
+        if spec.name in self._elsewhere:
+            return self._elsewhere[spec.name](spec, self._on_end)
         if spec.placement == "process":
             return ProcessChild(spec, self._on_end, loop)
         if spec.placement == "thread":

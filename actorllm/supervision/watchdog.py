@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import anyio
 
 from actorllm.clock import now
-from actorllm.supervision.children import Child, OwnerChild, ProcessChild, ThreadChild
+from actorllm.supervision.children import Child, ProcessChild, ThreadChild
 from actorllm.supervision.hang_detector import HangDetector
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,7 @@ class Watchdog:
             return True
         if not processes and not any(isinstance(child, ThreadChild) for child in self._children.values()):
             return False  # the next process that is spawned wakes it
-        for child in self._children.values():
-            if isinstance(child, OwnerChild):
-                if child.runner.actor.has_work:
-                    return True
-            elif child.spec.placement == "attached":
-                return True
-        return False
+        return any(child.has_work for child in self._children.values())
 
     def _try_to_look(self) -> None:
         try:

@@ -44,7 +44,9 @@ class EngineOptions(VLLMOptions, total=False):
     max_num_batched_tokens: Annotated[int, 2048]
     """Most tokens of one step, of prompts and outputs together."""
     block_size: Annotated[int | None, None]
-    """Tokens of one block of the KV cache; None: 32, or 64 on CUDA."""
+    """Tokens of one block of the KV cache; None: 32, or 64 on CUDA and with kv_cache_dtype='int8'."""
+    kv_cache_dtype: Annotated[Literal["auto", "int8"], "auto"]
+    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'auto': as the model."""
     enable_prefix_caching: Annotated[bool | None, None]
     """Use the KV of earlier requests with the same beginning; None: yes."""
     kv_cache_memory_bytes: Annotated[int | None, None]
@@ -163,6 +165,14 @@ class EngineOptions(VLLMOptions, total=False):
     """A class of yours, or its path 'module:Class', whose methods are added to that class. Empty: none."""
     data_parallel_size: Annotated[int, 1]
     """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
+    data_parallel_size_local: Annotated[int | None, None]
+    """How many of them are on this machine, where there are nodes; None: none. Without nodes all are."""
+    data_parallel_address: Annotated[str | None, None]
+    """The address of this machine in vLLM, which other ones call. Here this machine calls the nodes, and does not use it."""
+    nnodes: Annotated[int, 1]
+    """Machines, with this one; it has to agree with nodes."""
+    node_rank: Annotated[int, 0]
+    """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
     module: Annotated[Any, None]
@@ -173,6 +183,15 @@ class EngineOptions(VLLMOptions, total=False):
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""
+    nodes: Annotated[Sequence[str] | None, None]
+    """Other machines that have replicas, as 'host:port' of the agents there (`actorllm node`). With data_parallel_size=1 each has
+    one."""
+    node_key_file: Annotated[str | os.PathLike[str] | None, None]
+    """The file of the key that this machine and the nodes have in common, of mode 0600."""
+    node_timeout_s: Annotated[float, 3.0]
+    """Seconds after which a node from which nothing comes is lost; at least 1."""
+    node_ca_file: Annotated[str | os.PathLike[str] | None, None]
+    """A file of certificates by which those of the nodes are held: agents are called by TLS. None: without TLS."""
     name: Annotated[str | None, None]
     """Under which other programs of this user join the engine (`AsyncLLM.attach`); None: none can."""
     device: Annotated[str, "auto"]

@@ -19,6 +19,9 @@ ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded."""
 METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF)
 
+NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+"""Formats of compressed-tensors with floats of 4 bits."""
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "int-quantized": {
         "weights.num_bits": 8,
@@ -45,6 +48,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "weights.type": "float",
         "weights.symmetric": True,
         "weights.strategy": ("tensor", "channel", "block"),
+        "weights.dynamic": False,
+    },
+    NVFP4_PACKED: {
+        "weights.num_bits": 4,
+        "weights.type": "float",
+        "weights.symmetric": True,
+        "weights.strategy": "tensor_group",
+        "weights.group_size": 16,
+        "weights.dynamic": False,
+    },
+    MXFP4_PACKED: {
+        "weights.num_bits": 4,
+        "weights.type": "float",
+        "weights.symmetric": True,
+        "weights.strategy": "group",
+        "weights.group_size": 32,
         "weights.dynamic": False,
     },
 }
@@ -78,6 +97,7 @@ class QuantizedCheckpoint:
     ignored_parts: tuple[str, ...] = ()
     """Layers that are not quantized: what their names have in them."""
     bits: int = 8
+    """Of integers; floats of any number of bits become integers of 8."""
     group: int | None = None
     """Inputs that share a scale; None: all of them."""
     is_symmetric: bool = True
@@ -149,13 +169,13 @@ def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
             raise _unknown(f"quantization_config.{field}", inner, None)
     weights = group["weights"]
     size = None
-    if weights["strategy"] == "group":
+    if weights["strategy"] in ("group", "tensor_group"):
         size = _integer(f"{where}.weights.group_size", weights.get("group_size"))
     return QuantizedCheckpoint(
         COMPRESSED_TENSORS,
         layout,
         ignored,
-        bits=weights["num_bits"],
+        bits=8 if weights["type"] == "float" else weights["num_bits"],
         group=size,
         is_symmetric=weights.get("symmetric") is not False,
         has_order=weights.get("actorder") in ("group", "dynamic"),

@@ -1,4 +1,4 @@
-"""Links in memory and over rings mean the same: order, no loss, bounds, batches, broadcast, the end."""
+"""Links in memory, over rings and over streams mean the same: order, no loss, bounds, batches, broadcast, the end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from actorllm.actors.topology import LinkSpec
 from actorllm.errors import CorruptLinkError, PeerLostError, WouldBlock
 from actorllm.messages import Abort, Message, StepPlan, StepResult
 from actorllm.ring.channel import create_link
+from tests.nodes.stream_pairs import over_streams
 
 PAIR = LinkSpec.pair("hub", "a")
 BROADCAST = LinkSpec.broadcast("both", "hub", ["a", "b"], capacity_down=1 << 16, capacity_up=1 << 16)
@@ -56,18 +57,33 @@ def in_memory(spec: LinkSpec) -> list[Link]:
     return connect_in_memory(spec.infos(RANK_OF, 3))
 
 
-@pytest.fixture(params=[in_memory, over_rings])
-def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+def over_a_stream(spec: LinkSpec) -> list[Link]:
+    return over_streams(spec.infos(RANK_OF, 3))
+
+
+def connecting(transport: Callable[[LinkSpec], list[Link]]) -> Iterator[Connect]:
     made: list[Link] = []
 
     def make(spec: LinkSpec) -> list[Link]:
-        links = request.param(spec)
+        links = transport(spec)
         made.extend(links)
         return links
 
     yield make
     for link in made:
         link.close()
+
+
+@pytest.fixture(params=[in_memory, over_rings, over_a_stream])
+def connect_pair(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Of every transport."""
+    yield from connecting(request.param)
+
+
+@pytest.fixture(params=[in_memory, over_rings])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Of those that have broadcasts."""
+    yield from connecting(request.param)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -85,8 +101,8 @@ def send_until_full(link: Link, message: Message) -> int:
     raise AssertionError("the link has no bound")
 
 
-async def test_everything_arrives_once_in_order_and_in_batches(connect: Connect) -> None:
-    hub, spoke = connect(PAIR)
+async def test_everything_arrives_once_in_order_and_in_batches(connect_pair: Connect) -> None:
+    hub, spoke = connect_pair(PAIR)
     box = Box()
     hub.send_nowait(StepPlan(step=0))  # before the receiver opens its end
     spoke.open(box)
@@ -105,8 +121,8 @@ async def test_everything_arrives_once_in_order_and_in_batches(connect: Connect)
     assert spoke.statistics().num_received == 2000
 
 
-async def test_both_ends_know_whom_they_talk_to(connect: Connect) -> None:
-    hub, spoke = connect(PAIR)
+async def test_both_ends_know_whom_they_talk_to(connect_pair: Connect) -> None:
+    hub, spoke = connect_pair(PAIR)
     assert (hub.peer, hub.rank, hub.generation) == ("a", 0, 3)
     assert (spoke.peer, spoke.rank, spoke.generation) == ("hub", 5, 3)
     assert list(hub.spokes) == [hub]
@@ -149,8 +165,21 @@ async def test_a_full_link_refuses_and_loses_nothing(connect: Connect) -> None:
     await until(lambda: all(len(box.received) == num_sent + 1 for box in boxes))
 
 
-async def test_finish_delivers_what_a_dead_peer_had_sent(connect: Connect) -> None:
-    hub, spoke = connect(PAIR)
+async def test_a_full_pair_refuses_and_loses_nothing(connect_pair: Connect) -> None:
+    hub, spoke = connect_pair(PAIR)
+    box = Box()
+    hub.open(Box())
+    message = StepPlan(step=1, new_tokens=np.zeros(1 << 10, np.int32))
+    num_sent = send_until_full(hub, message)  # the spoke does not read
+    assert num_sent > 1000
+    spoke.open(box)
+    await until(lambda: len(box.received) == num_sent)
+    hub.send_nowait(message)
+    await until(lambda: len(box.received) == num_sent + 1)
+
+
+async def test_finish_delivers_what_a_dead_peer_had_sent(connect_pair: Connect) -> None:
+    hub, spoke = connect_pair(PAIR)
     box = Box()
     hub.open(box)
     spoke.open(Box())

@@ -11,44 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu import invariance, layers
 from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu.attention import FIXED_TILE, AttentionBatch, KVCache
 from actorllm.model.linear import Linear, LinearWeight
+from tests.api.prompted import DRAFTS, OTHERS, PROMPT, Stream, streams
 from tests.model.driver import TINY_LLAMA
 
 OPTIONS: dict[str, Any] = {
     "topology": "inline", "num_threads": 1, "max_model_len": 192, "batch_invariant": True, "block_size": 16,
 }  # fmt: skip
-
-PROMPT = (
-    "Once upon a time there was a king who had three sons, and the youngest of them was so clever that all the people of the land "
-    "spoke of him, and one day the king said to him that he should go out into the world and"
-)
-OTHERS = [
-    "The",
-    "A little girl went into the forest and",
-    "He said: I will not",
-    "There lived a fox",
-    "Once upon a time " * 9,
-]
-PARAMS = SamplingParams(temperature=0.8, max_tokens=20, seed=11, logprobs=1, ignore_eos=True)
-
-Stream = list[tuple[int, float]]
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-
-
-def streams(llm: LLM, prompts: list[str]) -> list[Stream]:
-    """Of each prompt the tokens, with their log-probabilities."""
-    found = []
-    for output in llm.generate(prompts, PARAMS, use_tqdm=False):
-        (one,) = output.outputs
-        assert one.logprobs is not None
-        found.append([(token, at[token].logprob) for token, at in zip(one.token_ids, one.logprobs, strict=True)])
-    return found
 
 
 @pytest.fixture(scope="module")

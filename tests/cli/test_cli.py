@@ -238,6 +238,11 @@ def test_info(capfd: pytest.CaptureFixture[str]) -> None:
         assert word in output
 
 
+def test_info_says_what_a_cache_of_8_bits_holds(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main_of("info", "storyteller", "--kv-cache-dtype", "int8") == 0
+    assert "int8, 1,152 bytes a token, 1.78 times as many tokens as in bfloat16" in capfd.readouterr().out
+
+
 def test_info_of_a_model_that_cannot_be_served(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tree = json.loads((STORYTELLER / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(tree))

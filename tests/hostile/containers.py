@@ -20,6 +20,7 @@ LOOKED_AT = (
     "actorllm/server",
     "actorllm/supervision",
     "actorllm/fleet",
+    "actorllm/nodes",
     "actorllm/text",
     "actorllm/types",
     "actorllm",

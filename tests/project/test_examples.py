@@ -91,6 +91,12 @@ def test_attach() -> None:
     assert last == more.replace("guest", "owner", 1)
 
 
+def test_several_machines() -> None:
+    lines = output_of("several_machines.py").splitlines()
+    assert lines[0].startswith("listening on 127.0.0.1:")
+    assert lines[-1].startswith("[(0, 'running'), (1, ")
+
+
 def test_survive_a_crash() -> None:
     lines = output_of("survive_a_crash.py").splitlines()
     assert lines[-2:] == ["the same text: True", "the engine: running, after 4 recoveries"]

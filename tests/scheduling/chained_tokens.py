@@ -65,6 +65,7 @@ class ScriptedWorker:
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     decode: list[int] = field(default_factory=list)
+    decode_of_lane: dict[int, list[int]] = field(default_factory=dict)
     zeroed: list[int] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
     shared: list[tuple[int, int, int]] = field(default_factory=list)
@@ -196,8 +197,10 @@ class ScriptedWorker:
             self.zeroed.append(block)
             for offset in range(self.block_size):
                 self.kv.pop((block, offset), None)
+        lane = int(plan.lane[0]) if plan.lane.size else 0
         if plan.decode_slots is not None:
-            self.decode = plan.decode_slots.tolist()
+            self.decode_of_lane[lane] = plan.decode_slots.tolist()
+        self.decode = self.decode_of_lane.get(lane, [])
         assert set(self.decode) <= set(self.rows), "a decode row is not in the batch"
         for slot in plan.new["slot"].tolist():
             row, prefix = self.rows[slot], 0

@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 
 from actorllm import AsyncLLM
+from actorllm.clock import now
 from actorllm.server import create_app
 from actorllm.server.envelope import ApiError
 from actorllm.server.responses import kept as kept_module
 from actorllm.server.responses import request as request_module
 from actorllm.server.responses.kept import KeptResponse, KeptResponses
-from actorllm.server.state import Peers
 from tests.server.conftest import client_of, is_idle, until
 from tests.server.openai_description.description import check, check_event
 
@@ -271,20 +271,6 @@ async def test_so_many_are_written_in_the_background(llm: AsyncLLM, monkeypatch:
     await until(lambda: is_idle(llm))
 
 
-async def test_several_api_processes_keep_nothing(llm: AsyncLLM) -> None:
-    app = create_app(llm)
-    state = app.state.server
-    state.join(state.board, 0, Peers())
-    async with client_of(app) as client:
-        for field, value in (("background", True), ("previous_response_id", "resp_1")):
-            refused = await client.post("/v1/responses", json={"input": "a", field: value})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
-            assert "several API processes" in refused.json()["error"]["message"]
-        response = await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1, "store": True})
-        assert "store" in response.headers["x-actorllm-warning"]
-        assert response.json()["store"] is False
-
-
 async def test_a_long_conversation_is_not_kept(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (kept_module, request_module):
         monkeypatch.setattr(place, "MAX_CONVERSATION_BYTES", 300)
@@ -341,7 +327,7 @@ async def test_events_are_bounded_and_go_after_a_while(monkeypatch: pytest.Monke
     responses.add(kept)
     assert responses.find("a").after(8)[0]
     assert responses._num_bytes == kept.num_bytes > 2
-    monkeypatch.setattr(kept_module, "EVENTS_KEPT_S", -1.0)
+    monkeypatch.setattr(kept_module, "now", lambda: now() + kept_module.EVENTS_KEPT_S)
     with pytest.raises(ApiError, match="no longer kept"):
         responses.find("a").after(8)
     assert responses._num_bytes == kept.num_bytes == 2

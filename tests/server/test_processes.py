@@ -145,6 +145,23 @@ def test_what_one_knows_all_know(server: Server) -> None:
         assert b'"finish_reason":"abort"' in stream.read()
 
 
+def test_a_stream_is_read_on_and_a_response_gone_on_from_in_any_process(server: Server) -> None:
+    body = {"input": "Once", "max_output_tokens": 30, "ignore_eos": True, "stream": True, "resume_for": 60}
+    with httpx.stream("POST", f"{server.url}/v1/responses", json=body, timeout=30) as stream:
+        name = stream.headers["x-request-id"]
+        next(stream.iter_lines())
+    found: set[str] = set()
+    usages: set[int] = set()
+    for _ in range(8):  # connections of their own, which go to either process
+        found.add(httpx.get(f"{server.url}/v1/responses/{name}?stream=true&starting_after=3", timeout=30).text)
+        more = {"input": "a", "max_output_tokens": 1, "previous_response_id": name}
+        usages.add(httpx.post(f"{server.url}/v1/responses", json=more, timeout=30).json()["usage"]["input_tokens"])
+    (text,) = found
+    assert text.startswith("id: 4\n")
+    assert "response.incomplete" in text
+    assert len(usages) == 1
+
+
 def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     streams = [Stream(server, n=2) for _ in range(6)]
     for stream in streams:

@@ -27,6 +27,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +60,7 @@ SMALL_TILE_PRODUCTS = 64 << 20
 """Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
 
 
-def _zero_pages(num_bytes: int) -> mmap.mmap:
+def zero_pages(num_bytes: int) -> mmap.mmap:
     """Zeros that take no memory before they are written; `torch.zeros` writes them all.
 
     Large pages, where the system has them: a first write costs one fault for 2 MiB instead of 512.
@@ -70,8 +72,46 @@ def _zero_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
-class KVCache:
-    """Keys and values of every layer, by block."""
+class PagedCache(ABC):
+    """What a runner and a decoder do with a cache, however it stores keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    padding_block: int
+    dtype: torch.dtype
+    """Of the keys and values that it is given, and of what attention returns."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let all be zeros that take no memory, as at first."""
+
+    @abstractmethod
+    def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
+        """Clear these blocks, and what else is kept of these slots, [0, num_slots); None: of none."""
+
+    @abstractmethod
+    def clear(self, inputs: StepInputs, tokens: I64) -> None:
+        """Clear what some decode rows of a step have stored. tokens: which tokens of the step they are."""
+
+    @abstractmethod
+    def copy(self, sources: I32, targets: I32) -> None:
+        """Copy blocks, all at once: a target that is also a source is read before it is written."""
+
+    @abstractmethod
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """A step is computed whose prompts other slots share. pairs: (slot, the slot whose prompt it shares)."""
+
+    @abstractmethod
+    def attention(
+        self, inputs: StepInputs, queries_per_kv: int, windows: Iterable[int | None]
+    ) -> dict[int | None, AttentionBatch]:
+        """Which token attends to which in a step, by sliding window (None: everything before)."""
+
+
+class KVCache(PagedCache):
+    """Keys and values of every layer, by block, in the type of the model."""
 
     def __init__(
         self,
@@ -87,14 +127,13 @@ class KVCache:
     ) -> None:
         """keeps_output_apart, has_fixed_tiles: how rows of prompts attend (see the module)."""
         self.keeps_output_apart, self.has_fixed_tiles = keeps_output_apart, has_fixed_tiles
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.zero_block = num_blocks
         self.padding_block = num_blocks + 1
         shape = (num_layers, num_blocks + 2, 2 * num_kv_heads, block_size * head_dim)
-        self._pages = _zero_pages(math.prod(shape) * dtype.itemsize)
+        self._pages = zero_pages(math.prod(shape) * dtype.itemsize)
         self.pool = torch.frombuffer(self._pages, dtype=torch.uint8).view(dtype).view(shape)
         self.layers = [KVLayer(blocks, num_kv_heads, head_dim, block_size) for blocks in self.pool.unbind(0)]
         rows_per_layer = shape[1] * shape[2] * max(head_dim, block_size)
@@ -104,25 +143,32 @@ class KVCache:
         self.decodes: dict[int | None, DecodeContext] = {}
         """By sliding window."""
 
-    def release(self) -> None:
-        """Let all be zeros that take no memory, as at first. What points to them still does."""
+    def release(self) -> None:  # what points to them still does
         self._pages.madvise(mmap.MADV_DONTNEED)
 
-    def zero(self, block_ids: I32) -> None:
+    def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
 
-    def clear(self, kv_slots: I64) -> None:
-        """Zero single tokens: block * block_size + offset of each."""
+    def clear(self, inputs: StepInputs, tokens: I64) -> None:
+        kv_slots = inputs.kv_slots[tokens]
         block, offset = torch.from_numpy(kv_slots // self.block_size), torch.from_numpy(kv_slots % self.block_size)
         for layer in self.layers:
             layer.keys[block, :, :, offset] = 0
             layer.values[block, :, offset] = 0
 
     def copy(self, sources: I32, targets: I32) -> None:
-        """All at once: a target that is also a source is read before it is written."""
         to, where = torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(sources.astype(np.int64))
         for layer in self.layers:
             layer.blocks.index_copy_(0, to, layer.blocks.index_select(0, where))
+
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing: plans copy the blocks."""
+
+    def attention(
+        self, inputs: StepInputs, queries_per_kv: int, windows: Iterable[int | None]
+    ) -> dict[int | None, AttentionBatch]:
+        writes = KVWrites(inputs, self)
+        return {window: AttentionBatch(inputs, self, writes, queries_per_kv, window) for window in windows}
 
 
 class KVLayer:
@@ -222,7 +268,7 @@ class DecodeGroup:
         self.value_index = torch.from_numpy(self._values.reshape(-1))
         self.key_bags = torch.from_numpy(np.arange(0, self._keys.size, dim, dtype=kind))
         self.value_bags = torch.from_numpy(np.arange(0, self._values.size, num_blocks * size, dtype=kind))
-        self.bias = torch.empty(rows, 1, num_blocks * size, dtype=cache.pool.dtype)
+        self.bias = torch.empty(rows, 1, num_blocks * size, dtype=cache.dtype)
         """0 where a row may look, -inf elsewhere."""
 
     def point(self, rows: Any, columns: Any, block_ids: I32) -> None:
@@ -344,12 +390,12 @@ class AttentionBatch:
         if scoring.softcap is None:
             scores = torch.add(group.bias, scores, alpha=scale)
         else:
-            scores = _capped_(scores.mul_(scale), scoring.softcap).add_(group.bias)
+            scores = capped_(scores.mul_(scale), scoring.softcap).add_(group.bias)
         weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
         out = torch.embedding_bag(views.value_rows, group.value_index, group.value_bags, False, 0, False, weights)[0]
         out = out.view(num_rows, num_heads, dim)
         if scoring.sinks is not None:
-            out.mul_(_share_beside_sinks(scores, scoring.sinks.unsqueeze(1)))
+            out.mul_(share_beside_sinks(scores, scoring.sinks.unsqueeze(1)))
         return out.view(num_rows, num_heads * dim)
 
     def _prefill(
@@ -390,12 +436,12 @@ class AttentionBatch:
                 q, k, v = q.float(), k.float(), v.float()
             scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scoring.scale)
             if scoring.softcap is not None:
-                scores = _capped_(scores, scoring.softcap)
+                scores = capped_(scores, scoring.softcap)
             by_head = scores.view(heads, fold, num_tokens, length)
             by_head[..., -tile.bias.shape[1] :].add_(tile.bias)
             attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
             if scoring.sinks is not None:
-                attended.mul_(_share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
+                attended.mul_(share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
             made = attended.permute(2, 0, 1, 3)  # [num_tokens, num_kv_heads, fold, head_dim]
             if tile.num_queries is not None:
                 made = made[tile.num_before : tile.num_before + tile.end - tile.start]
@@ -538,14 +584,14 @@ class AttentionBatch:
         for number, low in zip(numbers, lows, strict=True):
             begins, high = number * FIXED_TILE, (number + 1) * FIXED_TILE
             a, b = max(first_position, begins), min(first_position + count, high)
-            is_small = cache.pool.dtype == torch.float16 or (
-                cache.pool.dtype != torch.float32 and per_product * (high - low) <= SMALL_TILE_PRODUCTS
+            is_small = cache.dtype == torch.float16 or (
+                cache.dtype != torch.float32 and per_product * (high - low) <= SMALL_TILE_PRODUCTS
             )
             query, key = torch.arange(begins, high).unsqueeze(1), torch.arange(low, high)
             hidden = key > query
             if window is not None:
                 hidden |= key <= query - window
-            bias = torch.zeros(hidden.shape, dtype=torch.float32 if is_small else cache.pool.dtype)
+            bias = torch.zeros(hidden.shape, dtype=torch.float32 if is_small else cache.dtype)
             bias.masked_fill_(hidden, float("-inf"))
             tiles.append(
                 PrefillTile(
@@ -576,8 +622,8 @@ class AttentionBatch:
         ids = torch.from_numpy(table[first_block : -(-length // size)]) if first_position else None
         num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
         layer_products = len(self._cache.layers) * num_heads * dim
-        is_exact = self._cache.pool.dtype == torch.float32
-        is_float16 = self._cache.pool.dtype == torch.float16  # few processors multiply it fast
+        is_exact = self._cache.dtype == torch.float32
+        is_float16 = self._cache.dtype == torch.float16  # few processors multiply it fast
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
         last_visible = np.arange(first_position, length)
         if whole is not None:
@@ -594,7 +640,7 @@ class AttentionBatch:
             hidden = key > torch.from_numpy(last_visible[a:b]).unsqueeze(1)
             if window is not None:
                 hidden |= key <= query - window
-            dtype = torch.float32 if is_small else self._cache.pool.dtype
+            dtype = torch.float32 if is_small else self._cache.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(start, start + count, ids, tiles)
@@ -614,10 +660,10 @@ def _is_one_step_on(before: I64, after: I64) -> bool:
     return bool(((grown == 1) | ((grown == 0) & (after == 1))).all())
 
 
-def _capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+def capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def _share_beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def share_beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """What a softmax with one more score would leave for the others, [..., 1]; sinks broadcast to that."""
     return torch.sigmoid(torch.logsumexp(scores.float(), -1, True) - sinks.float()).to(scores.dtype)

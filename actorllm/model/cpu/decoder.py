@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from actorllm.model.adapters.slots import AdaptedLinear, rebased
-from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
 from actorllm.model.embeds import place_rows
@@ -276,13 +276,10 @@ class Decoder:
         head = 0 if self.lm_head is None else self.lm_head.num_bytes
         return head + sum(layer.num_bytes for layer in self.layers)
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.share.num_heads // self.share.num_kv_heads
-        writes = KVWrites(inputs, cache)
-        attention: dict[int | None, AttentionBatch] = {}
-        for window in self._windows:
-            attention[window] = AttentionBatch(inputs, cache, writes, fold, window)
+        attention = cache.attention(inputs, fold, self._windows)
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
         x = self._embed(torch.from_numpy(inputs.token_ids))

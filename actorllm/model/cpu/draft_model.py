@@ -238,7 +238,7 @@ class DraftModel:
         states = self._decoder.forward(inputs, self.cache)
         if torch.isfinite(states.sum(1, dtype=torch.float32)).all():
             return states
-        self.cache.clear(inputs.kv_slots)
+        self.cache.clear(inputs, np.arange(len(inputs.token_ids)))
         self.num_failures += 1
         if self.num_failures == 1:
             logger.warning("the draft model's states are not finite; such rows are computed without drafts")

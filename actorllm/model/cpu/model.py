@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from actorllm.errors import EngineError
-from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.attention import PagedCache
 from actorllm.model.inputs import StepInputs
 
 
@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     def num_kv_heads(self) -> int:
         """Of this rank."""
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
         """Hidden states, [num_tokens, hidden_size]; keys and values go to the cache."""
 
     def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:

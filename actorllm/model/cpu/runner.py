@@ -22,9 +22,10 @@ from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
-from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
@@ -50,7 +51,7 @@ from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Costs
-from actorllm.types.quantization import GGUF, is_twin
+from actorllm.types.quantization import GGUF, INT8, is_twin
 from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
@@ -126,7 +127,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder: CausalLM
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """From pooled states, float32 [num_vectors, hidden_size], to scores, float32 [num_vectors, num_labels]."""
-        self.cache: KVCache
+        self.cache: PagedCache
         self._team: Team
         self.num_threads = threads.num_threads(self.config)
         """What torch computes with. A step sets it, from the size of its products."""
@@ -251,7 +252,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         model, head = self.config.model, None
         if model.pooler is not None and model.pooler.head is not None:
             head = read_linear(model.pooler.head, plan, model, weights)
-        make: Callable[[LinearWeight], Linear] = paired if self.config.batch_invariant else linear
+        has_fixed_bits = self.config.batch_invariant or self._has_int8_cache  # else codes of a cache would differ, too
+        make: Callable[[LinearWeight], Linear] = paired if has_fixed_bits else linear
         kinds: RowKinds | None = None
         if self.scheme is not None:
             scheme = Scheme.parse(self.scheme)
@@ -340,7 +342,26 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def block_bytes(self) -> int:
-        return super().block_bytes + (0 if self._draft_model is None else self._draft_model.block_bytes)
+        of_drafts = 0 if self._draft_model is None else self._draft_model.block_bytes
+        if not self._has_int8_cache:
+            return super().block_bytes + of_drafts
+        c, size = self.model_config, self.config.cache.block_size
+        return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def _has_int8_cache(self) -> bool:
+        return self.config.cache.dtype == INT8
+
+    @property
+    def _tails_per_slot(self) -> int:
+        return 1 if self._speculator is None else 2
+
+    @property
+    def fixed_cache_bytes(self) -> int:
+        """Of the tails of a cache of 8 bits: a page of them is mapped when a slot that has it is first used."""
+        if not self._has_int8_cache:
+            return 0
+        return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
     @with_own_threads
     def profile_num_blocks(self) -> int:
@@ -372,21 +393,31 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return int(self._available_at_first * share / self.ranks.size) - max(0, used) - working
         per_seq = -(-(config.model.max_model_len + limits.num_spare_tokens) // config.cache.block_size)
         budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.ranks.size) - working
-        return min(limits.max_num_seqs * per_seq * self.block_bytes, budget)
+        return min(limits.max_num_seqs * per_seq * self.block_bytes + self.fixed_cache_bytes, budget)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        self.cache = KVCache(
-            *shape,
-            num_blocks,
-            size,
-            self.dtype,
-            keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
-            has_fixed_tiles=self.config.batch_invariant,
-        )
+        if self._has_int8_cache:
+            self.cache = Int8KVCache(
+                *shape,
+                num_blocks,
+                size,
+                self.dtype,
+                num_slots=max(self.config.scheduler.max_num_seqs, costs.SIZES[-1], NUM_CHECK_ROWS),
+                tails_per_slot=self._tails_per_slot,
+            )
+        else:
+            self.cache = KVCache(
+                *shape,
+                num_blocks,
+                size,
+                self.dtype,
+                keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
+                has_fixed_tiles=self.config.batch_invariant,
+            )
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
@@ -403,7 +434,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _clear_unfinished(self) -> None:
         """Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done."""
         if self._is_half_done:
-            self._zero(np.arange(self.cache.num_blocks, dtype=np.int32))
+            every_slot = np.arange(self.config.scheduler.max_num_seqs, dtype=np.int32)
+            self._zero(np.arange(self.cache.num_blocks, dtype=np.int32), every_slot)
         if self._speculator is not None:
             self._speculator.clear()
         self.is_torn = self._is_half_done = False
@@ -421,6 +453,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        if self._has_int8_cache:  # read as float32, and in the type of the model
+            context *= 4 + self.dtype.itemsize
         del self.cache
         if self._draft_model is not None:
             del self._draft_model.cache
@@ -454,8 +488,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def _zero(self, block_ids: I32) -> None:
-        self.cache.zero(block_ids)
+    def _zero(self, block_ids: I32, slots: I32 | None = None) -> None:
+        self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
             self._draft_model.cache.zero(block_ids)
 
@@ -548,6 +582,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         if self._draft_model is not None and inputs.prefill_slots:
             self._draft_model.prefill(inputs)
+        if inputs.forks:
+            self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
         return CpuStep(
             plan.step,
@@ -593,7 +629,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         where = inputs.draft_tokens
         if torch.isfinite(states[torch.from_numpy(where)].sum(1, dtype=torch.float32)).all():
             return True
-        self.cache.clear(inputs.kv_slots[where])
+        self.cache.clear(inputs, where)
         return False
 
     def _logits_with_drafts(
@@ -667,7 +703,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             void = sampling.slots[is_void]
             # The last block of a prompt is not copied yet, and a fork may need it whose own choice was valid.
             needed = [source for slot, source in handle.inputs.forks if slot not in void]
-            self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
+            void = void[~np.isin(void, needed)] if needed else void
+            self.cache.zero(self.batch.exclusive_blocks(void), void)
         self._store(sampling.slots, tokens)
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
@@ -808,7 +845,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         slots = [inputs.prefill_slots[row] for row in rows]
         slots += [slot for slot, source in inputs.forks if source in slots or source in self.batch.bad_slots]
         self.batch.bad_slots.update(slots)
-        self._zero(self.batch.exclusive_blocks(np.array(slots, np.int32)))
+        cleared = np.array(slots, np.int32)
+        self._zero(self.batch.exclusive_blocks(cleared), cleared)
         return rows
 
     def _logits(self, hidden: torch.Tensor, sampling: SamplingRows[Chunks], start: int, end: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Experts whose weights are one tensor for all of a layer, as gpt-oss has them: in floats or in mxfp4.
 
-In mxfp4 a weight has 4 bits, of E2M1 (OCP Microscaling Formats). 32 in a row share a scale of 8 bits, which is a power of two. They
-are read to floats, exactly. Called by `tensors`.
+Weights in mxfp4 (`model.quantization.float4`) are read to floats, exactly. Called by `tensors`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,8 @@ import torch
 from actorllm.errors import CorruptModelError
 from actorllm.model.families.decoder_config import ExpertShape
 from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.quantization.float4 import MX_BLOCK, numbers, scaled
 from actorllm.model.weights import ALL, Weights
-
-MX_BLOCK = 32
-"""Weights that share a scale."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-SCALE_BIAS = 127
 
 
 class StackedExperts:
@@ -62,8 +57,5 @@ class StackedExperts:
             f"{name}_blocks", count, out_features, num_blocks, MX_BLOCK // 2, rows=one, columns=ALL, dtype=torch.uint8
         )[0]
         scales = self._weights.take(f"{name}_scales", count, out_features, num_blocks, rows=one, dtype=torch.uint8)[0]
-        values = torch.tensor(E2M1)
-        pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), -1)  # the low half comes first
-        exponents = scales.int() - SCALE_BIAS
-        exact = torch.ldexp(pairs.flatten(2), exponents.unsqueeze(2))  # [out_features, num_blocks, MX_BLOCK]
+        exact = scaled(numbers(blocks), scales)  # [out_features, num_blocks, MX_BLOCK]
         return exact.view(out_features, in_features).to(self._weights.dtype)

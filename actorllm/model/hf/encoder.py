@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 
 from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
-from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.attention import PagedCache
 from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
 from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
@@ -206,7 +206,7 @@ class Encoder:
         """Give the linear layers the weights in the form that is read fastest. There is no way back."""
         packing.pack(self.model)
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
         """The final hidden states, [num_tokens, hidden_size]. The cache stays as it is. Raises ValueError for a part of a
         prompt."""
         if any(inputs.prefill_first) or inputs.num_decodes:

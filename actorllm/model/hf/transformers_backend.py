@@ -40,7 +40,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.adapters.slots import AdapterSlots
-from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.cpu.attention import AttentionBatch, KVCache, PagedCache, Scoring
 from actorllm.model.embeds import later_rows, place_rows
 from actorllm.model.hf import adapting, packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
@@ -330,11 +330,11 @@ class TransformersStep(AttentionStep):
     """A step over the paged cache of the CPU."""
 
     def __init__(
-        self, batches: dict[int | None, AttentionBatch], layers: dict[int, tuple[int, int | None]], cache: KVCache
+        self, batches: dict[int | None, AttentionBatch], layers: dict[int, tuple[int, int | None]], cache: PagedCache
     ) -> None:
         """batches: by sliding window. layers: index and window, by the identity of the calling module."""
         super().__init__()
-        self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.pool.dtype
+        self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.dtype
 
     def attend(
         self,
@@ -443,12 +443,10 @@ class TransformersDecoder:
     def num_kv_heads(self) -> int:
         return self.config.num_kv_heads
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: PagedCache) -> torch.Tensor:
         """The hidden states before the head, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.config.num_heads // self.config.num_kv_heads
-        writes = KVWrites(inputs, cache)
-        windows = dict.fromkeys(window for _, window in self.layers.values())
-        batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
+        batches = cache.attention(inputs, fold, dict.fromkeys(window for _, window in self.layers.values()))
         step = TransformersStep(batches, self.layers, cache)
         if self._adapters is not None:
             self._adapters.begin(inputs)

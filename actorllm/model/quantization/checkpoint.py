@@ -15,9 +15,9 @@ from actorllm.errors import CorruptModelError
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
-from actorllm.model.quantization import awq, compressed_tensors, fp8, gptq
+from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq
 from actorllm.model.weights import ALL, Weights
-from actorllm.types.quantization import QuantizedCheckpoint
+from actorllm.types.quantization import MXFP4_PACKED, NVFP4_PACKED, QuantizedCheckpoint
 
 Reader = Callable[..., LinearWeight]
 """Of the weights, the scheme, the name, out_features, in_features, rows, columns and the bias: a layer."""
@@ -26,6 +26,8 @@ READERS: dict[str, Reader] = {
     "int-quantized": compressed_tensors.read_int8,
     "pack-quantized": compressed_tensors.read_packed,
     "float-quantized": fp8.read,
+    NVFP4_PACKED: float4.read,
+    MXFP4_PACKED: float4.read,
     "gptq": gptq.read,
     "awq": awq.read,
     "fp8": fp8.read,

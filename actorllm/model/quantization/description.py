@@ -6,16 +6,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actorllm.config import ModelConfig
+import torch
+
+from actorllm.config import EngineConfig, ModelConfig
+from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form
-from actorllm.model.quantization import form_of
+from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization import form_of, open_weights
 from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, layer_name
-from actorllm.model.quantization.int4 import Int4Weights, fitting
+from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
+from actorllm.model.quantization.int8 import Int8
 from actorllm.types.gguf_file import read_header
 from actorllm.types.model_files import read_object
-from actorllm.types.quantization import GGUF, read_checkpoint
+from actorllm.types.quantization import GGUF, ROUNDING, read_checkpoint
 
 if TYPE_CHECKING:
     from actorllm.model.registry import Plan
@@ -84,6 +89,57 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
+
+
+def described_changes(plan: Plan, model: ModelConfig) -> str | None:
+    """How far the weights of the first layer are from those of the files, by what they become. Reads that layer.
+
+    None: no weight is quantized, or the layer has experts. Raises ModelError.
+    """
+    if model.quantization is None or not isinstance(plan, DecoderConfig):
+        return None
+    if plan.experts is not None and plan.experts.layers[0]:
+        return None  # whose names a rank reads by itself
+    form, c, names = form_of(model), plan, plan.names
+    q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    wide = [(names.qkv, (q_size, kv_size, kv_size)), (names.gate_up, (inner, inner))]
+    layers = [
+        (name, size, c.hidden_size)
+        for found, sizes in wide
+        for name, size in (zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))])
+    ]
+    layers += [(names.output, c.hidden_size, q_size), (names.down, c.hidden_size, inner)]
+    changes: dict[str, list[float]] = {}
+    with open_weights(model, torch.float32, False) as weights:
+        for name, num_outputs, num_inputs in layers:
+            full = f"model.layers.0.{name}"
+            made = form.sharded(weights, full, num_outputs, num_inputs)
+            kind = {Int8: "int8", Int4: "int4"}.get(type(made), "the type of the model")
+            change = made.change if isinstance(made, Int8) else None  # of what is rounded while it is read
+            if model.quantization in ROUNDING and isinstance(made, Int8 | Int4):
+                exact = Dense.sharded(weights, full, num_outputs, num_inputs).weight.float()
+                rounded = made.dense() if isinstance(made, Int4) else made.codes * made.scales.unsqueeze(1)
+                change = float((rounded - exact).norm() / exact.norm())
+            changes.setdefault(kind, []).append(change or 0.0)
+    told = [
+        f"{kind} by {100 * max(each):.2g} %" if max(each) else f"{kind}: codes and numbers of the files"
+        for kind, each in changes.items()
+    ]
+    return f"{'; '.join(told)} (root mean square, at most, in the first layer)"
+
+
+def described_cache(plan: Plan, config: EngineConfig) -> str:
+    """What a token takes in the KV cache, and how that compares with the type of the model."""
+    size, width = config.cache.block_size, 4 if config.model.dtype == "float32" else 2
+    plain = plan.num_layers * 2 * plan.num_kv_heads * plan.head_dim * width
+    if config.cache.dtype == "auto":
+        return f"{config.model.dtype}, {plain:,} bytes a token"
+    small = plan.num_layers * block_bytes(plan.num_kv_heads, plan.head_dim, size) / size
+    most, last = config.scheduler.max_num_seqs, plain * size / 1e6
+    return (
+        f"{config.cache.dtype}, {small:,.0f} bytes a token, {plain / small:.2f} times as many tokens as in {config.model.dtype}; "
+        f"besides, for the last block of each sequence that runs, {last:.1f} MB (at most {most} sequences)"
+    )
 
 
 def becomes(form: Form, name: str, num_inputs: int) -> str:

@@ -78,6 +78,7 @@ def nearest(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype)
     rounded = Int8.of(weight, bias)
     error = rounded.codes.float().mul_(rounded.scales.unsqueeze(1)).sub_(weight).square_().mean().sqrt()
     if bool(error <= MAX_ERROR * weight.abs().mean()) and is_exact():
+        rounded.change = float(error / weight.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny))
         return rounded
     return Dense(weight.to(dtype), bias)
 

@@ -27,12 +27,14 @@ SLICE_NUMBERS = 4 << 20
 class Int8(LinearWeight):
     """See the module docstring."""
 
-    __slots__ = ("bias", "codes", "scales")
+    __slots__ = ("bias", "change", "codes", "scales")
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """codes: int8 [out_features, in_features]. scales: float32 [out_features]. bias: [out_features]."""
         super().__init__(codes.shape[0], codes.shape[1], codes.numel() + 4 * scales.numel())
         self.codes, self.scales, self.bias = codes, scales, bias
+        self.change: float | None = None
+        """The root mean square of what rounding has changed, in that of the weight; None: not known, or nothing."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:

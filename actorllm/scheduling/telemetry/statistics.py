@@ -26,6 +26,16 @@ class PrefixCacheStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneStatistics:
+    """Of the lanes that decode rows are shared out among (`scheduling.lanes`)."""
+
+    num_rows: list[int]
+    """By lane."""
+    num_moves: int
+    """Rows that changed lanes since the start."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationStatistics:
     """Drafts since the start, under vLLM's names."""
 
@@ -87,3 +97,5 @@ class SchedulerStatistics:
     """None: there is none."""
     speculation: SpeculationStatistics | None = None
     """None: nothing is drafted."""
+    lanes: LaneStatistics | None = None
+    """None: there is one."""

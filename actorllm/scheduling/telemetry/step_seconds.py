@@ -4,9 +4,11 @@ A request with a slot is taken to be in every step, so nothing is counted by req
 are noted when the first step of a request is the next one, and compared when the slot is left. Owned by Scheduler; called by it,
 by RequestTable, and by the scheduler actor, which has the clock.
 
-Sums are tuples: seconds of planning (of the scheduler: plans, and what results bring), of the forward (of the worker, from the
-beginning of a step to its end, sampling included) and of execution (from the launch of a step, or the result of the one
-before it, to its result). Tuples and no objects: each request that comes or goes pays for them.
+Sums are tuples of seconds, not objects: each request that comes or goes pays for them.
+
+    planning    of the scheduler: plans, and what results bring
+    forward     of the worker: from the beginning of a step to its end, sampling included
+    execution   from the launch of a step, or the result of the one before it, to its result
 """
 
 from __future__ import annotations

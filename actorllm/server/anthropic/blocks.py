@@ -17,7 +17,10 @@ from actorllm.server.protocol import Body, ChatCompletionRequest, Many, Messages
 from actorllm.server.sampling import Defaults
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-NOT_HERE = ("n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "stream_options")
+NOT_HERE = (
+    *("n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "stream_options"),
+    "resume_for",
+)
 """Fields of a chat that a message has no place for."""
 LEFT_OUT = ("thinking", "redacted_thinking")
 """Blocks of earlier answers that templates leave out."""

@@ -17,8 +17,9 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView
+from actorllm.server.outliving.resume import resume_for
 from actorllm.server.output_items import OutputItems, add_call
-from actorllm.server.protocol import Generation, Many, Messages
+from actorllm.server.protocol import Many, Messages, ResumableBody
 from actorllm.server.random_names import random_name
 from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse, KeptResponses
 from actorllm.server.responses.shape import ResponsesShape
@@ -42,7 +43,7 @@ ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": 
 ROLES = ("system", "developer", "user", "assistant")
 
 
-class ResponsesRequest(Generation):
+class ResponsesRequest(ResumableBody):
     """`POST /v1/responses`."""
 
     input: str | Messages
@@ -84,14 +85,16 @@ def ask(
     model: str,
     decode: Callable[[list[int]], str],
     responses: KeptResponses | None = None,
+    earlier: Sequence[dict[str, Any]] = (),
 ) -> AskedResponse:
-    """responses: that are kept; None: none are. Raises ApiError, InvalidParameterError and InvalidPromptError."""
-    _check(body, responses is not None)
+    """responses: that are kept; None: none are. earlier: the conversation that the request goes on from.
+
+    Raises ApiError, InvalidParameterError and InvalidPromptError."""
+    _check(body)
     extras = extras_of(body, headers)
-    extras.warnings += _warnings(body, responses is not None)
+    extras.warnings += _warnings(body)
     # From here on as for chat: a conversation, parameters, and a shape of the answer.
-    messages = [] if responses is None else _earlier(body, responses)
-    messages += messages_of_input(body.input)
+    messages = [*earlier, *messages_of_input(body.input)]
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     tools = [_chat_tool(tool, number) for number, tool in enumerate(body.tools or ())]
     conversation = defaults.conversation(
@@ -131,25 +134,35 @@ def ask(
     items = OutputItems(use, defaults.reasoning_of(body), decode)
     has_metrics = bool(body.return_metrics)
     shape = ResponsesShape(body.request_id, told, logprobs, items, extras.slo, has_metrics)
+    seconds = 0.0 if responses is None or body.background else resume_for(body, defaults, responses)
     kept = None
-    if is_stored or body.background:
+    if is_stored or body.background or seconds:
         is_short = conversation.num_characters <= MAX_CONVERSATION_BYTES
-        kept = KeptResponse(
-            shape.id, messages if is_short else None, orjson.dumps(shape.response("queued")), bool(body.background)
-        )
-        if is_short:
-            kept.input_items = orjson.dumps(items_of_input(body.input))
+        kept = _kept(body, shape, messages if is_short else None, seconds or None, is_stored)
     prompt: Prompt = conversation
     if body.cache_salt is not None:
         prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
     return AskedResponse([prompt], params, extras, shape, is_streamed, kept, bool(body.stream))
 
 
-def _warnings(body: ResponsesRequest, keeps: bool) -> list[str]:
-    """Of fields without effect. keeps: responses are kept."""
+def _kept(
+    body: ResponsesRequest,
+    shape: ResponsesShape,
+    messages: list[dict[str, Any]] | None,
+    seconds: float | None,
+    is_stored: bool,
+) -> KeptResponse:
+    """What is kept of a response that begins. messages, seconds: as of `KeptResponse`."""
+    begun = orjson.dumps(shape.response("queued"))
+    kept = KeptResponse(shape.id, messages, begun, bool(body.background), seconds, is_stored)
+    if messages is not None:
+        kept.input_items = orjson.dumps(items_of_input(body.input))
+    return kept
+
+
+def _warnings(body: ResponsesRequest) -> list[str]:
+    """Of fields without effect."""
     warnings = []
-    if body.store and not keeps:
-        warnings.append("store: several API processes keep no responses, and it has no effect")
     if body.reasoning and any(value is not None for value in body.reasoning.values()):
         warnings.append("reasoning: models write their text at once here, and it has no effect")
     if (body.text or {}).get("verbosity") is not None:
@@ -182,8 +195,8 @@ def _told(
     }
 
 
-def _check(body: ResponsesRequest, keeps: bool) -> None:
-    """Fields that cannot be honoured. keeps: responses are kept."""
+def _check(body: ResponsesRequest) -> None:
+    """Fields that cannot be honoured."""
     given = {**(body.model_extra or {}), **body.given()}
     # Values that ask for nothing are accepted, since clients send them by default.
     for name in NOT_HERE:
@@ -192,10 +205,6 @@ def _check(body: ResponsesRequest, keeps: bool) -> None:
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name)
     if body.max_tokens is not None:
         raise ApiError(400, "max_tokens: in this API it is called max_output_tokens", "max_tokens")
-    for name in ("background", "previous_response_id"):
-        if given.get(name) and not keeps:
-            told = f"{name}: a server of several API processes keeps no responses; start it with --api-processes 1"
-            raise ApiError(400, told, name)
     if body.background and body.store is False:
         raise ApiError(400, "background needs store: no client waits for the response; leave store out", "store")
     # Fields that exist in both APIs, and mean or are called something else here.
@@ -214,21 +223,6 @@ def _check(body: ResponsesRequest, keeps: bool) -> None:
     for name, value in (options or {}).items():
         if name != "include_obfuscation" or value:
             raise ApiError(400, f"stream_options: {name!r:.80} is not supported", "stream_options")
-
-
-def _earlier(body: ResponsesRequest, responses: KeptResponses) -> list[dict[str, Any]]:
-    """The conversation that the request goes on from."""
-    name = body.previous_response_id
-    if name is None:
-        return []
-    kept = responses.find(name, "previous_response_id")
-    if kept.ended_at is None:
-        raise ApiError(400, f"previous_response_id: {name!r:.80} has not ended yet", "previous_response_id")
-    if not kept.conversation:
-        told = f"previous_response_id: the conversation of {name!r:.80} is too long to be kept; send it as input"
-        raise ApiError(400, told, "previous_response_id")
-    messages: list[dict[str, Any]] = orjson.loads(kept.conversation)
-    return messages
 
 
 def items_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

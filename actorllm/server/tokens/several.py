@@ -20,7 +20,7 @@ from actorllm.types.params import MAX_N
 
 router = APIRouter()
 
-NOT_HERE = ("stream", "stream_options", "tools", "use_beam_search", "prompt_logprobs", "echo")
+NOT_HERE = ("stream", "stream_options", "tools", "use_beam_search", "prompt_logprobs", "echo", "resume_for")
 """Fields of one conversation; empty ones ask for nothing."""
 
 

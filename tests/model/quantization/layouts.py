@@ -94,6 +94,25 @@ def fp8(outputs: int, inputs: int, *, kind: str = "tensor", block: int = 128) ->
     return {"weight": weight, "weight_scale": scales}, weight.float() * scales
 
 
+def float4(outputs: int, inputs: int, *, is_nvidia: bool, group: int = 0) -> Written:
+    """nvfp4 or mxfp4, whose groups have 16 and 32 inputs."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(0, 16, (outputs, inputs))
+    signed = torch.where(codes < 8, grid[codes & 7], -grid[codes & 7])
+    packed_codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    size = 16 if is_nvidia else 32
+    shape = outputs, inputs // size
+    if not is_nvidia:
+        exponents = torch.randint(122, 125, shape)
+        scales = torch.pow(2.0, exponents - 127)
+        stored = {"weight_scale": exponents.to(torch.uint8)}
+    else:
+        eighths, whole = (torch.rand(shape) * 200 + 50).to(torch.float8_e4m3fn), torch.tensor([400.0 * inputs**0.5])
+        scales = eighths.float() / whole
+        stored = {"weight_scale": eighths, "weight_global_scale": whole, "input_global_scale": torch.tensor([3.0])}
+    return {"weight_packed": packed_codes, **stored}, signed * scales.repeat_interleave(size, 1)
+
+
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -110,6 +129,12 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
+def compressed_float4(form: str, **weights: Any) -> dict[str, Any]:
+    """form: "nvfp4" or "mxfp4"."""
+    kind = {"strategy": "tensor_group", "group_size": 16} if form == "nvfp4" else {"group_size": 32}
+    return compressed(type="float", **kind | weights) | {"format": f"{form}-pack-quantized"}
+
+
 WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "gptq": (GPTQ, gptq),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda o, i, **k: gptq(o, i, version=2, **k)),
@@ -120,6 +145,8 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "packed-zeros": (compressed(symmetric=False), lambda o, i, **k: packed(o, i, is_symmetric=False, **k)),
     "packed-order": (compressed(actorder="group"), lambda o, i, **k: packed(o, i, has_order=True, **k)),
     "packed-8": (compressed(num_bits=8), lambda o, i, **k: packed(o, i, bits=8, **k)),
+    "nvfp4": (compressed_float4("nvfp4"), lambda o, i, **k: float4(o, i, is_nvidia=True)),
+    "mxfp4": (compressed_float4("mxfp4"), lambda o, i, **k: float4(o, i, is_nvidia=False)),
     "fp8": (FP8, fp8),
     "fp8-channel": (FP8, lambda o, i: fp8(o, i, kind="channel")),
     "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda o, i: fp8(o, i, kind="block")),

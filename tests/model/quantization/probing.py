@@ -10,6 +10,13 @@ import torch
 
 from actorllm.model.hf import probe
 
+TEXT = (
+    "There was once a miller who had nothing left but his mill and an old grey cat. When the autumn came he said to his daughter "
+    "that they must leave before the snow, and take the road along the river to the town where her uncle sold cloth. She packed "
+    "bread and cheese in a basket, and the cat walked in front of them as if it knew the way."
+)
+"""Held out: it was written for these tests."""
+
 
 def logits(runner: Any, ids: list[int] | None = None) -> torch.Tensor:
     """Of all positions of a prompt, float32 [num_tokens, vocab_size]; None: of 40 random ids."""

@@ -19,6 +19,16 @@ def test_info_says_what_each_part_becomes(capsys: pytest.CaptureFixture[str]) ->
     assert rows["embedding"].strip() == f"{rows['dtype'].strip()}, {rows['embedding'].split()[1]} MB"
 
 
+@pytest.mark.parametrize(("method", "least", "most"), [("int8", 0.5, 2.0), ("int4", 5.0, 12.0)])
+def test_info_says_how_far_the_weights_are_from_the_original(
+    method: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info("storyteller", quantization=method)
+    found = re.search(rf"change of weights  {method} by ([\d.]+) % \(root mean square", capsys.readouterr().out)
+    assert found is not None
+    assert least < float(found[1]) < most
+
+
 @pytest.mark.parametrize("method", ["int8", "int4", "int4-g128"])
 def test_the_bytes_are_those_that_a_worker_reads(method: str) -> None:
     from actorllm.config import EngineConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights
 from actorllm.types.quantization import read_checkpoint
-from tests.model.quantization.layouts import AWQ, FP8, GPTQ, WRITERS, compressed, save_both
+from tests.model.quantization.layouts import AWQ, FP8, GPTQ, WRITERS, compressed, compressed_float4, save_both
 from tests.model.quantization.probing import error, logits
 
 
@@ -32,6 +33,8 @@ def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32
     torch.manual_seed(1)
     scheme, writer = WRITERS[name]
     tree = json.loads(json.dumps(scheme))
+    if "fp4" in name:
+        group = tree["config_groups"]["group_0"]["weights"]["group_size"]
     if "config_groups" in tree:
         tree["config_groups"]["group_0"]["weights"]["group_size"] = group
     else:
@@ -66,7 +69,9 @@ def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None
     assert torch.equal(scales, scales.half().bfloat16().float()), "no other rounding"
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed-zeros", "gptq-8", "packed-8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "packed-zeros", "gptq-8", "packed-8", "fp8-channel", "fp8-block", "nvfp4"]
+)
 def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
     """A part that ends within a group of 128 has smaller groups of the same scales; one that ends within 32 has 8 bits."""
     for part in ({"rows": slice(16, 48)}, {"columns": slice(64, 192)}, {"columns": slice(0, 72)}):
@@ -81,7 +86,7 @@ def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
             assert (dense - wanted).norm() < 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4"])
 def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     found, weight = layer(name, tmp_path, 144, 256)
     assert isinstance(found, Int8)
@@ -106,7 +111,7 @@ def test_a_model_computes_what_its_dequantized_weights_do(
     runner = make_runner(quantized, dtype="float32", quantization_twin=False)
     assert runner.config.model.quantization == WRITERS[name][0]["quant_method"]
     found = logits(runner)
-    limit = 0.08 if "8" in name else 0.03  # activations of 8 bits
+    limit = 0.08 if "8" in name or "fp4" in name else 0.03  # activations of 8 bits
     assert error(found, expected) < limit
     # Another layer in its place is far off: the measure sees it.
     tensors = load_file(quantized / "model.safetensors")
@@ -158,6 +163,19 @@ K = "model.layers.0.self_attn.k_proj"
         ("packed", lambda y: y[f"{K}.weight_shape"].fill_(7), f"'{K}.weight_shape' says"),
         ("fp8", lambda y: y.update({f"{K}.weight": torch.ones(64, 128)}), f"'{K}.weight' is F32, F8_E4M3 is needed"),
         ("fp8", lambda y: y.update({f"{K}.weight_scale": torch.ones(3)}), f"'{K}.weight_scale' has shape"),
+        ("nvfp4", lambda y: y.pop(f"{K}.weight_global_scale"), f"no tensor '{K}.weight_global_scale'"),
+        (
+            "nvfp4",
+            lambda y: y[f"{K}.weight_global_scale"].fill_(0),
+            f"'{K}.weight_global_scale' is 0.0, which is no scale",
+        ),
+        (
+            "nvfp4",
+            lambda y: y.update({f"{K}.weight_scale": torch.ones(64, 4)}),
+            rf"'{K}.weight_scale' has shape \(64, 4\)",
+        ),
+        ("mxfp4", lambda y: y[f"{K}.weight_scale"].fill_(255), f"'{K}.weight_scale' has scales that are not finite"),
+        ("mxfp4", lambda y: y.pop(f"{K}.weight_scale"), f"no tensor '{K}.weight_scale'"),
         ("awq", lambda y: y.update({f"{K}.qweight": torch.ones(128, 8)}), "torch.int32 is needed"),
     ],
 )
@@ -182,6 +200,8 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
         (compressed(num_bits=2), "weights.num_bits is 2, 4 or 8 is read"),
         (compressed(strategy="token"), "weights.strategy is 'token'"),
+        (compressed_float4("nvfp4", group_size=32), "weights.group_size is 32, 16 is read"),
+        (compressed_float4("mxfp4", strategy="channel"), "weights.strategy is 'channel', 'group' is read"),
         ({"quant_method": "torchao"}, r"quantized weights \(torchao\) are not supported"),
         ({"quant_method": "mxfp4"}, r"quantized weights \(mxfp4\) are not supported"),
         ({"quant_method": ["gptq"]}, "quantized weights"),
@@ -228,9 +248,14 @@ def test_a_method_that_is_not_that_of_the_files_is_refused(tmp_path: Path) -> No
 
 
 def test_info_says_what_the_layers_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, told in (("awq", "int4 g32, "), ("fp8", "int8, ")):
+    for name, told, changed in (
+        ("awq", "int4 g32, ", r"int4: codes and numbers of the files"),
+        ("fp8", "int8, ", r"int8 by [\d.]+ %"),
+        ("nvfp4", "int8, ", r"int8 by [\d.]+ %"),
+    ):
         folder, _ = save_both(name, tmp_path / name)
         info(str(folder))
         rows = dict(line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
         assert rows["linear layers"].strip().startswith(told)
+        assert re.match(changed, rows["change of weights"].strip())
         assert rows["head"].strip().startswith("float16, ")

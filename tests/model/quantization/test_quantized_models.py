@@ -21,15 +21,8 @@ from actorllm.model.quantization import int4, int8
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.onednn import Int8Linear
 from tests.model.hf.decoders import save
-from tests.model.quantization.probing import error, logits
+from tests.model.quantization.probing import TEXT, error, logits
 from tests.model.ranks import model_folder, streams
-
-TEXT = (
-    "There was once a miller who had nothing left but his mill and an old grey cat. When the autumn came he said to his daughter "
-    "that they must leave before the snow, and take the road along the river to the town where her uncle sold cloth. She packed "
-    "bread and cheese in a basket, and the cat walked in front of them as if it knew the way."
-)
-"""Held out: it was written for this test."""
 
 MAX_ERROR = 0.04
 MAX_INT4_ERROR = 0.12

@@ -1,0 +1,428 @@
+"""`NodeAgent`: what runs on a machine that has replicas for engines elsewhere (`actorllm node`).
+
+It listens on one address. A connection that has shown the key is a tenant, and asks for one replica. That has a supervisor of
+its own here, with a scheduler and workers. A relay stands where the frontend would be. When the connection ends, for whatever
+reason, so does the replica, and the agent goes on listening.
+
+Invariants: nothing of a connection is worked on before it has shown the key. Of those that have not, there are few, and each has
+a few seconds. What a tenant sends fails that tenant only. After `run` no process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from actorllm import __version__
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
+from actorllm.actors.load_board import LoadBoard
+from actorllm.actors.memory_file import MemoryFile
+from actorllm.actors.topology import ActorSpec
+from actorllm.client.cache_memory import worker_pids_of
+from actorllm.client.engine import CACHE_MEMORY
+from actorllm.client.engine_supervisor import make_supervisor
+from actorllm.config import EngineConfig, read_model_folder
+from actorllm.errors import (
+    ActorLLMError,
+    AttachError,
+    ConfigError,
+    CorruptLinkError,
+    EngineDeadError,
+    ModelNotFoundError,
+    TransportError,
+)
+from actorllm.nodes.fingerprint import model_digest
+from actorllm.nodes.frames import BULK
+from actorllm.nodes.handshake import answer_caller
+from actorllm.nodes.hosts import NodeAddress
+from actorllm.nodes.load_mirror import PERIOD_S, LoadReader
+from actorllm.nodes.node_stream import TIMEOUT_S, NodeStream
+from actorllm.nodes.relay import RelayChild
+from actorllm.nodes.remote import LEAVE_TIMEOUT_S
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.renewal import MeetingPlace
+from actorllm.supervision.start_log import StartLog
+from actorllm.supervision.supervisor import Supervisor
+from actorllm.types.quantization import scheme_of
+from actorllm.types.speculation import draft_costs_of
+
+logger = logging.getLogger(__name__)
+
+MAX_TENANTS = 64
+"""Replicas at a time."""
+MAX_STRANGERS = 32
+"""Connections that have not shown the key; of more, the oldest goes."""
+ACCEPT_PAUSE_S = 1.0
+HEALTH_PERIOD_S = 1.0
+
+
+class NodeAgent:
+    """See the module docstring.
+
+    Arguments:
+        key: which callers have to know (`handshake.read_key`).
+        tls: a context of a server, if callers come by TLS.
+        timeout_s: how long a caller may be silent.
+        is_owned: the agent ends when its last tenant has left, as one does that was started for them.
+    """
+
+    def __init__(
+        self, key: bytes, *, tls: ssl.SSLContext | None = None, timeout_s: float = TIMEOUT_S, is_owned: bool = False
+    ) -> None:
+        self.key = key
+        self.tls = tls
+        self.timeout_s = timeout_s
+        self._is_owned = is_owned
+        self._strangers: dict[socket.socket, anyio.CancelScope] = {}
+        self.tenants: set[Tenant] = set()
+        self._tasks: TaskGroup
+        self._loop: AsyncioLoop
+        self._listener: socket.socket
+        self._over: anyio.Event | None = None
+        self._is_leaving = False
+        self._has_left: anyio.Event | None = None
+
+    async def run(self, address: NodeAddress, on_listening: Callable[[NodeAddress], object] = bool) -> None:
+        """Listen until `request_stop` or `leave`. on_listening: hears the address. Raises ConfigError: it cannot be listened on."""
+        self._loop = current_loop()
+        self._over = anyio.Event()
+        self._listener = _listening(address)
+        try:
+            bound = self._listener.getsockname()
+            async with anyio.create_task_group() as self._tasks:
+                self._loop.watch(self._listener.fileno(), self._on_visit)
+                on_listening(address if not address.port else NodeAddress(address.host, bound[1]))
+                await self._over.wait()
+                self._loop.unwatch(self._listener.fileno())
+                for scope in list(self._strangers.values()):
+                    scope.cancel()
+                for tenant in list(self.tenants):
+                    tenant.request_stop(STOP_TIMEOUT_S)
+        finally:
+            self._listener.close()
+            if not address.port:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(address.host)
+
+    def request_stop(self) -> None:
+        """End at once; owners see it and move their requests."""
+        if self._over is not None:
+            self._over.set()
+
+    def leave(self) -> None:
+        """End when the owners have moved their requests, at most after LEAVE_TIMEOUT_S. A second call does not wait."""
+        if self._is_leaving or not self.tenants:
+            self.request_stop()
+            return
+        self._is_leaving = True
+        for tenant in self.tenants:
+            tenant.stream.control("leaving")
+        self._tasks.start_soon(self._leave)
+
+    async def _leave(self) -> None:
+        with anyio.move_on_after(LEAVE_TIMEOUT_S + 2.0):
+            while self.tenants:
+                self._has_left = anyio.Event()
+                await self._has_left.wait()
+        self.request_stop()
+
+    # Visits
+
+    def _on_visit(self) -> None:
+        while True:
+            try:
+                sock, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left
+                logger.error("no connection is accepted for %g s: %s", ACCEPT_PAUSE_S, error)
+                self._loop.unwatch(self._listener.fileno())
+                self._loop.call_later(ACCEPT_PAUSE_S, self._reopen)
+                return
+            if len(self._strangers) >= MAX_STRANGERS:
+                next(iter(self._strangers.values())).cancel()
+            self._strangers[sock] = anyio.CancelScope()
+            self._tasks.start_soon(self._greet, sock, f"the caller at {where!r}")
+
+    def _reopen(self) -> None:
+        if self._over is not None and not self._over.is_set():
+            self._loop.watch(self._listener.fileno(), self._on_visit)
+
+    async def _greet(self, sock: socket.socket, peer: str) -> None:
+        secured: socket.socket | None = None
+        try:
+            with self._strangers[sock]:
+                secured = await answer_caller(sock, self.key, peer, self.tls)
+        except AttachError as error:
+            logger.warning("refused: %s", error)
+        finally:
+            self._strangers.pop(sock, None)
+            if secured is None:
+                sock.close()
+        if secured is None:
+            return
+        if len(self.tenants) >= MAX_TENANTS or self._is_leaving:
+            logger.warning("refused: %s: there are %d replicas, or the node ends", peer, len(self.tenants))
+            secured.close()
+            return
+        tenant = Tenant(secured, peer, self.timeout_s)
+        self.tenants.add(tenant)
+        logger.info("%s has come", peer)
+        try:
+            await tenant.live()
+        finally:
+            self.tenants.discard(tenant)
+            if self._has_left is not None:
+                self._has_left.set()
+            logger.info("%s has gone", peer)
+            if self._is_owned and not self.tenants:
+                self.request_stop()
+
+
+def _listening(address: NodeAddress) -> socket.socket:
+    try:
+        if address.host.startswith("/"):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.bind(address.host)
+                os.chmod(address.host, 0o600)
+                sock.listen(MAX_STRANGERS)
+            except BaseException:
+                sock.close()
+                raise
+        else:
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            sock = socket.create_server((address.host, address.port), family=family, backlog=MAX_STRANGERS)
+    except OSError as error:
+        raise ConfigError(f"listen={str(address)!r} cannot be listened on: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+class Tenant:
+    """One connection, and the replica that it asked for."""
+
+    def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self.stream = NodeStream(
+            sock,
+            on_message=self._take,
+            on_control=self._on_control,
+            on_room=self._on_room,
+            on_end=lambda error: self.request_stop(STOP_TIMEOUT_S),
+            timeout_s=timeout_s,
+        )
+        self._tasks: TaskGroup
+        self._wanted: dict[str, Any] | None = None
+        self._has_come: anyio.Event | None = None
+        self._supervisor: Supervisor | None = None
+        self._relay: RelayChild | None = None
+        self._facts: dict[str, Any] = {}
+        self._meeting_place = MeetingPlace()
+        self._is_stop_requested = False
+        self._stop_timeout_s = STOP_TIMEOUT_S
+        self._reader: LoadReader | None = None
+        self._place: EngineConfig | None = None
+
+    async def live(self) -> None:
+        """Until the connection or the replica ends."""
+        self._has_come = anyio.Event()
+        self.stream.start()
+        try:
+            while self._wanted is None and not self._is_stop_requested:
+                await self._has_come.wait()
+            if self._wanted is not None:
+                await self._have_replica(self._wanted)
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(TransportError):
+                await self.stream.wait_flushed()
+            self.stream.close()
+
+    async def _have_replica(self, wanted: dict[str, Any]) -> None:
+        board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
+        board = LoadBoard(board_file.path)
+        error: Exception | None = None
+        try:
+            config = await self._checked(wanted, board_file.path)
+            if not self._is_stop_requested:
+                await self._run(config, board)
+            if self._supervisor is not None:
+                error = self._supervisor.failure
+        except Exception as raised:  # of this replica: its owner is told, and the agent goes on
+            error = raised
+        finally:
+            board_file.close()
+            CACHE_MEMORY.release(self)
+            self._meeting_place.close()
+        if error is not None and not self._is_stop_requested:
+            logger.error("the replica of %s: %s", self.peer, error)
+        told = error or EngineDeadError("the replica was stopped")
+        self.stream.control("ended", type_name=type(told).__name__, message=str(told))
+
+    async def _checked(self, wanted: dict[str, Any], board: str) -> EngineConfig:
+        """The configuration as it is for this machine. Raises AttachError, ModelError."""
+        if wanted["version"] != __version__:
+            raise AttachError(
+                f"it runs actorllm {__version__} and the engine {wanted['version']}; use the same version on all nodes"
+            )
+        config = EngineConfig.from_json(wanted["config"])
+        self._place = await to_thread.run_sync(localized, config, board)
+        if wanted["digest"] is not None:
+            found = await to_thread.run_sync(model_digest, self._place.model.path)
+            if found != wanted["digest"]:
+                raise ConfigError(
+                    f"the files of model {config.model.name!r} in {self._place.model.path!r} differ from those of the engine; "
+                    f"copy the folder, or name the same revision"
+                )
+        return self._place
+
+    async def _run(self, config: EngineConfig, board: LoadBoard) -> None:
+        log = StartLog(self._resolve)
+
+        def make_relay(spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> RelayChild:
+            self._relay = RelayChild(spec, on_end, self.stream)
+            return self._relay
+
+        supervisor = self._supervisor = make_supervisor(
+            self._meeting_place.renewed(config),
+            make_relay,
+            self._meeting_place,
+            log,
+            on_death=lambda death: None,  # what its run ends with is told
+            on_fall=self._on_fall,
+        )
+        self._reader = LoadReader(board, config.replica)
+        async with anyio.create_task_group() as tasks:
+
+            def on_ready() -> None:
+                self.stream.control("ready", config=supervisor.config.to_json().decode(), facts=self._facts)
+                tasks.start_soon(self._tell_health, supervisor)
+                tasks.start_soon(self._tell_load, board, config.replica)
+
+            failure: Exception | None = None
+            try:
+                await supervisor.run(on_ready)
+            except Exception as error:  # raised outside of the group, which would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+        assert self._supervisor is not None
+        self._facts = next((fact for fact in facts.values() if "arithmetic" in fact), {})
+        num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
+        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
+
+    # What the owner says
+
+    def _take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
+        return True if self._relay is None else self._relay.take(generation, kind, body, num_bytes)
+
+    def _on_room(self) -> None:
+        if self._relay is not None:
+            self._relay.on_room()
+
+    def _on_control(self, frame: dict[str, Any], arrays: list[Any]) -> None:
+        try:
+            match frame["op"]:
+                case "start" if self._wanted is None:
+                    self._wanted = {name: frame[name] for name in ("version", "config", "digest")}
+                    self._wake()
+                case "stop":
+                    self.request_stop(min(float(frame["timeout"]), 60.0))
+                case "config" if self._supervisor is not None:
+                    changed = EngineConfig.from_json(frame["config"])
+                    self._supervisor.change_config(lambda now: replace(self._as_here(changed, now)))
+                case "config":
+                    pass
+                case op:
+                    raise ValueError(f"{op!r} is not expected now")
+        except (KeyError, TypeError, ValueError, ActorLLMError) as error:
+            raise CorruptLinkError(f"a control frame {frame.get('op')!r} without sense: {error!r}") from error
+
+    def _as_here(self, changed: EngineConfig, now: EngineConfig) -> EngineConfig:
+        """A changed configuration with the paths of this machine."""
+        model = replace(changed.model, path=now.model.path, tokenizer=now.model.tokenizer)
+        return replace(
+            changed,
+            model=model,
+            cache=now.cache,
+            rendezvous=now.rendezvous,
+            load_board=now.load_board,
+            speculation=now.speculation,
+        )
+
+    def request_stop(self, timeout: float) -> None:
+        """End the replica, and the connection with it."""
+        self._is_stop_requested = True
+        self._stop_timeout_s = timeout
+        if self._supervisor is not None:
+            self._supervisor.request_stop(timeout)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._has_come is not None:
+            self._has_come.set()
+
+    # What the owner is told
+
+    def _on_fall(self, group: str) -> None:
+        self.stream.control("fell", group=group)
+        if group == "scheduler" and self._reader is not None:
+            self._reader.forget()
+
+    async def _tell_health(self, supervisor: Supervisor) -> None:
+        told: dict[str, Any] = {}
+        while True:
+            health = asdict(supervisor.health())
+            fields = {name: health[name] for name in ("state", "num_recoveries", "recovery_s", "last_failure")}
+            fields["actors"] = health["actors"]
+            fields["max_recovery_s"] = supervisor.statistics()["max_recovery_s"]
+            if fields != told:
+                told = fields
+                self.stream.control("health", **fields)
+            await anyio.sleep(HEALTH_PERIOD_S)
+
+    async def _tell_load(self, board: LoadBoard, row: int) -> None:
+        assert self._reader is not None
+        table = board.hashes(row)
+        while True:
+            changes = self._reader.changes(table.num_words_used)
+            if changes is not None and not self.stream.is_full:
+                pages, arrays = changes
+                self.stream.control("load", arrays, lane=BULK, pages=pages)
+            await anyio.sleep(PERIOD_S)
+
+
+def localized(config: EngineConfig, board: str) -> EngineConfig:
+    """The configuration of a replica as it is for this machine: folders that are here. Raises ModelError."""
+    given = config.model
+    try:
+        if Path(given.path, "config.json").is_file():
+            path = Path(given.path)
+        else:
+            path, _ = read_model_folder(given.name, given.load_format)
+    except ActorLLMError as error:
+        raise ModelNotFoundError(f"{given.name!r} is not here ({given.path!r} is not, either): {error}") from error
+    tokenizer = given.tokenizer
+    if tokenizer == given.path:
+        tokenizer = str(path)
+    elif tokenizer is not None and not Path(tokenizer).exists() and "/" in tokenizer[:1]:
+        raise ModelNotFoundError(f"the tokenizer {tokenizer!r} is not here")
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None and not Path(speculation.model).is_dir():
+        raise ModelNotFoundError(f"the draft model {speculation.model!r} is not here")
+    model = replace(given, path=str(path), tokenizer=tokenizer)
+    return replace(config, model=model, load_board=board, rendezvous=None, name=None)

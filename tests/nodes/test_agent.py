@@ -1,0 +1,261 @@
+"""Replicas on other machines, which here are agents of this one: killed, stopped, drained, and asked for what cannot be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actorllm import AsyncLLM, EngineConfig
+from actorllm.errors import AttachError, ConfigError, ModelNotFoundError
+from actorllm.nodes import agent as agent_module
+from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, no_leak, params, run_all, until
+from tests.nodes.agents import Agent, free_port, key_file
+
+ENGINE = {"dtype": "float32", "num_threads": 1, "standby_worker": False}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> None:
+    """Agents are killed and started again in one test after the other: what is left is counted at the end of all."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    with no_leak():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def agents(folder: Path) -> Iterator[list[Agent]]:
+    key = key_file(folder)
+    made = [Agent(key), Agent(key)]
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+async def fleet(agents: list[Agent], folder: Path) -> AsyncIterator[AsyncLLM]:
+    """A replica on each of two nodes, and none here."""
+    llm = AsyncLLM(
+        "storyteller",
+        nodes=[one.address for one in agents],
+        node_key_file=key_file(folder),
+        node_timeout_s=1.5,
+        enable_prompt_embeds=True,
+        router="round-robin",
+        **ENGINE,
+    )
+    await llm.start()
+    await all_run(llm)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(fleet: AsyncLLM) -> dict[str, Told]:
+    return await run_all(fleet)
+
+
+@pytest.mark.anyio
+async def test_streams_over_nodes_are_those_of_one_machine(undisturbed: dict[str, Told]) -> None:
+    llm = AsyncLLM("storyteller", enable_prompt_embeds=True, **ENGINE)
+    assert_same(await run_all(llm), undisturbed)
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_streams_outlive_an_agent_that_is_killed(
+    fleet: AsyncLLM, agents: list[Agent], undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+    before = moved(fleet)
+
+    async def strike() -> None:
+        busiest = max(fleet.health().replicas, key=lambda replica: replica.num_requests)
+        assert busiest.num_requests
+        victim = agents[busiest.number]
+        victim.close()
+        victim.start()
+
+    assert_same(await run_all(fleet, 20, strike), undisturbed)
+    assert moved(fleet) > before
+    await all_run(fleet)  # the agent that came again has a replica again
+
+
+@pytest.mark.anyio
+async def test_streams_outlive_an_agent_that_falls_silent(
+    fleet: AsyncLLM, agents: list[Agent], undisturbed: dict[str, Told]
+) -> None:
+    """Its kernel answers for it, and its processes go on: only heartbeats tell."""
+    await all_run(fleet)
+    before = moved(fleet)
+    victim = agents[0]
+
+    async def strike() -> None:
+        victim.send(signal.SIGSTOP)
+
+    try:
+        assert_same(await run_all(fleet, 10, strike), undisturbed)
+        assert moved(fleet) > before
+        assert fleet.health().replicas[0].state in ("lost", "starting")  # it is called again
+        assert "nothing has come from the peer for" in (fleet.health().replicas[0].last_failure or "")
+    finally:
+        victim.send(signal.SIGCONT)
+    await all_run(fleet)
+
+
+@pytest.mark.anyio
+async def test_streams_outlive_the_scheduler_of_a_node(
+    fleet: AsyncLLM, agents: list[Agent], undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+
+    async def strike() -> None:
+        busiest = max(fleet.health().replicas, key=lambda replica: replica.num_requests)
+        pid = busiest.actors["scheduler"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    assert_same(await run_all(fleet, 10, strike), undisturbed)
+    await all_run(fleet)
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_is_told_to_end_moves_its_streams_first(
+    fleet: AsyncLLM, agents: list[Agent], undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+    before = moved(fleet)
+    told: list[int] = []
+
+    async def strike() -> None:
+        busiest = max(fleet.health().replicas, key=lambda replica: replica.num_requests)
+        victim = agents[busiest.number]
+        victim.send(signal.SIGTERM)
+        await until(lambda: victim.process.poll() is not None)
+        told.append(victim.process.returncode)
+        victim.close()
+        victim.start()
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+    assert told == [0]
+    assert moved(fleet) > before
+    await all_run(fleet)
+
+
+@pytest.mark.anyio
+async def test_routers_know_the_load_and_the_cache_of_a_node(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    prompt = {"prompt_token_ids": list(range(5, 205))}
+    for number in (0, 1):
+        await fleet.complete(prompt, params(1, max_tokens=40), data_parallel_rank=number)
+    replicas = fleet._engine._fleet.replicas  # type: ignore[attr-defined]
+    await until(lambda: all(replica.load() is not None for replica in replicas.values()))
+    for replica in replicas.values():
+        free, _ = replica.load()
+        assert free > 0
+        words = replica._board.hash_words(replica.number)
+        await until(lambda words=words: int((words[8:] != 0).sum()) >= 200 // 32)
+
+
+@pytest.mark.anyio
+async def test_an_owner_that_goes_leaves_nothing_and_the_agent_listens(agents: list[Agent], folder: Path) -> None:
+    key = key_file(folder)
+    one = Agent(key)
+    try:
+        for _ in range(2):
+            llm = AsyncLLM("storyteller", nodes=[one.address], node_key_file=key, **ENGINE)
+            await llm.start()
+            assert one.children
+            await llm.complete(PROMPTS[0], params(1, max_tokens=3))
+            llm._engine._fleet.kill()  # type: ignore[attr-defined] - as the end of its process would
+            await until(lambda: not one.children)
+            llm.shutdown()
+    finally:
+        one.close()
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_names_the_node(agents: list[Agent], folder: Path, tmp_path: Path) -> None:
+    address = agents[0].address
+    wrong = key_file(folder, b"another key of sixteen bytes")
+    with pytest.raises(AttachError, match=f"node {address} refuses the key"):
+        await AsyncLLM("storyteller", nodes=[address], node_key_file=wrong, **ENGINE).start()
+    nowhere = f"127.0.0.1:{free_port()}"
+    with pytest.raises(AttachError, match=f"node {nowhere} cannot be reached: Connection refused; does `actorllm node"):
+        await AsyncLLM("storyteller", nodes=[nowhere], node_key_file=key_file(folder), **ENGINE).start()
+    with pytest.raises(ConfigError, match="nodes need node_key_file"):
+        AsyncLLM("storyteller", nodes=[address])
+    with pytest.raises(ConfigError, match=r"nodes='a:1' is no|nodes='a' must be a list|is no address"):
+        await AsyncLLM("storyteller", nodes=["a"], node_key_file=wrong).start()
+    with pytest.raises(ConfigError, match=r"data_parallel_size_local=1 of data_parallel_size=2"):
+        AsyncLLM("storyteller", data_parallel_size=2, data_parallel_size_local=1)
+    with pytest.raises(ConfigError, match=r"node_rank=1: only the first machine builds an engine; run `actorllm node"):
+        AsyncLLM("storyteller", node_rank=1)
+    with pytest.raises(ConfigError, match=r"nnodes=3 with 1 nodes beside this machine"):
+        AsyncLLM("storyteller", nodes=[address], node_key_file=wrong, nnodes=3)
+
+
+def test_a_model_that_is_not_on_the_node_is_named(tmp_path: Path) -> None:
+    config = EngineConfig.from_arguments("storyteller")
+    found = agent_module.localized(
+        replace(config, model=replace(config.model, path="/elsewhere", tokenizer="/elsewhere")), "board"
+    )
+    assert (found.model.path, found.model.tokenizer) == (config.model.path, config.model.path)
+    missing = replace(config, model=replace(config.model, name="/models/x", path="/models/x"))
+    with pytest.raises(ModelNotFoundError, match=r"'/models/x' is not here"):
+        agent_module.localized(missing, "board")
+
+
+@pytest.mark.anyio
+async def test_strangers_on_the_port_harm_no_tenant(fleet: AsyncLLM, agents: list[Agent]) -> None:
+    """Some say nothing, some dribble, some speak HTTP, and more come than an agent keeps."""
+    await all_run(fleet)
+    host, port = agents[0].address.split(":")
+    strangers: list[socket.socket] = []
+    for number in range(3 * agent_module.MAX_STRANGERS):
+        sock = socket.create_connection((host, int(port)))
+        sock.settimeout(10)
+        strangers.append(sock)
+        if number % 3 == 0:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(200))
+        elif number % 3 == 1:
+            sock.sendall(b"acto")
+    output = await fleet.complete(PROMPTS[0], params(3, max_tokens=20), data_parallel_rank=0)
+    assert len(output.outputs[0].token_ids) == 20
+
+    def is_left(sock: socket.socket) -> bool:
+        try:
+            while sock.recv(1000):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    assert all([await anyio.to_thread.run_sync(is_left, sock) for sock in strangers])
+    for sock in strangers:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    assert fleet.health().replicas[0].num_lives >= 1
+    assert fleet.health().replicas[0].state == "running"
