@@ -49,7 +49,7 @@ class Ledger:
         self.has_room = True
         """Another step may be launched."""
         self.in_flight: deque[StepRecord] = deque()
-        """Their records. Nobody else changes them."""
+        """Their records. Only the methods here change it."""
         self.last_step = 0
         """The one that was launched last."""
 
