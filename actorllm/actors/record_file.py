@@ -239,6 +239,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "weights": config.model.weights.identity,
         "tells_salts": config.speculation is not None and config.speculation.drafts_from_others,
         **({"keeps_output_apart": True} if config.keeps_output_apart else {}),
+        **({"probes_alone": True} if config.data_parallel_size > 1 else {}),
         **({"cache_key": config.cache.hash_key} if config.cache.hash_key else {}),
     }
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from actorllm.actors.call_values import decode_value, encode_value
 from actorllm.actors.link import Link
-from actorllm.actors.step_gate import StepGate
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, nearest_name
 from actorllm.ring import codec
 from actorllm.types.import_path import load_object
 
 if TYPE_CHECKING:
+    from actorllm.actors.step_gate import StepGate
     from actorllm.model.rank_worker import RankWorker
 
 U8: TypeAlias = NDArray[np.uint8]

@@ -6,12 +6,15 @@ import copy
 import math
 import os
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
+
+from anyio import to_thread
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
@@ -408,6 +411,8 @@ class AsyncLLM:
             async for output in embedder.encode("Once upon a time"):
                 print(output.outputs.array.shape)
         """
+        if isinstance(prompt, Mapping) and "data" in prompt:
+            raise InvalidParameterError("{'data': ...} is for a plug-in: await encode_data(data), or give a prompt")
         idle = {"lora_request": lora_request, "trace_headers": trace_headers, "reasoning_ended": reasoning_ended}
         return self._engine.encode(
             prompt,
@@ -418,6 +423,27 @@ class AsyncLLM:
             vllm_arguments=idle,
             **extras,
         )
+
+    async def encode_data(
+        self, data: Any, pooling_params: PoolingParams | None = None, request_id: str | None = None, **extras: Any
+    ) -> PoolingRequestOutput[Any]:
+        """What the plug-in of the engine (io_processor_plugin) makes of the vectors of the prompts that it makes of data.
+
+        The plug-in's own code runs in another thread, for one request at a time.
+
+        Arguments:
+            data: whatever the plug-in understands.
+            pooling_params: that the plug-in is given; None: it has its own.
+            request_id: what the plug-in is told that this request is called; None: a random name.
+            extras: as in `encode`, for each of its prompts.
+
+        Raises:
+            InvalidParameterError: the engine has no plug-in. What the plug-in raises. Everything that `encode` raises.
+        """
+        plugin, name = self._engine.needed_plugin, request_id or uuid.uuid4().hex
+        prompts, params = await to_thread.run_sync(plugin.asked, data, pooling_params, name)
+        outputs = await self._pool(prompts, params, extras)
+        return await to_thread.run_sync(plugin.answered, outputs, name)
 
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
@@ -434,7 +460,7 @@ class AsyncLLM:
             output = await embedder.embed("Once upon a time")
             print(len(output.outputs.embedding))
         """
-        (output,) = await self._pool([prompt], pooling_params, extras)
+        (output,) = await self._pool([prompt], [pooling_params], extras)
         return EmbeddingRequestOutput.from_base(output)
 
     async def classify(
@@ -448,7 +474,7 @@ class AsyncLLM:
         Raises:
             InvalidParameterError: the model has no head for prompts; everything else as in `encode`.
         """
-        (output,) = await self._pool([prompt], with_task(pooling_params, "classify"), extras)
+        (output,) = await self._pool([prompt], [with_task(pooling_params, "classify")], extras)
         return ClassificationRequestOutput.from_base(output)
 
     async def score(
@@ -477,16 +503,16 @@ class AsyncLLM:
         first, second = as_batch(data_1), as_batch(data_2)
         scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params, chat_template)
         extras["tokenization_kwargs"] = tokenization_of(chat_template, extras.get("tokenization_kwargs"))
-        outputs = await self._pool(scoring.prompts, scoring.params, extras)
+        outputs = await self._pool(scoring.prompts, [scoring.params] * len(scoring.prompts), extras)
         return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
     async def _pool(
-        self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]
+        self, prompts: Sequence[Prompt], pooling_params: Sequence[PoolingParams | None], extras: dict[str, Any]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         streams: list[PoolingStream] = []
         try:
-            for prompt in prompts:
-                streams.append(self.encode(prompt, pooling_params, **extras))  # noqa: PERF401 - those before one that is refused
+            for prompt, params in zip(prompts, pooling_params, strict=True):
+                streams.append(self.encode(prompt, params, **extras))
             return [await anext(stream) for stream in streams]
         finally:
             for stream in streams:

@@ -111,6 +111,11 @@ class EngineFlags:
     data_parallel_size: int | None = None
     data_parallel_size_local: int | None = None
     data_parallel_address: str | None = None
+    data_parallel_backend: str | None = None
+    distributed_executor_backend: str | None = None
+    ray_address: str | None = None
+    placement: str | None = None
+    placement_timeout_s: float | None = None
     nnodes: int | None = None
     node_rank: int | None = None
     nodes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None

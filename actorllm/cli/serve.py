@@ -6,18 +6,25 @@ only here, so that the other commands work without the extra.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from actorllm.cli.options import Number, SeededEngineFlags, see_own_folder, with_meanings
 from actorllm.errors import ConfigError
 from actorllm.types.serve_options import VLLMServeOptions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from actorllm.api.async_llm import AsyncLLM
+    from actorllm.server.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +87,29 @@ def json_option(name: str, text: str) -> Any:
         raise ConfigError(f"--{name} {text:.80} must be JSON: {error}") from error
 
 
-def serve(
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """A server that may be started. app: the arguments of `create_app` beside the engine, of which `made` is made."""
+
+    llm: AsyncLLM
+    app: dict[str, Any]
+    made: FastAPI
+    listener: Listener
+    api_processes: int
+    otlp_traces_endpoint: str | None
+
+    async def run(self) -> None:
+        """Serve until a signal ends it."""
+        from actorllm.server.launcher import serve as run_server
+        from actorllm.server.processes import ApiProcesses
+
+        if self.api_processes > 1:
+            await ApiProcesses(self.llm, self.api_processes, self.app, self.listener, self.otlp_traces_endpoint).run()
+        else:
+            await run_server(self.made, self.listener)
+
+
+def planned(
     model_tag: str | None = None,
     /,
     *,
@@ -130,7 +159,7 @@ def serve(
     enable_dev_endpoints: bool = False,
     config: str | None = None,
     their_options: TheirServeOptions = TheirServeOptions(),
-) -> None:
+) -> ServePlan:
     """Serve MODEL over OpenAI's API (needs the extra actorllm[serve]).
 
     Parameters
@@ -215,15 +244,10 @@ def serve(
         A YAML file with options by name; those of the command line count first.
     """
     try:
-        import anyio
-
         from actorllm.server import adapter_routes, developer_routes
         from actorllm.server.answer_options import template_text
         from actorllm.server.app import create_app
-        from actorllm.server.launcher import innermost
-        from actorllm.server.launcher import serve as run_server
         from actorllm.server.listener import SOCKET_MODE, Listener
-        from actorllm.server.processes import ApiProcesses
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.api.async_llm import AsyncLLM
@@ -309,15 +333,18 @@ def serve(
             raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
         provider = otlp_provider(otlp_traces_endpoint, {})
     made = create_app(llm, **app, tracer_provider=provider)  # says what is wrong with them before anything is started
+    return ServePlan(llm, app, made, listener, api_processes, otlp_traces_endpoint)
 
-    async def run() -> None:
-        if api_processes > 1:
-            await ApiProcesses(llm, api_processes, app, listener, otlp_traces_endpoint).run()
-            return
-        await run_server(made, listener)
+
+@functools.wraps(planned)
+def serve(*arguments: Any, **options: Any) -> None:
+    plan = planned(*arguments, **options)
+    import anyio
+
+    from actorllm.server.launcher import innermost
 
     try:
-        anyio.run(run, backend_options={"use_uvloop": True})
+        anyio.run(plan.run, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:  # of the task that waits for signals
         raise innermost(group) from group
 

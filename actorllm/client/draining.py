@@ -8,17 +8,19 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, EngineThread
 from actorllm.actors.frontend import Consumer
-from actorllm.client.stepper import Stepper
 from actorllm.clock import now
 from actorllm.errors import EngineError, EngineShutdownError
 from actorllm.messages import Submit
 from actorllm.types.weight_version import WeightSource
+
+if TYPE_CHECKING:
+    from actorllm.client.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 

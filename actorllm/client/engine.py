@@ -39,7 +39,6 @@ from actorllm.client.request_spans import NO_TRACE, RequestSpans, RequestTrace, 
 from actorllm.client.sleep import Sleep
 from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
-from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
 from actorllm.client.weight_transfer import WeightTransfer
@@ -93,6 +92,7 @@ from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
 if TYPE_CHECKING:
     from actorllm.attach.client import AttachClient
+    from actorllm.client.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,8 @@ class Engine:
         self._frontend = frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
+            from actorllm.client.stepper import Stepper  # with scheduler and worker, which otherwise others import
+
             log = StartLog(self._resolve)
             self.stepper = Stepper(self.config, frontend, log.resolve, self._on_death, log.around)
             self._supervisor = self._thread = self.stepper
@@ -929,8 +931,11 @@ class Engine:
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
         """Of the engine, and of every process that is started from now on. On the engine's thread."""
-        assert isinstance(self._supervisor, Supervisor | Stepper)
-        self._supervisor.change_config(change)
+        if self.stepper is not None:
+            self.stepper.change_config(change)
+        else:
+            assert isinstance(self._supervisor, Supervisor)
+            self._supervisor.change_config(change)
         self.config, self._given = change(self.config), change(self._given)
 
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any:

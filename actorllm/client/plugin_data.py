@@ -99,13 +99,16 @@ class PluginData:
         with self._lock:
             return self.processor.post_process(outputs, request_id)
 
-    def answered(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> PoolingRequestOutput[Any]:
+    def answered(
+        self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], request_id: str | None = None
+    ) -> PoolingRequestOutput[Any]:
         """The same as one output. Of a request that has failed it is nothing, with its error."""
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            return PoolingRequestOutput("", None, [], 0, finished=True, error=failed.error, metrics=failed.metrics)
-        made = self.made(outputs)
-        return PoolingRequestOutput("", made, [], getattr(made, "num_cached_tokens", 0), finished=True)
+            name = request_id or ""
+            return PoolingRequestOutput(name, None, [], 0, finished=True, error=failed.error, metrics=failed.metrics)
+        made = self.made(outputs, request_id)
+        return PoolingRequestOutput(request_id or "", made, [], getattr(made, "num_cached_tokens", 0), finished=True)
 
 
 def data_of(prompts: object, task: str | None) -> list[Any] | None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from actorllm.actors.engine_thread import HostLoop, Waiter
+from actorllm.actors.engine_thread import HostLoop, Waiter, stay_at_exit
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
@@ -484,6 +484,7 @@ class RequestStream:
 
         No frame that raises it may name it. The two would keep each other alive, and with them the caller's variables.
         """
+        stay_at_exit()
         own = copy.copy(error)
         if isinstance(own, RequestFailedError) and own.end is not None:
             self._completions[0].end = own.end

@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 import actorllm
+from actorllm.compat.variables import DEFAULTS as VARIABLES
 
 
 class UsageContext(StrEnum):
@@ -39,7 +40,6 @@ def _same(module: str, *names: str) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names}
 
 
-_TOP = {name: f"actorllm:{name}" for name in (*actorllm.__all__, "__version__")}
 _BEAMS = _same("actorllm.api.beam_search", "BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput")
 _LOGPROBS = _same("actorllm", "Logprob", "FlatLogprobs")
 _PROMPTS = _same("actorllm", "TextPrompt", "TokensPrompt", "EmbedsPrompt", "PromptType")
@@ -89,6 +89,12 @@ _IO_PROCESSOR = _same("actorllm.types.io_processor", "IOProcessor", "IOProcessor
 _TOKENIZER = dict.fromkeys(("AnyTokenizer", "TokenizerLike"), "typing:Any")
 
 _FUNCTIONS = "actorllm.compat.functions"
+_MODELS = _same(_FUNCTIONS, "ModelRegistry")
+_TOP = {**{name: f"actorllm:{name}" for name in (*actorllm.__all__, "__version__")}, **_MODELS}
+_MERGED = _same(_FUNCTIONS, "merge_async_iterators")
+_SERVER = "actorllm.cli.vllm_server"
+_SERVER_ARGUMENTS = _same(_SERVER, "make_arg_parser", "validate_parsed_serve_args")
+_SERVER_PARTS = _same(_SERVER, "run_server", "build_app", "build_async_engine_client", "init_app_state")
 _SETTINGS = dict.fromkeys(
     (
         *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "ObservabilityConfig"),
@@ -138,7 +144,8 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.openai.tool_parsers": _TOOLS,
     "entrypoints.openai.tool_parsers.abstract_tool_parser": _TOOLS,
     "entrypoints.openai.tool_parsers.utils": _TOOL_FUNCTIONS,
-    "entrypoints.openai.api_server": {"main": "actorllm.compat:serve"},
+    "entrypoints.openai.api_server": {"main": "actorllm.compat:serve", **_SERVER_PARTS, **_SERVER_ARGUMENTS},
+    "entrypoints.openai.cli_args": _SERVER_ARGUMENTS,
     "entrypoints.pooling": {},
     "entrypoints.pooling.base": {},
     "entrypoints.pooling.base.protocol": _VECTOR_BODIES,
@@ -147,6 +154,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.serve": {},
     "entrypoints.serve.engine": {},
     "entrypoints.serve.engine.protocol": _BODY_NAMES,
+    "envs": {name: f"actorllm.compat.variables:{name}" for name in VARIABLES},
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
     "inputs.data": _PROMPTS,
@@ -155,6 +163,9 @@ MODULES: dict[str, dict[str, str]] = {
     "logprobs": _LOGPROBS,
     "lora": {},
     "lora.request": _same("actorllm", "LoRARequest"),
+    "model_executor": {},
+    "model_executor.models": _MODELS,
+    "model_executor.models.registry": _MODELS,
     "outputs": {
         **_same("actorllm", "RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
         **_same("actorllm", "ClassificationOutput", "ClassificationRequestOutput"),
@@ -192,8 +203,10 @@ MODULES: dict[str, dict[str, str]] = {
         **_COUNTER,
         **_IS_LIST,
         **_PORTS,
+        **_MERGED,
     },
     "utils.argparse_utils": _PARSER,
+    "utils.async_utils": _MERGED,
     "utils.collection_utils": _IS_LIST,
     "utils.counter": _COUNTER,
     "utils.network_utils": _PORTS,
@@ -211,7 +224,10 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.exceptions": {**_ENGINE_DEAD, "EngineGenerateError": "actorllm.errors:RequestFailedError"},
     "v1.engine.llm_engine": _same("actorllm", "LLMEngine"),
     "v1.metrics": {},
-    "v1.metrics.loggers": _same("actorllm.types.stat_loggers", "StatLoggerBase", "AggregateStatLoggerBase"),
+    "v1.metrics.loggers": {
+        **_same("actorllm.types.stat_loggers", "StatLoggerBase", "AggregateStatLoggerBase"),
+        **_same("actorllm.compat.loggers", "LoggingStatLogger", "PrometheusStatLogger"),
+    },
     "v1.metrics.stats": _same(
         "actorllm.types.stat_loggers", "SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats"
     ),

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import gc
 import socket
+from collections.abc import AsyncGenerator, AsyncIterator
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Settings(dict[str, Any]):
@@ -89,6 +99,76 @@ class Platform:
 
 
 current_platform = Platform()
+
+
+class ModelRegistry:
+    """Which architectures there are. Programs cannot add models that are written for vLLM's layers."""
+
+    @staticmethod
+    def get_supported_archs() -> frozenset[str]:
+        """Those with a fused forward; other decoders of transformers run as well, if they pass a check at loading."""
+        from actorllm.model.registry import FAMILIES, FAMILY_OF
+
+        return frozenset({*FAMILIES, *FAMILY_OF})
+
+    @staticmethod
+    def register_model(model_arch: str, model_cls: Any) -> NoReturn:
+        """Refuses.
+
+        Arguments:
+            model_arch: the name of an architecture.
+            model_cls: a class of vLLM's layers, or its path.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"ModelRegistry.register_model({model_arch!r:.80}): models of vLLM's layers do not run here; register the "
+            f"architecture with transformers (AutoModelForCausalLM.register), or add a family (docs/internals/model.md)"
+        )
+
+
+async def merge_async_iterators(*iterators: AsyncIterator[T]) -> AsyncGenerator[tuple[int, T]]:
+    """The items of several iterators as they come, each with the number of its iterator.
+
+    Arguments:
+        iterators: what one of them raises is raised here. When this generator is closed, they are, too.
+    """
+    send, receive = anyio.create_memory_object_stream[tuple[int, T] | Exception]()
+    scopes = [anyio.CancelScope() for _ in iterators]
+    tasks: set[object] = set()
+    ended = [anyio.Event() for _ in iterators]
+
+    async def pump(number: int, own: MemoryObjectSendStream[tuple[int, T] | Exception]) -> None:
+        iterator = iterators[number]
+        try:
+            with own, scopes[number]:
+                try:
+                    async for item in iterator:
+                        await own.send((number, item))
+                except Exception as error:  # the program that merges them is told
+                    await own.send(error)
+        finally:
+            with anyio.CancelScope(shield=True):
+                if isinstance(iterator, AsyncGenerator):
+                    await iterator.aclose()
+            ended[number].set()
+
+    with send:
+        for number in range(len(iterators)):
+            HostLoop.current().spawn(partial(pump, number, send.clone()), tasks)
+    try:
+        with receive:
+            async for found in receive:
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+    finally:
+        for scope in scopes:
+            scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for one in ended:
+                await one.wait()
 
 
 def get_open_port() -> int:

@@ -6,7 +6,8 @@ comes of it from the first scheduler meets no entry there and is dropped.
 
 What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
 that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
-only when that is lost for good. So a poison request costs two deaths beyond the first one, both on one replica.
+only when that is lost for good. What stays where a process died is suspected there. Suspects are probed one by one, so a poison
+request costs two deaths beyond the first one, both on one replica.
 
 Runs on the engine thread.
 """
@@ -410,12 +411,7 @@ class Dispatcher:
 
         restart_s: how long it may take until its processes run again.
         """
-        trial = None
-        if self.is_on_trial(source):  # what is here may be to blame as well as what came here
-            for entry in source.frontend.journal().values():
-                entry.record.probe_alone()
-        else:
-            trial = self._trial_of(source)
+        trial = None if self.is_on_trial(source) else self._trial_of(source)
         if trial is not None and not self.is_on_trial(trial):
             is_sooner = self.can_move(source) and self._expected_move_s(source) < restart_s
             trial = trial if is_sooner else None
@@ -424,13 +420,17 @@ class Dispatcher:
         return trial.number
 
     def move_to_trial(self, source: RoutedReplica, group: str, lost_at: float) -> None:
-        """The streams of a replica whose group of processes died at lost_at go on where its suspects are tried."""
-        if source.is_lost or self.is_on_trial(source):
+        """The streams of a replica whose group of processes died at lost_at go on where its suspects are tried.
+
+        What stays there is suspected as well: it is pinned, or this is the replica of the trial.
+        """
+        if source.is_lost:
             return
-        if not self.can_move(source) and self._named_trial(source) is None:
-            return
-        num_moved = self.move(source, lost_at)
-        if num_moved:  # else what it has is pinned
+        is_there = self.is_on_trial(source) or not (self.can_move(source) or self._named_trial(source) is not None)
+        num_moved = 0 if is_there else self.move(source, lost_at)
+        for entry in source.frontend.journal().values():
+            entry.record.probe_alone()
+        if num_moved:
             logger.warning(
                 "replica %d lost its %s: %d sequences moved", source.number, group, num_moved, extra={"event": "move"}
             )

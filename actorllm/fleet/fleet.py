@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S
@@ -29,7 +30,7 @@ from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer
 from actorllm.clock import now
-from actorllm.config import EngineConfig
+from actorllm.config import RAY, EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -43,6 +44,7 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.model.threads import num_threads
+from actorllm.nodes.ray_cluster import RayPlacement
 from actorllm.scheduling.router import MAX_REPLICAS, make_router
 from actorllm.supervision.health import EngineHealth, EngineState
 from actorllm.supervision.supervisor import Supervisor
@@ -86,6 +88,7 @@ class Fleet:
         self.failure: EngineError | None = None
         self._given = config
         self._is_first_held = is_first_held
+        self._placement = RayPlacement(config) if RAY in config.nodes else None
         self._board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
         self._board = LoadBoard(self._board_file.path)
         self._on_end = on_end
@@ -150,6 +153,7 @@ class Fleet:
             self.dispatcher.publish,
             self._on_leaving,
             self._check_arithmetic,
+            None if self._placement is None else self._placement.locate,
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         if self._observer_of is not None:
@@ -176,6 +180,9 @@ class Fleet:
                 replica.request_stop(self._stop_timeout_s)
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
         self._board_file.close()
+        if self._placement is not None:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(self._placement.close)
         if self._recorded is not None:
             self._recorded.close()
         if self._on_ready is not None:

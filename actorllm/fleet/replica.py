@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -21,10 +22,10 @@ from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.clock import now
-from actorllm.config import EngineConfig
+from actorllm.config import RAY, EngineConfig
 from actorllm.errors import EngineShutdownError
 from actorllm.fleet.pacing import size
-from actorllm.nodes.hosts import place_of
+from actorllm.nodes.hosts import Located, place_of
 from actorllm.nodes.remote import RemoteReplica
 from actorllm.scheduling.router import LinearSteps
 from actorllm.supervision.death import ActorDeath
@@ -47,7 +48,8 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     cache = config.cache
     places = [place_of(n, config.data_parallel_size_local, config.nodes) for n in range(max(num_replicas, number + 1))]
     node = places[number]
-    num_beside = places.count(node)
+    is_of_ray = node == RAY  # which shares out the cores and GPUs of its nodes
+    num_beside = 1 if is_of_ray else places.count(node)
     if cache.memory_utilization is not None and config.device == "cpu":
         cache = replace(cache, memory_utilization=cache.memory_utilization / num_beside)
     record = config.record
@@ -61,7 +63,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
         record=record,
         replica=number,
         load_board=board_path,
-        first_device=config.first_device + places[:number].count(node) * config.world_size,
+        first_device=0 if is_of_ray else config.first_device + places[:number].count(node) * config.world_size,
         node=node,
         log_statistics=False,
     )
@@ -265,9 +267,10 @@ class Replica:
         on_outputs: Callable[[], None],
         on_leaving: Callable[[Replica], None] = lambda replica: None,
         on_facts: Callable[[Replica, Mapping[str, Any]], None] = lambda replica, facts: None,
+        locate: Callable[[int], Located] | None = None,
     ) -> None:
         self.number = number
-        self._on_leaving, self._on_facts = on_leaving, on_facts
+        self._on_leaving, self._on_facts, self._locate = on_leaving, on_facts, locate
         self._given = config
         self._next_rid = next_rid
         self._on_lost = on_lost
@@ -318,6 +321,7 @@ class Replica:
                 on_leaving=self._leave,
                 on_facts=lambda facts: self._on_facts(self, facts),
                 board=self._board,
+                locate=self._locate and partial(self._locate, self.number),
             )
             return
         log = StartLog(self._resolve)

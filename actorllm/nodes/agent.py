@@ -203,7 +203,7 @@ def _listening(address: NodeAddress) -> socket.socket:
                 raise
         else:
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            sock = socket.create_server((address.host, address.port), family=family, backlog=MAX_STRANGERS)
+            sock = socket.create_server((address.host, max(address.port, 0)), family=family, backlog=MAX_STRANGERS)
     except OSError as error:
         raise ConfigError(f"listen={str(address)!r} cannot be listened on: {error.strerror or error}") from error
     sock.setblocking(False)

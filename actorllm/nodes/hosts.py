@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -28,6 +28,15 @@ class NodeAddress(NamedTuple):
             if ":" in self.host
             else f"{self.host}:{self.port}"
         )
+
+
+class Located(NamedTuple):
+    """An agent that was found, or started."""
+
+    address: NodeAddress
+    key: bytes
+    watch: Callable[[Callable[[str], object]], None] | None = None
+    """Tells, from any thread, when it has ended; None: only its connection does."""
 
 
 def read_address(text: object, argument: str = "nodes") -> NodeAddress:

@@ -22,7 +22,7 @@ from anyio import to_thread
 from actorllm import __version__
 from actorllm.actors.actor import own_class
 from actorllm.actors.child import error_of_loss
-from actorllm.actors.engine_thread import STOP_TIMEOUT_S
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import LinkInfo
 from actorllm.actors.load_board import LoadBoard
@@ -40,7 +40,7 @@ from actorllm.errors import (
 )
 from actorllm.nodes.fingerprint import model_digest
 from actorllm.nodes.handshake import read_key
-from actorllm.nodes.hosts import CONNECT_TIMEOUT_S, connect_to, read_address
+from actorllm.nodes.hosts import CONNECT_TIMEOUT_S, Located, connect_to, read_address
 from actorllm.nodes.load_mirror import apply_changes
 from actorllm.nodes.node_stream import NodeStream
 from actorllm.nodes.stream_link import StreamLink
@@ -69,6 +69,7 @@ class RemoteReplica:
         on_leaving: hears that the node is told to end: what is there should move.
         on_facts: hears what the workers said of themselves; what it raises ends the start.
         board: where routers look, and its row for this replica is `config.replica`.
+        locate: finds or starts the agent, on a thread beside the loop; None: `config.node` is its address.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class RemoteReplica:
         on_leaving: Callable[[], None],
         on_facts: Callable[[dict[str, Any]], None],
         board: LoadBoard,
+        locate: Callable[[], Located] | None = None,
     ) -> None:
         self.config = config
         self.failure: EngineDeadError | None = None
-        self._address = read_address(config.node)
+        self._locate = locate or self._given_place
+        self._where = f"node {config.node}"
         self._frontend = frontend
         self._on_fall, self._on_leaving, self._on_facts = on_fall, on_leaving, on_facts
         self._board = board
@@ -97,6 +100,7 @@ class RemoteReplica:
         self._is_leaving = False
         self._told: dict[str, Any] = {}
         self._changed: anyio.Event | None = None
+        self._loop: AsyncioLoop | None = None
         self._is_stop_requested = False
         self._stop_timeout_s = STOP_TIMEOUT_S
 
@@ -107,6 +111,7 @@ class RemoteReplica:
         if self._is_stop_requested:
             raise EngineShutdownError("the engine was shut down before it was started")
         self._changed = anyio.Event()
+        self._loop = current_loop()
         self._phase = "starting"
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
@@ -127,11 +132,12 @@ class RemoteReplica:
             raise failure
 
     async def _start(self, tasks: Any) -> None:
-        key = read_key(self.config.node_key_file or "")
+        located = await to_thread.run_sync(self._locate, abandon_on_cancel=True)
+        self._where = f"node {located.address}"
         digest = None
         if self.config.model.load_format != "dummy":
             digest = await to_thread.run_sync(model_digest, self.config.model.path)
-        sock = await connect_to(self._address, key, node_tls(self.config), CONNECT_TIMEOUT_S)
+        sock = await connect_to(located.address, located.key, node_tls(self.config), CONNECT_TIMEOUT_S)
         child = self._child = OwnerChild(
             ActorSpec("frontend", "", placement="owner"), self._on_child_end, self._frontend
         )
@@ -150,6 +156,8 @@ class RemoteReplica:
             timeout_s=self.config.node_timeout_s,
         )
         stream.start()
+        if located.watch is not None:
+            located.watch(self._on_sign)
         await stream.synchronize()
         config = self.config.to_json().decode()
         stream.control("start", version=__version__, config=config, digest=digest)
@@ -161,7 +169,7 @@ class RemoteReplica:
             raise EngineShutdownError("the engine was shut down while it started")
         if self._ready is None:
             raise EngineStartError(
-                f"node {self._address} was not ready within {self.config.start_timeout_s:g} s; start_timeout_s says how long a "
+                f"{self._where} was not ready within {self.config.start_timeout_s:g} s; start_timeout_s says how long a "
                 f"start may take"
             )
         self._on_facts(self._ready["facts"])
@@ -173,7 +181,16 @@ class RemoteReplica:
         if self._link is not None:
             child.install(self._link)
         await child.run()
-        logger.info("replica %d runs on node %s", self.config.replica, self._address)
+        logger.info("replica %d runs on %s", self.config.replica, self._where)
+
+    def _given_place(self) -> Located:
+        return Located(read_address(self.config.node), read_key(self.config.node_key_file or ""))
+
+    def _on_sign(self, what: str) -> None:
+        """From any thread: the agent is dead, whatever its connection says."""
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._lose, EngineDeadError(f"{self._where} is lost: {what}"))
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
         """Wait until it is so, or the node is gone, or it is to be left."""
@@ -188,11 +205,11 @@ class RemoteReplica:
 
     async def _leave(self) -> None:
         """The node is told to end: what is here moves, or ends."""
-        logger.warning("node %s is told to end; replica %d moves its requests", self._address, self.config.replica)
+        logger.warning("%s is told to end; replica %d moves its requests", self._where, self.config.replica)
         self._on_leaving()
         with anyio.move_on_after(LEAVE_TIMEOUT_S):
             await self._frontend.wait_until_idle()
-        self._lose(EngineDeadError(f"node {self._address} was told to end"))
+        self._lose(EngineDeadError(f"{self._where} was told to end"))
 
     async def _stop(self) -> None:
         stream = self._stream
@@ -265,7 +282,7 @@ class RemoteReplica:
             case "ended":
                 self._has_ended = True
                 cls = own_class(str(frame["type_name"])) or EngineStartError
-                self._lose(cls(f"node {self._address}: {frame['message']}"))
+                self._lose(cls(f"{self._where}: {frame['message']}"))
             case op:
                 raise ValueError(f"{op!r} is unknown")
         self._wake()
@@ -277,10 +294,10 @@ class RemoteReplica:
         if isinstance(loss, PeerRestartedError):
             self._child.lose(frame["link"], frame["generation"], loss)
         else:
-            self._lose(EngineDeadError(f"node {self._address}: {loss}"))
+            self._lose(EngineDeadError(f"{self._where}: {loss}"))
 
     def _on_stream_end(self, error: TransportError) -> None:
-        self._lose(EngineDeadError(f"node {self._address} is lost: {error}"))
+        self._lose(EngineDeadError(f"{self._where} is lost: {error}"))
 
     def _on_child_end(self, child: Any, death: ActorDeath) -> None:
         self._lose(death.to_error())
@@ -305,7 +322,7 @@ class RemoteReplica:
 
     def admit(self, child: Any, link: Any) -> None:
         """Raises EngineShutdownError: programs have links to replicas of their own machine only."""
-        raise EngineShutdownError(f"replica {self.config.replica} is on node {self._address}")
+        raise EngineShutdownError(f"replica {self.config.replica} is on {self._where}")
 
     def dismiss(self, name: str, error: ActorLLMError) -> None:
         """None was admitted."""
@@ -352,6 +369,6 @@ class RemoteReplica:
             "num_recoveries": int(told.get("num_recoveries", 0)),
             "recovery_s": float(told.get("recovery_s", 0.0)),
             "max_recovery_s": float(told.get("max_recovery_s", 0.0)),
-            "node": str(self._address),
+            "node": self._where.removeprefix("node "),
             "stream": None if stream is None else asdict(stream.statistics()),
         }

@@ -102,6 +102,7 @@ class Scheduler:
         weights: str = "",
         tells_salts: bool = False,
         keeps_output_apart: bool = False,
+        probes_alone: bool = False,
         cache_key: str = "",
         is_simulated: bool = False,
         num_lanes: int = 1,
@@ -111,10 +112,10 @@ class Scheduler:
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
-        output are found by no prompt, because their KV has other bits. cache_key: as of `PrefixCache`. is_simulated: the
-        contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with prefix caching.
-        num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts nothing, and one step of each is
-        in flight."""
+        output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
+        `PrefixCache`. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
+        made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
+        nothing, and one step of each is in flight."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -154,7 +155,7 @@ class Scheduler:
             kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart, cache_key=cache_key
         )
         self.admission_blocks = self._cache.admission_blocks
-        self._step_failures = StepFailures(limits, batch)
+        self._step_failures = StepFailures(limits, batch, probes_alone=probes_alone)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
@@ -731,7 +732,8 @@ class Scheduler:
         self._cache.reset(())
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
         blamed = self._step_failures.blamed_for_death(in_flight, waiting, now)
-        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in blamed]
+        ended = [one for one in self._table.alive.values() if one.request in blamed] if blamed else []
+        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in ended]
 
     @property
     def is_narrowing(self) -> bool:

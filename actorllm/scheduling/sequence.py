@@ -26,6 +26,13 @@ from actorllm.types.outputs import FinishReason
 
 Key = tuple[int, int]
 """(frontend, rid): unique among the requests alive."""
+RequestKey = tuple[int, int]
+"""A request with all its sequences: the key of the first one, which may have ended."""
+
+
+def request_of(key: Key, submit: Submit) -> RequestKey:
+    """The request that a sequence belongs to."""
+    return key if submit.fork_of is None else (key[0], submit.fork_of)
 
 
 NO_SECONDS = (0.0, 0.0, 0.0)
@@ -147,6 +154,11 @@ class Sequence:
     """The same, of a request whose output must match one: where it stands in it."""
     _slo: SLO | None = field(default=None, init=False, repr=False)
     """Once it was asked for."""
+
+    @property
+    def request(self) -> RequestKey:
+        """The request that it is a sequence of."""
+        return request_of(self.key, self.submit)
 
     @property
     def slo(self) -> SLO | None:

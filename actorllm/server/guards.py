@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Guards:
         self._digests = [_digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,6 +75,7 @@ class Guards:
             headers = dict(scope["headers"])
             self._check_key(scope, headers)
             self._check_length(headers)
+            await self._turnstile.take()
             limited = receive if scope["method"] == "GET" else _LimitedBody(receive, self).receive
             await self._app(scope, limited, watched_send)
         except ClientDisconnect:

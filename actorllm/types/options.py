@@ -165,6 +165,10 @@ class EngineOptions(VLLMOptions, total=False):
     """A class of yours, or its path 'module:Class', whose methods are added to that class. Empty: none."""
     data_parallel_size: Annotated[int, 1]
     """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
+    data_parallel_backend: Annotated[Literal["mp", "ray"], "mp"]
+    """'mp': replicas are here, and on nodes; 'ray': Ray places those that are not here."""
+    distributed_executor_backend: Annotated[Literal["mp", "uni", "ray"] | None, None]
+    """'ray': Ray places the replicas, also a single one, each with all its ranks on one machine. Else the ranks are here."""
     data_parallel_size_local: Annotated[int | None, None]
     """How many of them are on this machine, where there are nodes; None: none. Without nodes all are."""
     data_parallel_address: Annotated[str | None, None]
@@ -190,6 +194,14 @@ class EngineOptions(VLLMOptions, total=False):
     """The file of the key that this machine and the nodes have in common, of mode 0600."""
     node_timeout_s: Annotated[float, 3.0]
     """Seconds after which a node from which nothing comes is lost; at least 1."""
+    ray_address: Annotated[str | None, None]
+    """Of the Ray cluster; None: the one that this process is in, or finds."""
+    placement: Annotated[Literal["spread", "pack"], "spread"]
+    """Whether Ray puts replicas on many nodes or on few."""
+    placement_timeout_s: Annotated[float, 600.0]
+    """Seconds that Ray may take to place them, while others use what they need."""
+    resources_per_replica: Annotated[Mapping[str, float] | None, None]
+    """What Ray is asked for each replica beside cores and GPUs, as {'name': amount}."""
     node_ca_file: Annotated[str | os.PathLike[str] | None, None]
     """A file of certificates by which those of the nodes are held: agents are called by TLS. None: without TLS."""
     name: Annotated[str | None, None]

@@ -109,7 +109,7 @@ class StatLoggerBase(ABC):
             scheduler_stats: the newest numbers of the scheduler.
             iteration_stats: what came now.
             mm_cache_stats: None.
-            engine_idx: 0.
+            engine_idx: of the replica; 0 where there is one.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class StatLoggerBase(ABC):
         """Called by `do_log_stats`."""
 
     def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:  # noqa: B027 - as in vLLM
-        """Never called: engines here do not sleep.
+        """Never called: `is_sleeping` of the engine says it.
 
         Arguments:
             is_awake, level: as in vLLM.
@@ -128,8 +128,8 @@ class StatLoggerBase(ABC):
 
 
 class AggregateStatLoggerBase(StatLoggerBase):
-    """One for all engines of a program: its constructor is given a list of their numbers, here [0]."""
+    """One for all engines of a program: its constructor is given a list of the numbers of its replicas."""
 
     @abstractmethod
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        """vllm_config: the `EngineConfig`, complete. engine_indexes: [0]."""
+        """vllm_config: the `EngineConfig`, complete. engine_indexes: of the replicas; [0] where there is one."""

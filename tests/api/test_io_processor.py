@@ -99,7 +99,8 @@ class Norms(IOProcessor):
     def parse_request(self, request):
         data = request.data if hasattr(request, "data") else request.get("data", request)
         if data.get("fail"):
-            raise {"value": ValueError, "own": RuntimeError}[data["fail"]]("so it was asked")
+            kinds = {"value": ValueError, "own": RuntimeError, "key": KeyError, "later": NotImplementedError}
+            raise kinds[data["fail"]]("so it was asked")
         return data["text"]
 
     def validate_or_generate_params(self, params=None):
@@ -247,7 +248,29 @@ def test_what_an_older_plug_in_raises_fails_its_own_request(folder: Path) -> Non
             assert own.status_code == 500
             assert "RuntimeError" in own.json()["error"]["message"]
             assert "asked" not in own.json()["error"]["message"]
+            key = await client.post("/pooling", json={"data": {"text": "w1", "fail": "key"}})
+            assert (key.status_code, "the plug-in failed: KeyError" in key.text) == (500, True)
+            later = await client.post("/pooling", json={"data": {"text": "w1", "fail": "later"}})
+            assert (later.status_code, later.json()["error"]["type"]) == (501, "NotImplementedError")
             assert (await client.post("/pooling", json={"data": {"text": "w1"}})).status_code == 200
+
+    anyio.run(ask)
+
+
+def test_an_async_program_has_its_data_answered(folder: Path) -> None:
+    async def ask() -> None:
+        async with AsyncLLM(folder, io_processor_plugin="norms_plugin:Norms", **ENGINE) as engine:
+            output = await engine.encode_data({"text": "w1"}, request_id="mine")
+            assert output.outputs == {"norm": pytest.approx(1, abs=1e-5), "model": str(folder)}
+            assert (output.request_id, output.finished) == ("mine", True)
+            with pytest.raises(KeyError, match="so it was asked"):
+                await engine.encode_data({"text": "w1", "fail": "key"})
+            late = await engine.encode_data({"text": "w1"}, timeout=1e-9)
+            assert late.error is not None
+            with pytest.raises(InvalidParameterError, match="encode_data"):
+                engine.encode({"data": {"text": "w1"}})  # type: ignore[typeddict-item]
+        with pytest.raises(InvalidParameterError, match="build it with io_processor_plugin"):
+            await AsyncLLM(folder, **ENGINE).encode_data({})
 
     anyio.run(ask)
 

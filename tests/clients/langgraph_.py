@@ -26,7 +26,8 @@ def graph(use_responses_api: bool = False) -> object:
         max_retries=0,
         use_responses_api=use_responses_api,
     )
-    model = chat.bind_tools([weather], tool_choice="required")
+    # Several calls of a model that means nothing may be cut off by max_tokens.
+    model = chat.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
 
     async def ask(state: MessagesState) -> dict:
         return {"messages": [await model.ainvoke(state["messages"])]}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
+import anyio
 import pytest
 from actorllm.compat.config import CompilationConfig, CompilationMode, SpeculativeConfig, StructuredOutputsConfig
 from actorllm.compat.distributed import cleanup_dist_env_and_memory
@@ -12,7 +15,9 @@ from actorllm.compat.entrypoints.chat_utils import load_chat_template
 from actorllm.compat.platforms import current_platform
 from actorllm.compat.tokenizers import get_tokenizer
 from actorllm.compat.utils import Counter, get_open_port
+from actorllm.compat.utils.async_utils import merge_async_iterators
 
+from actorllm.compat import ModelRegistry, envs
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 
@@ -53,3 +58,55 @@ def test_small_ones(tmp_path: Path) -> None:
         load_chat_template(str(tmp_path / "none.jinja"))
     assert current_platform.is_cpu() != current_platform.is_cuda()
     cleanup_dist_env_and_memory(shutdown_ray=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_iterators_are_merged(anyio_backend: str) -> None:
+    closed: list[int] = []
+    turn = anyio.Event()
+
+    async def numbers(number: int, *, waits: bool = False, fails: bool = False) -> AsyncIterator[int]:
+        try:
+            for one in range(3):
+                if waits:
+                    await turn.wait()
+                yield one
+            if fails:
+                raise ValueError("so it was asked")
+        finally:
+            closed.append(number)
+
+    found = []
+    async for number, item in merge_async_iterators(numbers(0), numbers(1, waits=True)):
+        found.append((number, item))
+        if (0, 2) in found:
+            turn.set()
+    assert found[:3] == [(0, 0), (0, 1), (0, 2)]
+    assert found[3:] == [(1, 0), (1, 1), (1, 2)]
+    with pytest.raises(ValueError, match="so it was asked"):
+        async for _ in merge_async_iterators(numbers(2, fails=True)):
+            pass
+    async with aclosing(merge_async_iterators(numbers(3), numbers(4, waits=True))) as merged:
+        async for _ in merged:
+            break
+    assert sorted(closed) == [0, 1, 2, 3, 4]
+    assert [item async for item in merge_async_iterators()] == []
+
+
+def test_variables_and_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V1", raising=False)
+    assert (envs.VLLM_USE_V1, envs.VLLM_PORT) == (True, None)
+    for name, text, value in (
+        ("VLLM_USE_V1", "0", False),
+        ("VLLM_PORT", "80", 80),
+        ("VLLM_LOGGING_LEVEL", "DEBUG", "DEBUG"),
+        ("VLLM_PLUGINS", "a,b", ["a", "b"]),
+    ):
+        monkeypatch.setenv(name, text)
+        assert getattr(envs, name) == value
+    with pytest.raises(AttributeError, match="VLLM_NOT_THERE"):
+        _ = envs.VLLM_NOT_THERE
+    assert {"LlamaForCausalLM", "Qwen3Model"} <= ModelRegistry.get_supported_archs()
+    with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
+        ModelRegistry.register_model("Mine", "mine.models:Mine")

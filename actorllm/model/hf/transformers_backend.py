@@ -31,7 +31,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -83,7 +82,8 @@ MEDIA_PARTS = ("vision_config", "audio_config")
 def _auto(config: Any) -> Any:
     """The class of transformers that makes the model."""
     parts = [getattr(config, name, None) for name in MEDIA_PARTS]
-    return AutoModelForCausalLM if parts == [None, None] else AutoModelForMultimodalLM
+    # Older releases have no such class. This module has to be imported there to say which release is needed.
+    return AutoModelForCausalLM if parts == [None, None] else transformers.AutoModelForMultimodalLM
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:

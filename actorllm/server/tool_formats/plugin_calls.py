@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from actorllm.server.tool_parsers import Arguments, Piece, PythonicParser, Text, Tool, ToolCallStart, ToolParser
 from actorllm.text.plugin_classes.deltas import AskedFields
+from actorllm.text.plugin_classes.seen_text import SeenText
 from actorllm.text.reasoning.plugin_reasoning import made, usable_tokenizer
 
 
@@ -35,11 +36,7 @@ class PluginCalls(ToolParser):
         super().__init__(names)
         self._asked = AskedFields() if asked is None else asked
         self._plugin = made(self.PLUGIN, self.TOKENIZER, tools=self._asked.tools)
-        self._text = ""
-        self._ids: list[int] = []
-        self._seen: list[int] = []
-        self._is_held = False
-        """Nothing is told before the end."""
+        self._seen = SeenText(self.TOKENIZER)
         self._told: dict[int, str] = {}
         """Of each call that has begun, the arguments so far."""
 
@@ -53,26 +50,12 @@ class PluginCalls(ToolParser):
         return cls(names, None if body is None else AskedFields.of(body))
 
     def see(self, token_ids: Sequence[int], is_whole: bool) -> None:
-        self._seen += token_ids
-        self._is_held |= is_whole and not self._text
+        self._seen.see(token_ids, is_whole)
 
     def push(self, text: str) -> list[Piece]:
         if not text:
             return []
-        ids, self._seen = self._seen or self.TOKENIZER.encode(text, add_special_tokens=False), []
-        before, self._text = self._text, self._text + text
-        ids_before, self._ids = self._ids, [*self._ids, *ids]
-        if self._is_held:
-            return []
-        try:
-            delta = self._plugin.extract_tool_calls_streaming(
-                before, self._text, text, ids_before, self._ids, ids, self._asked
-            )
-        except NotImplementedError:  # the class has no streams
-            if before:
-                raise
-            self._is_held = True
-            return []
+        delta = self._seen.streamed(text, self._plugin.extract_tool_calls_streaming, self._asked)
         if delta is None:
             return []
         pieces: list[Piece] = [Text(delta.content)] if delta.content else []
@@ -95,13 +78,14 @@ class PluginCalls(ToolParser):
         return pieces
 
     def finish(self) -> list[Piece]:
-        if not self._is_held:
+        if not self._seen.is_held:
             return self._unstreamed()
-        if not self._text:
+        text = self._seen.text
+        if not text:
             return []
-        found = self._plugin.extract_tool_calls(self._text, self._asked)
+        found = self._plugin.extract_tool_calls(text, self._asked)
         if not found.tools_called:
-            return [Text(self._text if found.content is None else found.content)]
+            return [Text(text if found.content is None else found.content)]
         pieces: list[Piece] = [Text(found.content)] if found.content else []
         for call in found.tool_calls:
             pieces.append(ToolCallStart(self.num_calls, call.function.name, call.id))

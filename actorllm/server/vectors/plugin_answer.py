@@ -129,13 +129,15 @@ async def _numbered(
 
 
 async def _told(result: Awaitable[T]) -> T:
-    """What a plug-in's code gives. Raises ApiError: 400 for what it says of the data, 500 for what is its own mistake."""
+    """What a plug-in's code gives. Raises ApiError: 400 and 501 for what it says of the data, 500 for what is its own mistake."""
     try:
         return await result
     except (ActorLLMError, ApiError):
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ApiError(400, f"data: {error}"[:2000], FIELD) from error
+    except NotImplementedError as error:  # as in vLLM
+        raise ApiError(501, f"data: {error}"[:2000], FIELD) from error
     except Exception as error:  # of the plug-in, about one request
         logger.exception("the plug-in of the engine failed for one request")
         raise ApiError(

@@ -36,10 +36,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from actorllm.messages import ProbeGroup, Submit
-from actorllm.scheduling.sequence import Key
+from actorllm.scheduling.sequence import Key, RequestKey, request_of
 from actorllm.supervision.blame.bisection import Bisection, Suspicion
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 
@@ -113,14 +112,6 @@ def note_death(
             record.was_alone |= probe.is_alone and is_suspect
     for record in records.values():
         record.is_begun = False
-
-
-RequestKey: TypeAlias = tuple[int, int]
-"""A request with all its sequences: the key of the first one, which may have ended."""
-
-
-def request_of(key: Key, submit: Submit) -> RequestKey:
-    return key if submit.fork_of is None else (key[0], submit.fork_of)
 
 
 @dataclass(slots=True, eq=False)

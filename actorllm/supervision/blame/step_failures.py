@@ -28,7 +28,7 @@ from actorllm.messages import I32
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.limits import Limits
-from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.sequence import RequestKey, Sequence, State
 from actorllm.supervision.blame.bisection import Bisection
 from actorllm.supervision.blame.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE, WorkerBisection
@@ -42,9 +42,9 @@ KILLED = f"the workers died {MAX_ALONE} times while they ran this request alone;
 
 
 class StepFailures:
-    """limits: those of the engine."""
+    """limits: those of the engine. probes_alone: as of WorkerBisection."""
 
-    def __init__(self, limits: Limits, batch: Batch) -> None:
+    def __init__(self, limits: Limits, batch: Batch, *, probes_alone: bool = False) -> None:
         self.limits = limits
         """Those that hold now."""
         self.is_restricting_steps = False
@@ -60,7 +60,7 @@ class StepFailures:
         self._batch = batch
         self._step_bisection: Bisection[Sequence] = Bisection(max_alone=1)
         self._memory = MemoryBackoff(limits.max_seqs, limits.max_tokens)
-        self._worker_bisection = WorkerBisection()
+        self._worker_bisection = WorkerBisection(probes_alone=probes_alone)
         self._interrupted: set[Sequence] = set()
         """Their workers died, and they have had no token since."""
 
@@ -96,7 +96,7 @@ class StepFailures:
         return self._memory.num_failures
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._worker_bisection.is_probing and not self._worker_bisection.may_start(sequence):
+        if self._worker_bisection.is_probing and not self._worker_bisection.may_start(sequence.request):
             return False
         if not self.is_restricting_steps:
             return True
@@ -180,8 +180,8 @@ class StepFailures:
 
     def blamed_for_death(
         self, in_flight: Iterable[StepRecord], waiting: Collection[Sequence], now: float
-    ) -> list[Sequence]:
-        """The workers died with these steps in flight, and no request runs any more. Returns those to end.
+    ) -> list[RequestKey]:
+        """The workers died with these steps in flight, and no request runs any more. Returns those to end, with all sequences.
 
         waiting: those that may run now.
         """
@@ -192,15 +192,17 @@ class StepFailures:
             if sequence not in self._interrupted:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
-        probed = [s for s in alive if s.submit.num_deaths and not s.has_token_since_submitted]
-        blamed = self._worker_bisection.died(alive, waiting, num_gone=len(present) - len(alive), probed=probed)
+        requests = dict.fromkeys(s.request for s in alive)
+        probed = dict.fromkeys(s.request for s in alive if s.submit.num_deaths and not s.has_token_since_submitted)
+        num_gone = len({s.request for s in present} - requests.keys())
+        blamed = self._worker_bisection.died(requests, (s.request for s in waiting), num_gone, [*probed])
         self._set_flags()
         return blamed
 
     def on_good_step(self, sequences: NDArray[Any], now: float) -> None:
         """A step went through, and these had a token."""
         if self._worker_bisection:
-            self._worker_bisection.had_token(sequences)
+            self._worker_bisection.had_token({s.request for s in sequences})
         if self._interrupted:
             for sequence in self._interrupted.intersection(sequences):
                 self._interrupted.discard(sequence)
@@ -219,7 +221,7 @@ class StepFailures:
         """It has ended."""
         self._interrupted.discard(sequence)
         if self._worker_bisection:
-            self._worker_bisection.clear([sequence])
+            self._worker_bisection.clear([sequence.request])
         if self.is_restricting_steps:
             self._step_bisection.clear([sequence])
         self._set_flags()

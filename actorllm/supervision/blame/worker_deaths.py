@@ -1,7 +1,8 @@
 """`WorkerBisection`: the search for the request that the workers die of.
 
-A *suspect* was in a step in flight when the workers died, and has had no token since. The search is a `Bisection`, whose
-unit is a life of the workers. A retry costs a restart, and every other request waits for it. Five rules follow:
+A *suspect* was in a step in flight when the workers died, and has had no token since: a request, with all its sequences. The
+search is a `Bisection`, whose unit is a life of the workers. A retry costs a restart, and every other request waits for it. Five
+rules follow:
 
 - One death proves nothing, since the process may have been killed from outside. All requests go on together. The search
   begins when the workers die again before every suspect is cleared.
@@ -13,6 +14,10 @@ unit is a life of the workers. A retry costs a restart, and every other request 
 - From the third death in a row on, the search rests after every death until a request beside the suspects has had a
   token. It rests only if one may run. If the workers die meanwhile, the requests that ran are suspects as well.
 
+*Several replicas* (`probes_alone`). Only poison requests may cost deaths, each of them `MAX_ALONE`, and everything else steps. So
+the search begins with the first death, and each group is one request. The first death with it in the group counts, although
+requests that were cleared run beside it. Then it is probed again, before anything else starts or a rest begins.
+
 Too many deaths in a row end the engine (`supervision.restart`), unless each narrows the search (`is_narrowing`). Any
 number of poison requests is therefore found, and a search that does not advance ends.
 
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.sequence import RequestKey
 from actorllm.supervision.blame.bisection import Bisection
 
 MAX_IN_A_ROW = 3
@@ -33,11 +38,17 @@ MAX_ALONE = 2
 """Deaths of a process for which one request was probed, after which the request fails: one may be an accident."""
 
 
-class WorkerBisection:
-    """The suspects. Falsy while there are none."""
+ONE_BY_ONE = 64
+"""Halvings after which a probe group is one request, however many suspects there are."""
 
-    def __init__(self) -> None:
-        self._bisection: Bisection[Sequence] = Bisection(MAX_ALONE)
+
+class WorkerBisection:
+    """The suspects. Falsy while there are none. probes_alone: see the module docstring."""
+
+    def __init__(self, *, probes_alone: bool = False) -> None:
+        self._bisection: Bisection[RequestKey] = Bisection(MAX_ALONE)
+        self._probes_alone = probes_alone
+        self._set_halvings(1)
         self._num_in_a_row = 0
         self.is_resting = False
         """The suspects wait until another request has a token."""
@@ -56,18 +67,18 @@ class WorkerBisection:
         """No other request can run: the search goes on."""
         self.is_resting = False
 
-    def may_start(self, sequence: Sequence) -> bool:
+    def may_start(self, request: RequestKey) -> bool:
         if self.is_resting:
-            return sequence not in self._bisection
-        return not self.is_probing or sequence in self._bisection.group
+            return request not in self._bisection
+        return not self.is_probing or request in self._bisection.group
 
     def died(
         self,
-        in_flight: Iterable[Sequence],
-        waiting: Iterable[Sequence] = (),
+        in_flight: Iterable[RequestKey],
+        waiting: Iterable[RequestKey] = (),
         num_gone: int = 0,
-        probed: Collection[Sequence] = (),
-    ) -> list[Sequence]:
+        probed: Collection[RequestKey] = (),
+    ) -> list[RequestKey]:
         """The workers died with steps of these in flight. Returns the one to blame, if it is known; it is no longer here.
 
         waiting: those that may run now, suspects or not. num_gone: others that were in those steps and have ended
@@ -81,20 +92,26 @@ class WorkerBisection:
             return []
         self.is_resting = False
         self._num_in_a_row = self._num_in_a_row + 1 if search else 1
-        search.num_halvings = max(1, self._num_in_a_row - 1)
-        again = [sequence for sequence in present if sequence in search]
-        begins = not search.is_probing and (bool(again) or self._num_in_a_row > 1)
+        self._set_halvings(max(1, self._num_in_a_row - 1))
+        again = [request for request in present if request in search]
+        begins = not search.is_probing and (self._probes_alone or bool(again) or self._num_in_a_row > 1)
         is_alone = len(present) == 1 and not num_gone
-        probed_first = [sequence for sequence in probed if sequence not in search]
+        is_undecided = False  # one death more tells
+        probed_first = [request for request in probed if request not in search]
         if probed_first:  # also while others are searched for: of these another process has died
             self.is_narrowing = begins = True
             search.add(present)
             blamed = search.fail(probed_first, len(probed_first) == 1)
             search.add((), first=probed_first)  # while nothing runs that was cleared
+            is_undecided = self._probes_alone and len(probed_first) == 1
         elif search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
             self.is_narrowing = is_alone or search.narrows(again)
-            blamed = search.fail(again, is_alone)
-            if is_alone and not blamed and again == [*probed]:  # one death more decides, and costs no other one
+            is_only = self._probes_alone and len(again) == 1
+            blamed = search.fail(again, is_alone or is_only)
+            is_undecided = is_only and not blamed
+            if is_undecided or (
+                is_alone and not blamed and again == [*probed]
+            ):  # one death more decides, and costs no other
                 search.add((), first=again)
                 search.begin()
         else:  # no group, or the workers died without it: in contrast to new requests, `again` had no token twice
@@ -103,17 +120,20 @@ class WorkerBisection:
             blamed = search.fail(present, is_alone) if is_alone else []
         if begins:
             search.begin()
-        if search.is_probing and again and self._num_in_a_row >= MAX_IN_A_ROW:
-            self.is_resting = any(s not in search and s not in blamed for s in waiting)
+        if search.is_probing and again and self._num_in_a_row >= MAX_IN_A_ROW and not is_undecided:
+            self.is_resting = any(request not in search and request not in blamed for request in waiting)
         return blamed
 
-    def clear(self, sequences: Iterable[Sequence]) -> None:
+    def clear(self, requests: Iterable[RequestKey]) -> None:
         """These had a token, or are gone."""
         self.is_resting = False
-        self._bisection.clear(sequences)
+        self._bisection.clear(requests)
 
-    def had_token(self, sequences: Iterable[Sequence]) -> None:
+    def had_token(self, requests: Iterable[RequestKey]) -> None:
         """The workers live: these had a token."""
         self._num_in_a_row = 0
-        self._bisection.num_halvings = 1
-        self.clear(sequences)
+        self._set_halvings(1)
+        self.clear(requests)
+
+    def _set_halvings(self, number: int) -> None:
+        self._bisection.num_halvings = ONE_BY_ONE if self._probes_alone else number

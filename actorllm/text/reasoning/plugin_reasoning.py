@@ -1,8 +1,8 @@
 """Parsers of thoughts with vLLM's interface, as parsers of ours: `adapted` makes a subclass of `ReasoningParser` of one.
 
 A whole answer goes through `extract_reasoning`, a stream through `extract_reasoning_streaming`; where a class has no streams, the
-text is held back until its end. The ids beside a text are those that the model has written; where they are not told, those that the
-tokenizer gives. Loaded by name, where a parser is one (`parsers.reasoning_named`).
+text is held back until its end. `SeenText` has the ids beside a text. Loaded by name, where a parser is one
+(`parsers.reasoning_named`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from actorllm.errors import ConfigError
 from actorllm.text.plugin_classes.deltas import AskedFields
+from actorllm.text.plugin_classes.seen_text import SeenText
 from actorllm.text.reasoning.parsers import Marks, Part, ReasoningParser, Said, Thought
 from actorllm.text.tokenizer import transformers_tokenizer
 
@@ -77,11 +78,7 @@ class PluginReasoning(ReasoningParser):
         kwargs = self._asked.chat_template_kwargs
         self._plugin = made(self.PLUGIN, self.TOKENIZER, chat_template_kwargs=kwargs or {})
         self._streamed = newest(self._plugin, STREAMED)
-        self._text = ""
-        self._ids: list[int] = []
-        self._seen: list[int] = []
-        self._is_held = self._streamed is None
-        """Nothing is told before the end."""
+        self._seen = SeenText(self.TOKENIZER, is_held=self._streamed is None)
         self._is_over = self._ends_thought(prompt)
 
     @classmethod
@@ -100,7 +97,7 @@ class PluginReasoning(ReasoningParser):
 
     def _ends_thought(self, prompt: str) -> bool:
         """Whether the prompt itself ends with that of a thought, as templates write it for an answer without one."""
-        ids = self._encoded(prompt.rstrip())
+        ids: list[int] = self.TOKENIZER.encode(prompt.rstrip(), add_special_tokens=False)
         ends = self._plugin.is_reasoning_end
         try:
             # A mark that stands elsewhere is a client's text.
@@ -108,47 +105,34 @@ class PluginReasoning(ReasoningParser):
         except NotImplementedError:
             return False
 
-    def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self.TOKENIZER.encode(text, add_special_tokens=False)
-        return ids
-
     @property
     def is_over(self) -> bool:
         return self._is_over
 
     def see(self, token_ids: Sequence[int], is_whole: bool) -> None:
-        self._seen += token_ids
-        self._is_held |= is_whole and not self._text
+        self._seen.see(token_ids, is_whole)
 
     def push(self, text: str) -> list[Part]:
         if not text:
             return []
         if self._is_over:
             return [Said(text)]
-        ids, self._seen = self._seen or self._encoded(text), []
-        before, self._text = self._text, self._text + text
-        ids_before, self._ids = self._ids, [*self._ids, *ids]
-        if self._is_held:
-            return []
-        assert self._streamed is not None
-        try:
-            delta = self._streamed(before, self._text, text, ids_before, self._ids, ids)
-        except NotImplementedError:
-            if before:
-                raise
-            self._is_held = True
-            return []
+        delta = self._seen.streamed(text, self._streamed or _unstreamed)
         if delta is None:
             return []
         thought = getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None)
         return _parts(thought, delta.content)
 
     def finish(self) -> list[Part]:
-        if not self._is_held or not self._text:
+        if not self._seen.is_held or not self._seen.text:
             return []
         whole = newest(self._plugin, WHOLE)
         assert whole is not None
-        return _parts(*whole(self._text, self._asked))
+        return _parts(*whole(self._seen.text, self._asked))
+
+
+def _unstreamed(*_: Any) -> None:
+    """Of a class without a method for streams, whose text is held."""
 
 
 def _parts(thought: str | None, said: str | None) -> list[Part]:

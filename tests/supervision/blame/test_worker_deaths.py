@@ -12,8 +12,8 @@ from actorllm.supervision.blame.worker_deaths import WorkerBisection
 class Court:
     """Requests that run as the quarantine allows, some of which kill the workers whenever they are in a step."""
 
-    def __init__(self, num_requests: int, *guilty: int) -> None:
-        self.quarantine = WorkerBisection()
+    def __init__(self, num_requests: int, *guilty: int, probes_alone: bool = False) -> None:
+        self.quarantine = WorkerBisection(probes_alone=probes_alone)
         self.alive: list[Any] = list(range(num_requests))
         self.guilty = set(guilty)
         self.failed: list[int] = []
@@ -75,6 +75,30 @@ def test_a_suspect_of_another_replica_costs_two_deaths() -> None:
     court.run()
     assert court.failed == [5]
     assert court.num_deaths == 1, "beside the first one"
+
+
+@pytest.mark.parametrize("guilty", [(0,), (7,), (3, 4), (0, 5, 15), tuple(range(16))], ids=str)
+def test_among_several_replicas_only_guilty_ones_cost_deaths(guilty: tuple[int, ...]) -> None:
+    """Two each, and the one with which the search begins. Those that come meanwhile wait."""
+    court = Court(16, *guilty, probes_alone=True)
+    court.run()
+    assert sorted(court.failed) == sorted(guilty)
+    assert court.num_deaths == 1 + 2 * len(guilty)
+    assert court.most_standing_still == 0
+
+
+def test_among_several_replicas_two_accidents_blame_nobody_that_lives() -> None:
+    quarantine: Any = WorkerBisection(probes_alone=True)
+    quarantine.died(["a", "b", "c"])
+    quarantine.had_token(["a"])  # which runs beside the next one from here on
+    assert quarantine.may_start("b")
+    assert quarantine.died(["a", "b"], "abc") == []
+    assert [one for one in "abc" if quarantine.may_start(one)] == ["b"], "one death more decides"
+    quarantine.had_token(["b"])
+    assert quarantine.may_start("c")
+    assert not quarantine.may_start("a")
+    quarantine.had_token(["c"])
+    assert not quarantine
 
 
 def test_a_probed_request_that_lives_is_acquitted() -> None:

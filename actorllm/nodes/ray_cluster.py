@@ -1,0 +1,234 @@
+"""Agents that Ray places and keeps. The only module that knows Ray (the extra `ray`).
+
+Ray says where a replica may be, starts an agent there, and ends it with the driver. Tokens go over the agent's own stream, so the
+death of Ray's head stops none. Restarts are the fleet's: Ray starts no actor again. When an agent is gone, the next life of its
+replica asks for another one; Ray moves the bundle of a dead node by itself.
+
+What can never fit is refused at once, with what was asked for and what the largest node has. What may fit is waited for, and
+the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, EngineStartError
+from actorllm.nodes.hosts import Located, NodeAddress
+
+logger = logging.getLogger(__name__)
+
+TOLD_EVERY_S = 10.0
+"""Between two lines about a placement that is waited for."""
+PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_", "ACTORLLM_", "VLLM_BATCH_INVARIANT")
+"""What the names of variables begin with that agents get of the driver's environment."""
+
+
+class RayAgent:
+    """The actor: an agent on a thread of its own."""
+
+    def __init__(self, key: bytes, environment: Mapping[str, str]) -> None:
+        os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
+        from actorllm.actors.engine_thread import LoopThread
+        from actorllm.nodes.agent import NodeAgent
+
+        self._thread = LoopThread("actorllm:agent")
+        self._thread.start_thread()
+        self._agent = NodeAgent(key)
+        self._bound: NodeAddress | None = None
+        self._has_bound = threading.Event()
+        self._over = threading.Event()
+
+    def listen(self) -> tuple[str, int]:
+        """Where it listens: the address by which Ray knows this node, and a port that was free."""
+        if self._bound is None:
+            host = str(_ray().util.get_node_ip_address())
+
+            def tell(bound: NodeAddress) -> None:
+                self._bound = bound
+                self._has_bound.set()
+
+            running = self._thread.call(self._agent.run, NodeAddress(host, ANY_PORT), tell)
+            running.add_done_callback(self._end)
+            self._has_bound.wait()
+            if self._bound is None:
+                running.result()
+        assert self._bound is not None
+        return self._bound.host, self._bound.port
+
+    def _end(self, _: object) -> None:
+        self._has_bound.set()
+        self._over.set()
+
+    def wait(self) -> None:
+        """Until the agent has ended; the death of this process ends the call as well."""
+        self._over.wait()
+
+
+ANY_PORT = -1
+"""One that is free."""
+
+
+def bundle_of(config: EngineConfig) -> dict[str, float]:
+    """What Ray is asked for one replica: its GPUs, and a core for each thread that was asked for."""
+    bundle = {"CPU": float(config.num_threads or 1)}
+    if config.device == "cuda":
+        bundle["GPU"] = float(config.world_size)
+    return bundle | {name: float(value) for name, value in config.resources_per_replica.items()}
+
+
+def check_fit(bundle: Mapping[str, float], number: int, nodes: list[Mapping[str, float]]) -> None:
+    """Pure. Raises ConfigError: so many bundles can never be placed on nodes that have so much in all."""
+    room = [
+        min((int(node.get(name, 0.0) / asked) for name, asked in bundle.items() if asked), default=number)
+        for node in nodes
+    ]
+    if nodes and max(room) >= 1 and sum(room) >= number:
+        return
+    largest = max(nodes, key=lambda node: sum(node.get(name, 0.0) for name in bundle), default={})
+    table = "\n".join(
+        f"  {name:<12} {asked:>8g} {largest.get(name, 0.0):>14g} {sum(node.get(name, 0.0) for node in nodes):>14g}"
+        for name, asked in bundle.items()
+    )
+    raise ConfigError(
+        f"Ray cannot place {number} replicas: its {len(nodes)} nodes have room for {sum(room)}\n"
+        f"  {'resource':<12} {'asked':>8} {'largest node':>14} {'all nodes':>14}\n{table}\n"
+        f"ask for less (data_parallel_size, num_threads, resources_per_replica), or add nodes"
+    )
+
+
+class RayPlacement:
+    """The agents of one fleet. All methods but `close` wait, and are called on threads beside the loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._key = secrets.token_hex(32).encode()
+        self._lock = threading.Lock()
+        self._group: Any = None
+        self._is_ours = False
+        self._bundles: list[int] = []
+        self._agents: dict[int, Any] = {}
+
+    def locate(self, number: int) -> Located:
+        """An agent for the number-th replica. Raises ConfigError, EngineStartError."""
+        ray = _ray()
+        with self._lock:
+            self._prepare(ray)
+            index = number - self._config.data_parallel_size_local
+            if index >= len(self._bundles):
+                raise ConfigError(
+                    f"replica {number} has no place: Ray was asked for {len(self._bundles)}; data_parallel_size says how many"
+                )
+            self._end(ray, index)
+            agent = self._agents[index] = self._start(ray, self._bundles[index])
+        began = time.monotonic()
+        while True:
+            found = agent.listen.remote()
+            try:
+                host, port = ray.get(found, timeout=TOLD_EVERY_S)
+                break
+            except ray.exceptions.GetTimeoutError:
+                waited_s = time.monotonic() - began
+                if waited_s > self._config.placement_timeout_s:
+                    raise EngineStartError(
+                        f"Ray has not started replica {number} within {waited_s:.0f} s; placement_timeout_s says how long it "
+                        f"may take"
+                    ) from None
+                logger.warning("Ray has not started replica %d yet, after %.0f s", number, waited_s)
+            except ray.exceptions.RayError as error:
+                raise EngineStartError(f"Ray could not start replica {number}: {error}") from error
+        return Located(NodeAddress(host, port), self._key, lambda told: _when_over(agent, told))
+
+    def _prepare(self, ray: Any) -> None:
+        """The placement group, once."""
+        if self._group is not None:
+            return
+        if not ray.is_initialized():
+            ray.init(address=self._config.ray_address or "auto", log_to_driver=False)
+        bundle = bundle_of(self._config)
+        number = self._config.data_parallel_size - self._config.data_parallel_size_local
+        group = ray.util.get_current_placement_group()
+        if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
+            fitting = [
+                index
+                for index, has in enumerate(group.bundle_specs)
+                if all(has.get(name, 0.0) >= asked for name, asked in bundle.items())
+            ]
+            check_fit(bundle, number, [group.bundle_specs[index] for index in fitting])
+            self._group, self._bundles = group, fitting[:number]
+            return
+        check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        strategy = {"spread": "SPREAD", "pack": "PACK"}[self._config.placement]
+        made = ray.util.placement_group([bundle] * number, strategy=strategy)
+        began = time.monotonic()
+        while not made.wait(TOLD_EVERY_S):
+            waited_s = time.monotonic() - began
+            if waited_s > self._config.placement_timeout_s:
+                ray.util.remove_placement_group(made)
+                raise EngineStartError(
+                    f"Ray had no room for {number} x {bundle} within {waited_s:.0f} s: others use it (`ray status`); "
+                    f"placement_timeout_s says how long that may take"
+                )
+            logger.warning("Ray has no room for %d x %s yet, after %.0f s: others use it", number, bundle, waited_s)
+        self._group, self._bundles, self._is_ours = made, list(range(number)), True
+
+    def _start(self, ray: Any, bundle: int) -> Any:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        where = strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+        )
+        asked = bundle_of(self._config)
+        kind = ray.remote(RayAgent).options(
+            num_cpus=asked["CPU"],
+            num_gpus=asked.get("GPU", 0.0),
+            resources={name: value for name, value in asked.items() if name not in ("CPU", "GPU")},
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=2,
+            scheduling_strategy=where,
+        )
+        given = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        return kind.remote(self._key, given)
+
+    def _end(self, ray: Any, index: int) -> None:
+        agent = self._agents.pop(index, None)
+        if agent is not None:
+            with contextlib.suppress(Exception):  # it is dead, or Ray's head is: nothing of it is used any more
+                ray.kill(agent)
+
+    def close(self) -> None:
+        """End all agents. Idempotent; from any thread."""
+        if self._group is None:
+            return
+        ray = _ray()
+        for index in list(self._agents):
+            self._end(ray, index)
+        group, self._group = self._group, None
+        if self._is_ours:
+            with contextlib.suppress(Exception):  # Ray's head is gone, and the group with it
+                ray.util.remove_placement_group(group)
+
+
+def _when_over(agent: Any, told: Callable[[str], object]) -> None:
+    """Ray's own sign of the death of an agent."""
+
+    def tell(future: Any) -> None:
+        error = future.exception()
+        told("the agent has ended" if error is None else f"Ray tells of its death: {type(error).__name__}")
+
+    agent.wait.remote().future().add_done_callback(tell)
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError('data_parallel_backend="ray" needs Ray: pip install "actorllm[ray]"') from error

@@ -1,0 +1,98 @@
+"""Programs that start vLLM's server by themselves: its parser of options, the whole server, and the application in parts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from actorllm.compat.engine.arg_utils import AsyncEngineArgs
+from actorllm.compat.entrypoints.openai import api_server
+from actorllm.compat.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+
+from actorllm.compat import FlexibleArgumentParser
+from actorllm.errors import ConfigError
+
+INLINE = ["storyteller", "--topology", "inline", "--num_threads", "1", "--max-num-seqs", "4"]
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    args: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    return args
+
+
+def test_options_are_those_of_the_server_and_of_the_engine() -> None:
+    args = parsed(
+        *INLINE, "--port", "0", "--api-key", "a", "b", "--no-vllm-metrics", "--uds", "/tmp/x", "--max_model_len", "64"
+    )
+    assert (args.model_tag, args.port, args.api_key, args.vllm_metrics) == ("storyteller", 0, ["a", "b"], False)
+    assert (args.unix_socket, args.max_model_len, args.host) == ("/tmp/x", 64, "127.0.0.1")
+    assert AsyncEngineArgs.from_cli_args(args).max_num_seqs == 4
+    validate_parsed_serve_args(args)
+    with pytest.raises(ConfigError, match="--grpc"):
+        validate_parsed_serve_args(parsed("--grpc"))
+
+
+@pytest.mark.anyio
+async def test_an_application_with_routes_of_the_programs_own(anyio_backend: str) -> None:
+    args = parsed(*INLINE, "--served-model-name", "mine")
+    app = api_server.build_app(args)
+
+    @app.get("/own")
+    async def own() -> dict[str, Any]:
+        return {"is_mine": True}
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+        with pytest.raises(RuntimeError, match="init_app_state"):
+            await client.get("/v1/models")
+        async with api_server.build_async_engine_client(args) as engine:
+            await api_server.init_app_state(engine, app.state, args)
+            assert (await client.get("/own")).json() == {"is_mine": True}
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "mine"
+            body = {"prompt": "Once", "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 2
+            assert (await client.get("/nowhere")).status_code == 404
+
+
+PROGRAM = """
+import anyio
+from actorllm.compat.entrypoints.openai.api_server import run_server
+from actorllm.compat.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from actorllm.compat.utils import FlexibleArgumentParser
+
+args = make_arg_parser(FlexibleArgumentParser(description="mine")).parse_args()
+validate_parsed_serve_args(args)
+anyio.run(run_server, args)
+"""
+
+
+def test_the_whole_server() -> None:
+    command = [sys.executable, "-c", PROGRAM, *INLINE, "--port", "0", "--api-key", "k"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        url = None
+        for line in process.stderr:
+            if found := re.search(r"running on (http://\S+)", line):
+                url = found[1]
+                break
+        assert url is not None
+        assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
+        keys = {"authorization": "Bearer k"}
+        assert httpx.get(f"{url}/v1/models", headers=keys, timeout=30).json()["data"][0]["id"] == "storyteller"
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(60) == 0
+
+
+def test_arguments_beside_the_options_are_refused() -> None:
+    async def main() -> None:
+        await api_server.run_server(parsed(), log_level="debug")
+
+    with pytest.raises(ConfigError, match="log_level"):
+        anyio.run(main)
