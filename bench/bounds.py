@@ -703,6 +703,9 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "server.processes: ApiProcesses._processes",
     ),
     "the last lines that a process wrote, a fixed number": ("supervision.stderr_pipe: StderrPipe._lines",),
+    "an entry for each number of rows that a step may have, max_num_seqs at most": (
+        "scheduling.draft_budget: DraftBudget._wanted",
+    ),
     "the steps in flight, two at most, and what belongs to them": (
         "actors.constraints: Constraints._unsent",
         "actors.constraints: Constraints._awaited",
@@ -715,7 +718,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "actors.load_board: LoadPublisher._launched",
         "actors.worker: WorkerActor.plans",
         "actors.worker: WorkerActor.late_inputs",
-        "scheduling.ledger: Ledger._in_flight",
+        "scheduling.ledger: Ledger.in_flight",
         "scheduling.lanes: RowLanes._rows",
         "scheduling.lanes: RowLanes._made_of",
         "scheduling.plan: PlanBuilder._sent_rows",

@@ -286,9 +286,9 @@ class PrefixIndex:
         numbers.append(int(labels[-1]))
         ends = (borders + 1).tolist()
         ends.append(labels.size)
-        first = 0
+        first, runs = 0, self._runs
         for number, end in zip(numbers, ends, strict=True):
-            run = self._runs.get(number)
+            run = runs.get(number)
             if run is not None:
                 left = run.blocks.size - (end - first)
                 if left == 0 and not run.children and not run.tails:

@@ -615,8 +615,29 @@ def _share_empty_columns(cls: type[Any]) -> None:
             defaults[f.name] = f.default_factory()
 
 
+def _set_by_assignment(cls: type[Any]) -> None:
+    """Give a message an `__init__` that assigns its fields.
+
+    The one of a frozen dataclass calls `object.__setattr__` for each of them, which takes ten times as long. An object is of
+    an unfrozen class with the same slots until its fields are set.
+    """
+    if any(f.default_factory is not MISSING and not SCHEMA[cls.__name__].fields[f.name].is_column for f in fields(cls)):
+        return  # what the factory makes belongs to one message
+    names = [f.name for f in fields(cls)]
+    unfrozen = type(cls.__name__, (), {"__slots__": cls.__slots__})
+    lines = [f"def __init__(self, *, {', '.join(names)}):", "set_attribute(self, '__class__', unfrozen)"]
+    lines += [f"self.{name} = {name}" for name in names]
+    found: dict[str, Any] = {"set_attribute": object.__setattr__, "unfrozen": unfrozen, "frozen": cls}
+    exec("\n    ".join([*lines, "self.__class__ = frozen"]), found)
+    init = found["__init__"]
+    init.__kwdefaults__, init.__annotations__ = cls.__init__.__kwdefaults__, cls.__init__.__annotations__
+    init.__qualname__ = cls.__init__.__qualname__
+    cls.__init__ = init
+
+
 for _cls in KINDS.values():
     _share_empty_columns(_cls)
+    _set_by_assignment(_cls)
 _FORMS = {cls: _form(kind, cls) for kind, cls in KINDS.items()}
 
 

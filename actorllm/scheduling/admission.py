@@ -149,7 +149,7 @@ class Admission:
 
     def leave(self, sequence: Sequence) -> None:
         """It got its first slot, or ended without one."""
-        queue = self._queue(sequence.key[0])
+        queue = self._queues[sequence.key[0]]
         self.num_requests -= 1
         queue.num_requests -= 1
         queue.num_tokens -= sequence.submit.prompt.size

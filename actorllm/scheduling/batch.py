@@ -23,40 +23,45 @@ ONE: I32 = np.ones((), np.int32)
 class Rows:
     """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
-    __slots__ = ("generations", "index", "limits", "num_vacated", "sequences", "slots")
+    __slots__ = ("_batch", "_generations", "_sequences", "index", "limits", "num_vacated", "slots")
 
-    def __init__(
-        self, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any], num_vacated: int
-    ) -> None:
+    def __init__(self, batch: Batch, index: NDArray[np.intp], limits: I32) -> None:
+        """index: taken slots of the batch. limits: theirs."""
         self.index = index
         """The slots as numpy indexes with: from any other integers it makes these first, at each use."""
         self.slots: I32 = index.astype(np.int32)
-        self.generations = generations
         self.limits = limits
-        self.sequences = sequences
-        self.num_vacated = num_vacated
+        self.num_vacated = batch.num_vacated
         """`Batch.num_vacated` when every row was last known to be in its slot."""
+        self._batch = batch
+        self._generations: I32 | None = None
+        self._sequences: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return self.slots.size
 
-    def where(self, mask: NDArray[np.bool_]) -> Rows:
-        """Those of the rows that the mask selects, in the same order."""
-        return Rows(self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask], self.num_vacated)
+    def hold(self) -> None:
+        """Note whose these slots are, while none of them has changed hands. Rows that no step samples never need it."""
+        if self._sequences is None:
+            self.num_vacated = self._batch.num_vacated
+            self._sequences = self._batch.sequences.take(self.index)
+            self._generations = self._batch.generation.take(self.index)
 
-    def joined(self, other: Rows) -> Rows:
-        """These rows followed by the others."""
-        if not len(other):
-            return self
-        if not len(self):
-            return other
-        return Rows(
-            np.concatenate((self.index, other.index)),
-            np.concatenate((self.generations, other.generations)),
-            np.concatenate((self.limits, other.limits)),
-            np.concatenate((self.sequences, other.sequences)),
-            min(self.num_vacated, other.num_vacated),
-        )
+    @property
+    def sequences(self) -> NDArray[Any]:
+        """Those that have the slots, or had them at `hold`."""
+        if self._sequences is None:
+            self.hold()
+            assert self._sequences is not None
+        return self._sequences
+
+    @property
+    def generations(self) -> I32:
+        """Those of the slots, as `sequences`."""
+        if self._generations is None:
+            self.hold()
+            assert self._generations is not None
+        return self._generations
 
 
 class Batch:
@@ -82,7 +87,7 @@ class Batch:
         self.num_vacated = 0
         """How often any slot was."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._rows = self.select([])
+        self._rows = self.select(np.empty(0, np.intp))
         self._has_left = False
 
     @property
@@ -92,14 +97,15 @@ class Batch:
     def occupy(self, sequence: Sequence) -> int:
         """Give a sequence a slot; its known tokens are all that is known."""
         slot = self._free_slots.pop()
+        submit = sequence.submit
         sequence.slot = slot
         self.sequences[slot] = sequence
-        self.num_prompt[slot] = sequence.submit.prompt.size
+        self.num_prompt[slot] = submit.prompt.size
         self.num_known[slot] = sequence.known.size
         self.num_computed[slot] = sequence.num_done
         self.limit[slot] = sequence.limit
         self.adapter_id[slot] = sequence.adapter_slot
-        if sequence.submit.needs_late_inputs:
+        if submit.needs_late_inputs:
             self.is_late[slot] = True
             self.num_late += 1
         return slot
@@ -110,7 +116,8 @@ class Batch:
         self.sequences[slot] = None
         self.generation[slot] += 1
         self.num_vacated += 1
-        self.stop_decoding(slot)
+        if self.is_decoding.item(slot):
+            self.stop_decoding(slot)
         self.is_simulated[slot] = False
         if self.num_late and self.is_late[slot]:
             self.is_late[slot] = False
@@ -123,7 +130,8 @@ class Batch:
         if slots:
             joining = np.array(slots, np.intp)
             self.is_decoding[joining] = True
-            self._rows = self._of(np.concatenate((before.index, joining)))
+            index = np.concatenate((before.index, joining))
+            self._rows = Rows(self, index, np.concatenate((before.limits, self.limit[joining])))
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
@@ -140,17 +148,15 @@ class Batch:
     def rows(self) -> Rows:
         """The decode rows: the same object as last time while none joined or left."""
         if self._has_left:
-            self._rows = self._rows.where(self.is_decoding[self._rows.index])
+            rows = self._rows
+            kept = self.is_decoding.take(rows.index).nonzero()[0]
+            self._rows = Rows(self, rows.index.take(kept), rows.limits.take(kept))
             self._has_left = False
         return self._rows
 
-    def select(self, slots: list[int]) -> Rows:
-        """These slots as rows."""
-        return self._of(np.array(slots, np.intp))
-
-    def _of(self, index: NDArray[np.intp]) -> Rows:
-        """The rows of these taken slots."""
-        return Rows(index, self.generation[index], self.limit[index], self.sequences[index], self.num_vacated)
+    def select(self, slots: NDArray[np.intp]) -> Rows:
+        """These taken slots as rows."""
+        return Rows(self, slots, self.limit.take(slots))
 
     def has_all(self, rows: Rows) -> bool:
         """Whether every one of these rows is still in its slot."""

@@ -29,6 +29,9 @@ class DecodeRows:
         self._kv = kv
         self._spare = spare
         self._reach: I32 = np.array(2 + spare, np.int32)
+        self._rows_of_most = self.rows
+        self._most = self.rows.limits
+        """How many tokens each of these rows needs room for at most."""
 
     def find(self) -> None:
         """After whatever has changed: all of them."""
@@ -36,8 +39,9 @@ class DecodeRows:
         self.rows = rows = self._all()
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
         self.computed = batch.num_computed[rows.index]
-        most = rows.limits + self._spare if self._spare else rows.limits
-        needed = np.minimum(self.computed + self._reach, most)
+        if rows is not self._rows_of_most:
+            self._rows_of_most, self._most = rows, rows.limits + self._spare
+        needed = np.minimum(self.computed + self._reach, self._most)
         self.growing = rows.slots[needed > self._kv.capacity[rows.index]]
 
     def choose(self, wanted: I32 | None) -> Rows:
@@ -47,4 +51,4 @@ class DecodeRows:
             return self.rows
         wanted = wanted[self._batch.is_decoding[wanted]]
         self.growing = self.growing[np.isin(self.growing, wanted)]
-        return self._batch.select(wanted.tolist())
+        return self._batch.select(wanted.astype(np.intp))

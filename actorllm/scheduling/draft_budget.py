@@ -16,10 +16,15 @@ class DraftBudget:
         self.is_used = bool(ranges)
         """Some step may have drafts."""
         self._ranges = tuple((first, last, min(drafts, most)) for first, last, drafts in ranges)
+        self._wanted: dict[int, int] = {}
+        """What the ranges say, by rows."""
 
     def most(self, num_rows: int, room: int) -> int:
         """Drafts of each of so many decode rows, in a step with room for so many tokens more."""
         if not num_rows:
             return 0
-        wanted = next((drafts for first, last, drafts in self._ranges if first <= num_rows <= last), 0)
-        return max(0, min(wanted, room // num_rows))
+        wanted = self._wanted.get(num_rows)
+        if wanted is None:
+            wanted = next((drafts for first, last, drafts in self._ranges if first <= num_rows <= last), 0)
+            self._wanted[num_rows] = wanted
+        return wanted if num_rows * wanted <= room else max(0, room // num_rows)

@@ -78,7 +78,7 @@ class Forks:
 
     def room_of(self, leader: Sequence) -> tuple[int, int]:
         """Slots and blocks that the followers of this request take."""
-        count = self._table.followers.count(leader) if self._table.followers.leaders else 0
+        count = self._table.followers.count(leader)
         if not count:
             return 0, 0
         # What lies behind the full blocks of the prompt, each has for itself.

@@ -51,7 +51,7 @@ class RowLanes:
         self._of_slot: NDArray[np.int8] = np.zeros(batch.num_slots, np.int8)
         self._has_moved: NDArray[np.bool_] = np.zeros(batch.num_slots, np.bool_)
         """By slot: it was moved, and has been in no step since."""
-        self._rows: list[Rows] = [batch.select([]) for _ in range(number)]
+        self._rows: list[Rows] = [batch.rows()] * number  # there are none yet
         self._made_of: list[Rows | None] = [None] * number
         """The rows of the batch that each entry of `_rows` was taken from."""
         self._last_step = [0] * number
@@ -79,7 +79,8 @@ class RowLanes:
         everything, lane = self._batch.rows(), self.current
         if self._made_of[lane] is not everything:
             self._made_of[lane] = everything
-            old, found = self._rows[lane], everything.where(self._of_slot[everything.index] == lane)
+            old, found = self._rows[lane], self._batch.select(everything.index[self._of_slot[everything.index] == lane])
+            found.hold()  # they are compared with those of later steps
             is_same = np.array_equal(old.index, found.index) and np.array_equal(old.generations, found.generations)
             if not is_same:
                 self._rows[lane] = found

@@ -48,68 +48,70 @@ class Ledger:
         self.depth = depth
         self.has_room = True
         """Another step may be launched."""
-        self._in_flight: deque[StepRecord] = deque()
-        self._last_step = 0
+        self.in_flight: deque[StepRecord] = deque()
+        """Their records. Only the methods here change it."""
+        self.last_step = 0
+        """The one that was launched last."""
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.in_flight)
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return iter(self._in_flight)
+        return iter(self.in_flight)
 
     @property
     def next_step(self) -> int:
-        return self._last_step + 1
+        return self.last_step + 1
 
     @property
     def last_done(self) -> int:
         """Every step up to this one is done or void."""
-        return self._in_flight[0].step - 1 if self._in_flight else self._last_step
+        return self.in_flight[0].step - 1 if self.in_flight else self.last_step
 
     @property
     def newest(self) -> StepRecord:
         """The step that was launched last; IndexError when none is in flight."""
-        return self._in_flight[-1]
+        return self.in_flight[-1]
 
     def launch(self, record: StepRecord) -> None:
-        if record.step != self._last_step + 1 or not self.has_room:
+        if record.step != self.last_step + 1 or not self.has_room:
             raise ValueError(f"step {record.step} cannot be launched now ({len(self)} in flight)")
-        self._last_step = record.step
-        self._in_flight.append(record)
-        self.has_room = len(self._in_flight) < self.depth
+        self.last_step = record.step
+        self.in_flight.append(record)
+        self.has_room = len(self.in_flight) < self.depth
 
     def oldest(self, step: int) -> StepRecord | None:
         """The record of the oldest step in flight if it is this one; else None."""
-        return self._in_flight[0] if self._in_flight and self._in_flight[0].step == step else None
+        return self.in_flight[0] if self.in_flight and self.in_flight[0].step == step else None
 
     def find(self, step: int) -> StepRecord | None:
         """The record of a step in flight; None if it is not."""
-        return next((record for record in self._in_flight if record.step == step), None)
+        return next((record for record in self.in_flight if record.step == step), None)
 
     def complete(self, record: StepRecord) -> None:
         """The oldest step is done, and no longer in flight."""
-        assert record is self._in_flight[0]
-        self._in_flight.popleft()
+        assert record is self.in_flight[0]
+        self.in_flight.popleft()
         self.has_room = True
 
     def void(self, step: int) -> list[StepRecord]:
         """This step failed: it and all later ones are void. They are returned and their results will not be applied."""
-        if not self._in_flight or not self._in_flight[0].step <= step <= self._in_flight[-1].step:
+        if not self.in_flight or not self.in_flight[0].step <= step <= self.in_flight[-1].step:
             return []
         voided: list[StepRecord] = []
-        while self._in_flight and self._in_flight[-1].step >= step:
-            voided.append(self._in_flight.pop())
+        while self.in_flight and self.in_flight[-1].step >= step:
+            voided.append(self.in_flight.pop())
         self.has_room = True
         return voided[::-1]
 
     def skip(self, steps: int) -> None:
         """Count steps that were run without being recorded (`Scheduler.advance`): those in flight are later ones now."""
-        self._last_step += steps
-        self._in_flight = deque(record._replace(step=record.step + steps) for record in self._in_flight)
+        self.last_step += steps
+        self.in_flight = deque(record._replace(step=record.step + steps) for record in self.in_flight)
 
     def last_step_naming(self, sequence: Sequence) -> int:
         """The last step in flight that names this sequence; 0 if none does."""
-        for record in reversed(self._in_flight):
+        for record in reversed(self.in_flight):
             if any(s is sequence for s, _ in record.prefills) or any(s is sequence for s in record.rows.sequences):
                 return record.step
         return 0

@@ -85,12 +85,12 @@ class MessageBudget:
 
     def take(self, sequence: Sequence) -> bool:
         """Make a request one of the new rows of the plan, if it has room in it and in the result."""
-        num_bytes = _row_bytes(sequence)
-        if self._num_new_bytes and self._num_new_bytes + num_bytes > MAX_NEW_BYTES:
+        num_bytes = _row_bytes(sequence) + self._num_new_bytes
+        if num_bytes > MAX_NEW_BYTES and self._num_new_bytes:
             return False
         if sequence.rules is not None and not self.has_row_room(sequence):
             return False
-        self._num_new_bytes += num_bytes
+        self._num_new_bytes = num_bytes
         return True
 
     def add_to_plan(self, sequence: Sequence) -> None:

@@ -91,8 +91,9 @@ class PrefixCache:
             return
         sequence.looked_up = version
         sequence.num_remaining = num_known = sequence.known.size
-        most_tokens = min(num_known + 1, sequence.limit) + self._spare
-        sequence.num_needed_blocks = self._kv.blocks_for(most_tokens)
+        limit = sequence.limit
+        most_tokens = (num_known + 1 if num_known < limit else limit) + self._spare
+        sequence.num_needed_blocks = -(-most_tokens // self._kv.block_size)
         if index is None or not sequence.hashes or not sequence.may_read_cache:
             return
         first = sequence.first_hash
@@ -132,24 +133,22 @@ class PrefixCache:
 
     def publish_prefills(self, prefills: Iterable[tuple[Sequence, int]], besides: Collection[int]) -> None:
         """A step is reported that computed these chunks; besides: not those at these positions."""
+        size = self._kv.block_size
         for row, (sequence, num_tokens) in enumerate(prefills):
-            if sequence.can_publish and sequence.slot >= 0 and row not in besides:
-                self.publish_chunk(sequence, num_tokens)
+            if not sequence.can_publish or sequence.slot < 0 or row in besides:
+                continue
+            num_done = sequence.num_done = sequence.num_done + num_tokens
+            num_blocks = min(num_done // size, len(sequence.hashes) // HASH_BYTES)
+            if num_blocks > sequence.num_published:
+                self._publish(sequence, num_blocks)
 
-    def publish_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step that computed so many tokens of a request's known ones is reported."""
-        sequence.num_done += num_tokens
-        num_blocks = min(sequence.num_done // self._kv.block_size, len(sequence.hashes) // HASH_BYTES)
-        if num_blocks > sequence.num_published:
-            before, sequence.num_published = sequence.num_published, num_blocks
-            self._publish(sequence, before)
-
-    def _publish(self, sequence: Sequence, before: int) -> None:
-        """Have the first `num_published` blocks of a request in a slot found from now on; `before` of them were already.
+    def _publish(self, sequence: Sequence, num_blocks: int) -> None:
+        """Have the first blocks of a request in a slot found from now on, more of them than were already.
 
         Most prompts begin like no other. Those are put into the index when a look-up wants them, or else together with
         their output when they end.
         """
+        before, sequence.num_published = sequence.num_published, num_blocks
         index, first = self._kv.index, sequence.first_hash
         if index is None:
             return
@@ -157,11 +156,11 @@ class PrefixCache:
         if owner is sequence or (owner is None and index.is_new(first)):
             self._fresh[first] = sequence
             if index.observer is not None:
-                index.observer.add(sequence.hashes[HASH_BYTES * before : HASH_BYTES * sequence.num_published])
+                index.observer.add(sequence.hashes[HASH_BYTES * before : HASH_BYTES * num_blocks])
             index.version += 1
             return
         self._settle(first)
-        sequence.run = self._kv.publish(sequence.slot, sequence.hashes, sequence.num_published)
+        sequence.run = self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
 
     def _settle(self, first: bytes) -> None:
         """Put into the index what begins with the block of this hash."""
@@ -171,13 +170,12 @@ class PrefixCache:
 
     def publish_rest(self, sequence: Sequence) -> None:
         """A request ends: what it computed since its admission can be found from now on."""
-        size = self._kv.block_size
         num_blocks = self._num_findable(sequence)
-        num_hashed = len(sequence.hashes) // HASH_BYTES
-        if num_blocks <= sequence.num_published or self._batch.is_simulated.item(sequence.slot):
+        num_published = sequence.num_published
+        if num_blocks <= num_published or self._batch.is_simulated.item(sequence.slot):
             self.settle(sequence)
-        elif num_hashed and num_hashed == sequence.num_published:
-            known = sequence.known[num_hashed * size :].copy()
+        elif num_published and len(sequence.hashes) == num_published * HASH_BYTES:
+            known = sequence.known[num_published * self._kv.block_size :].copy()
             first = sequence.first_hash
             is_fresh = self._fresh.get(first) is sequence
             if is_fresh:
@@ -211,16 +209,12 @@ class PrefixCache:
 
     def _num_findable(self, sequence: Sequence) -> int:
         """How many blocks of a request in a slot may be found, now that it leaves it."""
-        num_tokens = self._num_reported(sequence)
+        num_tokens = sequence.num_done  # have KV that a step has reported as computed
+        if num_tokens >= sequence.known.size:
+            num_tokens = self._batch.num_known.item(sequence.slot) - 1  # the last one is computed by the step in flight
         if self._keeps_output_apart:
             num_tokens = min(num_tokens, sequence.submit.prompt.size)
         return num_tokens // self._kv.block_size
-
-    def _num_reported(self, sequence: Sequence) -> int:
-        """How many tokens of a request in a slot have KV that a step has reported as computed."""
-        if sequence.num_done < sequence.known.size:
-            return sequence.num_done
-        return self._batch.num_known.item(sequence.slot) - 1  # the last one is computed by the step that is in flight
 
     def _known_tokens(self, sequence: Sequence) -> I32:
         """All known ids of a request: those it was admitted with, and those sampled since."""

@@ -208,10 +208,11 @@ class RequestTable:
         slot = sequence.slot
         if slot >= 0:
             # What steps in flight sample for it will have been computed in vain.
-            is_sampling = sequence not in self.prefilling and sequence.submit.pooling is None
-            wasted = self._batch.num_computed.item(slot) + 1 - self._batch.num_known.item(slot) if is_sampling else 0
-            sequence.num_wasted_tokens += wasted
-            self.num_wasted += wasted
+            if sequence not in self.prefilling and sequence.submit.pooling is None:
+                wasted = self._batch.num_computed.item(slot) + 1 - self._batch.num_known.item(slot)
+                if wasted:
+                    sequence.num_wasted_tokens += wasted
+                    self.num_wasted += wasted
             if sequence.can_publish:
                 if reason == "error":
                     self._cache.settle(sequence)
@@ -252,7 +253,8 @@ class RequestTable:
 
     def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
         slot = sequence.slot
-        self.prefilling.pop(sequence, None)
+        if self.prefilling:
+            self.prefilling.pop(sequence, None)
         if sequence.rules is not None:
             self._message_budget.leave_slot(sequence.rules)
         self._seconds.leave(sequence)

@@ -22,7 +22,7 @@ from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, INVALID, NO_I32, NO_U8, StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
-from actorllm.messages.schema import WORKER, check_of_fields, violation
+from actorllm.messages.schema import SCHEMA, WORKER, check_of, check_of_fields, violation
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -46,8 +46,8 @@ U32_DTYPE = np.dtype(np.uint32)
 _is_right_if_plain = check_of_fields("StepResult", ("step", "tokens", "started", "ended"))
 """Whether a result that is plain is as the schema says: its other columns are the shared empty ones."""
 
-_is_right_run = check_of_fields("StepResult", ("step", "tokens", "counts", "num_drafted", "started", "ended"))
-"""The same of a result that is a run (`StepResult.is_run`)."""
+_is_column = check_of(replace(SCHEMA["StepResult"].fields["counts"], low=None, high=None))
+"""Of the counts of a result that is a run (`StepResult.is_run`): its plan says more of their values than the schema."""
 
 
 class ContradictionError(ValueError):
@@ -154,15 +154,16 @@ class Results:
 
     def _is_right_run(self, result: StepResult, record: StepRecord) -> bool:
         """Whether it is a run without a contradiction, by few looks at its columns; else the slower way says what is wrong."""
-        if not result.is_run or not _is_right_run(result):
-            return False
         tokens, counts, drafted = result.tokens, result.counts, result.num_drafted
+        if not (result.is_run and _is_right_if_plain(result) and _is_column(counts) and _is_column(drafted)):
+            return False
         num_rows, num_decode = record.rows.slots.size, record.num_decode
         if counts.size != num_rows or drafted.size != num_rows or (num_decode < num_rows and self._vector_size):
             return False
         return bool(
             np.add.reduce(counts) == tokens.size
-            and np.maximum.reduce(drafted) <= record.max_drafts
+            and np.maximum.reduce(drafted.view(U32_DTYPE)) <= record.max_drafts
+            and np.maximum.reduce(counts.view(U32_DTYPE)) <= 1 + record.max_drafts
             and np.maximum.reduce(counts - drafted) <= 1
             and np.maximum.reduce(tokens.view(U32_DTYPE)) < self._vocab_size
             and (num_decode == num_rows or not drafted[num_decode:].any())
@@ -308,7 +309,7 @@ class Results:
 
     def _append_column(self, record: StepRecord, tokens: I32) -> Events:
         """The steady case: every row is still there and got one token."""
-        batch, rows = self._batch, record.rows
+        batch, rows, sequences = self._batch, record.rows, record.rows.sequences
         known = batch.num_known[rows.index]
         self._kv.write_token_ids(rows.index, known, tokens)
         index = known - batch.num_prompt[rows.index]
@@ -319,9 +320,9 @@ class Results:
         ends = [
             end
             for row in self._stopping.candidates(rows, tokens, known)
-            if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
+            if (end := self._stop(sequences.item(row), tokens.item(row), index.item(row) + 1)) is not None
         ]
-        return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
+        return Events(sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
 
     def _first_tokens(self, record: StepRecord) -> list[Sequence]:
         """Prompts that ended with this step have their first token. Returns those that had found a part of them cached."""
@@ -339,12 +340,20 @@ class Results:
         slots, limits = rows.index, rows.limits
         known = batch.num_known[slots]
         after = known + counts
+        # The step was planned for one token; the others have their KV already, since they were computed as drafts.
+        computed = batch.num_computed[slots] + counts
+        batch.num_computed[slots] = computed - ONE
+        # Of each row at least as many are computed as are known: without one at its end there, none is beyond its limit.
+        is_at_end = computed >= limits
+        has_end = np.count_nonzero(is_at_end) > 0
+        if has_end:
+            batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
         starts: I32 = counts.cumsum(dtype=np.int32) - counts
         # One entry per token from here on: its position, and its slot.
         positions: I32 = np.arange(tokens.size, dtype=np.int32)
         positions += (known - starts).repeat(counts)
         slot_of = slots.repeat(counts)
-        if np.count_nonzero(after > limits):
+        if has_end and np.count_nonzero(after > limits):
             # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
             is_within = positions < limits.repeat(counts)
             self._kv.write_token_ids(slot_of[is_within], positions[is_within], tokens[is_within])
@@ -353,17 +362,11 @@ class Results:
             self._kv.write_token_ids(slot_of, positions, tokens)
             batch.num_known[slots] = after
         index = known - batch.num_prompt[slots]
-        # The step was planned for one token; the others have their KV already, since they were computed as drafts.
-        computed = batch.num_computed[slots] + counts
-        batch.num_computed[slots] = computed - ONE
-        is_at_end = computed >= limits
-        if np.count_nonzero(is_at_end):
-            batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
         cached = self._first_tokens(record)
         ends: list[End] = []
         kept = counts
         ended = -1
-        for at in self._stopping.candidates_at(tokens, after - limits, counts):
+        for at in self._stopping.candidates_at(tokens, after - limits if has_end else None, counts):
             row = int(np.searchsorted(starts, at, "right")) - 1
             if row == ended:
                 continue

@@ -154,6 +154,7 @@ class Scheduler:
         self._cache = PrefixCache(
             kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart, cache_key=cache_key
         )
+        self.admission_blocks = self._cache.admission_blocks
         self._step_failures = StepFailures(limits, batch, probes_alone=probes_alone)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
@@ -466,7 +467,7 @@ class Scheduler:
         # Prompts, and forks of those that end in this step: these rows sample for the first time.
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
-            num_prefill_tokens = sum(n for _, n in prefill)
+            num_prefill_tokens = sum([n for _, n in prefill])
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
@@ -476,8 +477,10 @@ class Scheduler:
                 batch.start_decoding(completed)
                 if self._lanes is not None:
                     self._lanes.join(completed)
-                is_whole = rows is decode.rows and self._lanes is None
-                sampling = batch.rows() if is_whole else rows.joined(batch.select(completed))
+                if rows is decode.rows and self._lanes is None:
+                    sampling = batch.rows()
+                else:
+                    sampling = batch.select(np.concatenate((rows.index, np.array(completed, np.intp))))
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
@@ -495,6 +498,7 @@ class Scheduler:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
+        sampling.hold()
         self.ledger.launch(
             StepRecord(
                 step,
@@ -833,11 +837,8 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self.ledger)
 
-    def admission_blocks(self, sequence: Sequence) -> int:
-        return self._cache.admission_blocks(sequence)
-
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
-        return self._forks.room_of(sequence)
+        return self._forks.room_of(sequence) if self._table.followers.leaders else (0, 0)
 
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:

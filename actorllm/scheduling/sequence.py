@@ -35,6 +35,9 @@ def request_of(key: Key, submit: Submit) -> RequestKey:
     return key if submit.fork_of is None else (key[0], submit.fork_of)
 
 
+NO_SECONDS = (0.0, 0.0, 0.0)
+
+
 class State(enum.Enum):
     BLOCKED = "blocked"
     FOLLOWING = "following"
@@ -105,9 +108,9 @@ class Sequence:
     """When they did so last."""
     recovery_s: float = 0.0
     """What it waited in all for the next token after that."""
-    seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Of the steps that it was in, as far as it has left its slot: see `telemetry.step_seconds`."""
-    seconds_before: tuple[float, ...] | None = None
+    seconds: tuple[float, float, float] = NO_SECONDS
+    """Planning, forward and execution of the steps that it was in, as far as it has left its slot: see `telemetry.step_seconds`."""
+    seconds_before: tuple[float, float, float] | None = None
     """The sums over all steps before its first one."""
     hashes: bytes = b""
     """Of its first full blocks, as many as are hashed."""

@@ -268,11 +268,12 @@ class KeyPlanner:
         skipped: list[Sequence] = []
         num_passed = 0
         self._order.reopen()
+        order = self._order.only or self._order
         is_open = view.num_waiting > 0  # else none may start, however many are in the heap
         # A merge of both orders: of equal keys the started prompt is served first.
         while True:
-            head = self._order.head(view) if is_open else None
-            if started and (head is None or started[-1][0] <= self._order.head_key):
+            head = order.head(view) if is_open else None
+            if started and (head is None or started[-1][0] <= order.head_key):
                 sequence = started.pop()[-1]
                 if sequence not in decision.preempt:  # it may have given way meanwhile
                     room.serve(sequence, view.remaining(sequence))
@@ -284,15 +285,18 @@ class KeyPlanner:
             # WAIT stops the whole order, SKIP_LINE one tenant's line, SKIP this request alone. An admitted one leaves
             # the order.
             if verdict is ADMIT:
-                self._order.pop(view)
+                order.pop(view)
                 continue
             if verdict is Admit.WAIT:
                 is_open = False
                 continue
             if verdict is Admit.SKIP_LINE:
-                self._order.close()
+                if isinstance(order, WaitingLines):
+                    order.close()
+                else:
+                    is_open = False
                 continue
-            self._order.pop(view)
+            order.pop(view)
             if view.is_paused and not head.has_started:
                 self._aside.append(head)
                 continue

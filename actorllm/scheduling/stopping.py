@@ -68,13 +68,14 @@ class Stopping:
         """Some request looks out for repetitions, and is to be told of each of its tokens."""
         return self._num_watched > 0
 
-    def candidates_at(self, tokens: I32, beyond: I32, counts: I32) -> list[int]:
+    def candidates_at(self, tokens: I32, beyond: I32 | None, counts: I32) -> list[int]:
         """As `candidates`, of tokens of which a row may have several; none of the requests looks out for repetitions.
 
-        counts: tokens of each row. beyond: how many more a row knows with all of them than its limit. Returns places in `tokens`.
+        counts: tokens of each row. beyond: how many more a row knows with all of them than its limit; None: no row reaches it.
+        Returns places in `tokens`.
         """
         may_end = self._num_stopping.take(tokens)
-        if np.count_nonzero(beyond >= 0):
+        if beyond is not None and np.count_nonzero(beyond >= 0):
             place = np.arange(tokens.size) - (counts.cumsum() - counts).repeat(counts)  # of each token in its row
             may_end |= place >= (counts - 1 - beyond).repeat(counts)
         found: list[int] = may_end.nonzero()[0].tolist()

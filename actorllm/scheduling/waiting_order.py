@@ -206,6 +206,11 @@ class WaitingLines:
         """The line of the request that `head` has just returned."""
         self._closed: list[WaitingOrder] = []
 
+    @property
+    def only(self) -> WaitingOrder | None:
+        """The one line that there is, if there are no others."""
+        return self._main if len(self._lines) == 1 else None
+
     def __len__(self) -> int:
         """Requests in it, those that wait no more included."""
         return sum(len(line) for line in self._lines.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy as np
@@ -81,3 +82,25 @@ def test_what_is_no_message_is_refused(kind: int, scalars: Any, arrays: Any) -> 
 def test_kinds_are_unique_and_complete() -> None:
     assert len(set(KINDS.values())) == len(KINDS)
     assert min(KINDS) > 0
+
+
+@pytest.mark.parametrize("cls", KINDS.values(), ids=lambda cls: cls.__name__)
+def test_a_message_is_made_whole_and_never_changed(cls: type[Any]) -> None:
+    values = {f.name: object() for f in fields(cls)}
+    message = cls(**values)
+    assert type(message) is cls
+    assert all(getattr(message, name) is value for name, value in values.items())
+    assert replace(message) is not message
+    for name in values:
+        with pytest.raises(FrozenInstanceError):
+            setattr(message, name, 1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        cls(**values, unknown=1)
+    with pytest.raises(TypeError, match="positional"):
+        cls(*values.values())
+
+
+def test_messages_share_no_default_that_can_change() -> None:
+    assert Ask(id=1, verb="a").arguments is not Ask(id=1, verb="a").arguments
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'step'"):
+        StepPlan()  # type: ignore[call-arg]

@@ -38,6 +38,7 @@ def test_a_slot_that_changes_hands_is_listed_once_and_last() -> None:
     batch = _occupied(3)
     batch.start_decoding([0, 1, 2])
     before = batch.rows()
+    before.hold()
     batch.vacate(1)
     assert batch.occupy(_sequence(9, 40)) == 1
     batch.start_decoding([1])
@@ -47,6 +48,8 @@ def test_a_slot_that_changes_hands_is_listed_once_and_last() -> None:
     assert rows.generations.tolist() == [0, 0, 1]
     assert before.slots.tolist() == [0, 1, 2], "rows that were handed out never change"
     assert before.limits.tolist() == [10, 11, 12]
+    assert before.generations.tolist() == [0, 0, 0]
+    assert [s.key for s in before.sequences] == [(0, 0), (0, 1), (0, 2)]
     batch.check_integrity()
 
 

@@ -359,9 +359,9 @@ def swap_extended_blocks(right: Any, kv: KVCacheManager, slots: I32) -> I32:
 
 
 def void_one_step_only(right: Any, ledger: Ledger, step: int) -> Any:
-    later = list(ledger._in_flight)[1:]
+    later = list(ledger.in_flight)[1:]
     voided = right(ledger, step)
-    ledger._in_flight.extend(later)
+    ledger.in_flight.extend(later)
     return voided[:1]
 
 
@@ -376,10 +376,12 @@ def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
     return plan
 
 
-def publish_a_block_too_many(right: Any, cache: PrefixCache, sequence: Any, num_tokens: int) -> None:
-    sequence.num_done += 4
-    right(cache, sequence, num_tokens)
-    sequence.num_done -= 4
+def publish_a_block_too_many(right: Any, cache: PrefixCache, prefills: Any, besides: Any) -> None:
+    for sequence, _ in prefills:
+        sequence.num_done += 4
+    right(cache, prefills, besides)
+    for sequence, _ in prefills:
+        sequence.num_done -= 4
 
 
 def take_over_without_a_reference(right: Any, kv: KVCacheManager, blocks: I32) -> None:
@@ -438,7 +440,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Ledger, "void", void_one_step_only),
     (Stopping, "end_of", ignore_min_tokens),
     (PlanBuilder, "build", never_send_rows),
-    (PrefixCache, "publish_chunk", publish_a_block_too_many),
+    (PrefixCache, "publish_prefills", publish_a_block_too_many),
     (KVCacheManager, "share", take_over_without_a_reference),
     (Scheduler, "lose_workers", keep_the_cache_of_the_dead),
     (PrefixCache, "num_held", count_free_hits_as_held),

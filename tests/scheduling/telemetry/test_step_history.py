@@ -6,7 +6,7 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.telemetry.step_history import FOLD, KEPT, STEP_BOUNDS, StepHistory
 
-ROWS = Batch(1).select([])
+ROWS = Batch(1).rows()
 
 
 def record(step: int, num_decode: int = 2, num_tokens: int = 10) -> StepRecord:
