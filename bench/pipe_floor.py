@@ -10,12 +10,16 @@ has no journal, no message format, no limit and no request that could be aborted
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+from sides import PR_SET_PDEATHSIG
 
 STEP_S = 0.003
 """About a step of the storyteller."""
@@ -80,4 +84,5 @@ class PipeFloor:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it may be stopped when the benchmark is killed
     compute(int(sys.argv[1]))
