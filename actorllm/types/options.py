@@ -188,7 +188,7 @@ class EngineOptions(VLLMOptions, total=False):
     ready_replicas: Annotated[int, 1]
     """The engine is ready when so many of data_parallel_size are; the others start behind."""
     pipeline_layer_partition: Annotated[Sequence[int] | str | None, None]
-    """Layers of each stage, where they are not to have equally many: [3, 5], or '3,5'. None: as even as it gets."""
+    """Layers of each stage, such as [3, 5], or '3,5'. None: so that they take equally long, the head in the last one included."""
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""

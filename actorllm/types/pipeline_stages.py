@@ -43,7 +43,7 @@ def read_stages(given: Mapping[str, Any], hf: Mapping[str, Any], device: str, ha
             f"{min(num_layers, MAX_STAGES)} or less"
         )
     if partition is None:
-        return even(num_layers, size)
+        return balanced(num_layers, size, head_in_layers(hf))
     if sum(partition) != num_layers or min(partition) < 1:
         raise ConfigError(
             f"pipeline_layer_partition={list(partition)} adds up to {sum(partition)} layers, and the model has {num_layers}; "
@@ -52,13 +52,43 @@ def read_stages(given: Mapping[str, Any], hf: Mapping[str, Any], device: str, ha
     return partition
 
 
-def even(num_layers: int, size: int) -> tuple[int, ...]:
-    """As even as it gets. The last stage, which has the head, and then the first one, are not given a layer more if others can."""
-    layers = [num_layers // size] * size
-    order = [*range(size - 2, 0, -1), 0]
-    for stage in order[: num_layers % size]:
+def balanced(num_layers: int, size: int, head: float = 0.0) -> tuple[int, ...]:
+    """Layers by stage, so that the slowest stage takes as little as it can; the last one has the head beside its layers.
+
+    Arguments:
+        num_layers: of the model, at least `size`.
+        size: stages.
+        head: how many layers the head costs as much as.
+    """
+    others = size - 1
+    if not others:
+        return (num_layers,)
+
+    def cost(last: int) -> tuple[float, float]:
+        rest = num_layers - last
+        return max(-(-rest // others), last + head), abs(rest / others - last - head)
+
+    last = min(range(1, num_layers - others + 1), key=cost)
+    layers = [(num_layers - last) // others] * others
+    # The first stage, which has the embeddings, is the last one to get a layer that is left over.
+    for stage in [*range(others - 1, 0, -1), 0][: (num_layers - last) % others]:
         layers[stage] += 1
-    return tuple(layers)
+    return (*layers, last)
+
+
+def head_in_layers(hf: Mapping[str, Any]) -> float:
+    """How many layers the head costs as much as, by their products for one token; 0 where config.json does not say it."""
+
+    def number(*names: str) -> int:
+        found = next((hf[name] for name in names if hf.get(name) is not None), 0)
+        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    head_dim = number("head_dim") or hidden // max(heads, 1)
+    attention = 2 * head_dim * (heads + number("num_key_value_heads", "num_attention_heads"))
+    # Of experts those that a token goes through.
+    feed_forward = 3 * number("moe_intermediate_size", "intermediate_size") * (number("num_experts_per_tok") or 1)
+    return number("vocab_size") / (attention + feed_forward) if attention and feed_forward else 0.0
 
 
 def _partition(given: Any) -> tuple[int, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, SamplingParams
@@ -20,7 +23,7 @@ from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import check_shares, model_plan
-from actorllm.types.pipeline_stages import even
+from actorllm.types.pipeline_stages import balanced, head_in_layers
 from tests.api.equality_grid import ENOUGH_TOKENS, GRID, MAX_TOKENS, NUM_PROMPTS, TOKEN_BYTES, TOO_FEW_TOKENS
 from tests.api.equality_grid import requests as requests_of_the_grid
 from tests.api.equality_grid import run as run_of_the_grid
@@ -240,11 +243,50 @@ def test_what_runs_through_transformers_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "size", "expected"),
-    [(4, 2, (2, 2)), (5, 2, (3, 2)), (7, 3, (2, 3, 2)), (8, 3, (3, 3, 2)), (30, 4, (7, 8, 8, 7)), (3, 3, (1, 1, 1))],
+    ("layers", "size", "head", "expected"),
+    [
+        (4, 2, 0.0, (2, 2)),
+        (5, 2, 0.0, (3, 2)),
+        (8, 3, 0.0, (2, 3, 3)),
+        (30, 4, 0.0, (7, 8, 8, 7)),
+        (3, 3, 9.0, (1, 1, 1)),
+        (28, 2, 9.9, (19, 9)),
+        (4, 2, 1.4, (3, 1)),
+        (7, 1, 5.0, (7,)),
+    ],
 )
-def test_layers_are_shared_out_evenly(layers: int, size: int, expected: tuple[int, ...]) -> None:
-    assert even(layers, size) == expected
+def test_stages_take_about_as_long_as_each_other(
+    layers: int, size: int, head: float, expected: tuple[int, ...]
+) -> None:
+    assert balanced(layers, size, head) == expected
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(0, 50))
+def test_no_other_split_has_a_faster_slowest_stage(num_layers: int, size: int, head: float) -> None:
+    size = min(size, num_layers, 4)
+    layers = balanced(num_layers, size, head)
+    assert (sum(layers), len(layers)) == (num_layers, size)
+    assert min(layers) > 0
+
+    def slowest(split: tuple[int, ...]) -> float:
+        return max(*split[:-1], split[-1] + head, 0)
+
+    cuts = combinations(range(1, num_layers), size - 1)
+    others = (tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in islice(cuts, 2000))
+    assert all(slowest(layers) <= slowest(other) for other in others)
+
+
+def test_the_head_is_counted_in_layers() -> None:
+    qwen = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    assert head_in_layers(qwen) == pytest.approx(151936 * 1024 / (1024 * (2 * 128 * 24 + 3 * 3072)))
+    assert head_in_layers(qwen | {"vocab_size": "many"}) == head_in_layers({}) == 0.0
 
 
 def test_a_configuration_with_stages_survives_json() -> None:
