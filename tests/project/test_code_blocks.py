@@ -41,6 +41,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+import yaml  # type: ignore[import-untyped]
 from cyclopts.exceptions import CycloptsError
 
 from actorllm import AsyncLLM
@@ -251,6 +252,8 @@ def test_a_block_in_another_language_can_be_read() -> None:
     for block in ALL:
         if block.language == "toml":
             tomllib.loads(block.code)
+        elif block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.code), dict)
         elif block.language == "js" and (node := shutil.which("node")):
             command = [node, "--check", "--input-type=module", "-"]
             result = subprocess.run(command, input=block.code, capture_output=True, text=True, timeout=30, check=False)
@@ -263,7 +266,7 @@ def test_a_block_in_another_language_can_be_read() -> None:
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
     fences = {page: len(re.findall(r"^ *```", (ROOT / page).read_text(), flags=re.MULTILINE)) for page in PAGES}
     assert {page: 2 * len(blocks) for page, blocks in BLOCKS.items()} == fences
-    assert {block.language for block in ALL} <= {"python", "toml", "js", "", *SHELLS}
+    assert {block.language for block in ALL} <= {"python", "toml", "yaml", "js", "", *SHELLS}
     looks_like_code = re.compile(r"^(import|from) \w+|^\w+ = |^(async )?(def|class) ", re.MULTILINE)
     assert [str(b) for b in ALL if not b.language and not is_shell(b) and looks_like_code.search(b.code)] == [
         str(b) for b in BLOCKS["docs/sampling.md"]

@@ -32,7 +32,7 @@ class FaultyWorker(ScriptedWorker):
         if self.is_lost_before:
             probe = ScriptedWorker(self.block_size, self.num_blocks)
             probe.rows = copy.deepcopy(self.rows)
-            probe.kv, probe.decode = dict(self.kv), list(self.decode)
+            probe.kv, probe.decode_of_lane = dict(self.kv), dict(self.decode_of_lane)
             probe._apply(plan)
         else:
             self._apply_once(plan)

@@ -132,12 +132,15 @@ class Scenario:
         values = asdict(self)
         if self.max_concurrency is None:
             del values["max_concurrency"]
+        if not self.shape.stages:
+            del values["shape"]["stages"], values["shape"]["hop_s"]
         return values
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scenario:
         values = _known(cls, given)
-        values["shape"] = EngineShape(**_known(EngineShape, values["shape"]))
+        shape = _known(EngineShape, values["shape"])
+        values["shape"] = EngineShape(**shape | {"stages": tuple(shape.get("stages", ()))})
         values["tenants"] = tuple(values["tenants"])
         return cls(**values)
 
