@@ -195,7 +195,7 @@ def test_an_omitted_version_in_block_hashes_would_be_seen(
     """Hashes without it find KV of other weights: the assertions above can fail."""
     whole = prefix_index.extra_key
 
-    def without(salt: str | None = None, adapter: str | None = None, weights: str = "") -> bytes:
+    def without(salt: str | None = None, adapter: str | None = None, weights: str = "", kv: str = "") -> bytes:
         return whole(salt, adapter)
 
     monkeypatch.setattr(prefix_cache, "extra_key", without)
