@@ -61,7 +61,7 @@ class LaunchedEngine(Engine):
             body, value, error = outcome_of(call)
             # Behind the last step, on the thread that computes: all ranks enter everything in one order.
             target = "actorllm.client.launched.launched_engine:tell_end"
-            _OUTCOMES.append(body)
+            _OUTCOMES[:] = [body]  # one that was left belongs to a call whose end could not be told
             super().call_workers(target, call_arguments((), None)).result()
         finally:
             self._is_in_call = False
@@ -87,6 +87,10 @@ class LaunchedEngine(Engine):
         raise EngineError(
             f"{target!r}: functions are not called on ranks that a launcher has started; call it in each program"
         )
+
+    def read_weights(self, *arguments: Any, **keywords: Any) -> Future[Any]:
+        """Raises EngineError: only rank 0 would compute with them."""
+        raise EngineError("weights are not updated on ranks that a launcher has started; make the LLM again")
 
     def _check_call(self, what: str) -> None:
         if not self._is_in_call:

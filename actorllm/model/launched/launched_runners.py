@@ -21,7 +21,7 @@ class LeadingRunner:
 
     def __init__(self, runner: ModelRunner[Any, Any]) -> None:
         self._runner = runner
-        self.channel = PlanChannel(runner.ranks.group)
+        self.channel = PlanChannel(runner.ranks.group, is_alone=runner.ranks.size == 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm import AsyncLLM
+from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.errors import ConfigError, EngineError, EngineOverloaded, InvalidParameterError
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -132,3 +132,47 @@ def test_an_exception_is_raised_on_every_rank() -> None:
     assert isinstance(error, InvalidParameterError)
     with pytest.raises(InvalidParameterError, match="max_tokens=0 must be positive"):
         taken(body)
+
+
+def test_attributes_of_an_exception_travel_with_it() -> None:
+    def fail() -> None:
+        raise EngineOverloaded("3 requests wait\ud800", num_waiting_requests=3)
+
+    body, _, _ = outcome_of(fail)
+    with pytest.raises(EngineOverloaded, match=r"3 requests wait\\ud800") as caught:
+        taken(body)
+    assert caught.value.num_waiting_requests == 3
+    assert caught.value.max_waiting_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        ({1, 2}, "does not travel between ranks"),
+        (EngineConfig, "does not travel between ranks"),
+    ],
+)
+def test_every_call_has_an_outcome(value: Any, told: str) -> None:
+    """The other ranks wait for it, and would take that of the next call for it."""
+
+    def call() -> Any:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    body, _, error = outcome_of(call)
+    assert error is not None
+    with pytest.raises(EngineError, match=told):
+        taken(body)
+
+
+def test_one_rank_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(0, 29_500, 1).items():
+        monkeypatch.setenv(name, value)
+    engine = {"dtype": "float32", "num_threads": 1, "max_model_len": 128}
+    with LLM("storyteller", distributed_executor_backend="external_launcher", **engine) as llm:
+        (output,) = llm.generate("Once", SamplingParams(max_tokens=8, seed=1), use_tqdm=False)
+        with pytest.raises(EngineError, match="weights are not updated on ranks that a launcher has started"):
+            llm.update_weights_from_disk(llm.config.model.path)
+    assert len(output.outputs[0].token_ids) == 8
