@@ -16,7 +16,7 @@ from actorllm.client.collective_calls import call_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError
+from actorllm.errors import EngineDeadError, EngineError
 from actorllm.types.launch import Launch
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class LaunchedEngine(Engine):
         self.rank = Launch.of_environment().rank
         self._follower: FollowingRunner | None = None
         self._is_in_call = False
+        self._has_left = False
         super().__init__(config)
 
     def start(self) -> None:
@@ -53,8 +54,7 @@ class LaunchedEngine(Engine):
             return call()
         if self.rank:
             self.start()
-            assert self._follower is not None
-            result: T = taken(self._follower.follow())
+            result: T = taken(self._follow())
             return result
         self._is_in_call = True
         try:
@@ -68,6 +68,20 @@ class LaunchedEngine(Engine):
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
+
+    def _follow(self) -> bytes:
+        """What the call has brought on rank 0. A rank that leaves a call before it ends leaves for good: the others wait for it."""
+        assert self._follower is not None
+        if self._has_left:
+            raise EngineDeadError(
+                f"rank {self.rank} has left a call before it ended, and cannot go on; make the LLM again"
+            )
+        try:
+            return self._follower.follow()
+        except BaseException:
+            self._has_left = True
+            self._follower.close()
+            raise
 
     def submit(self, *arguments: Any, **keywords: Any) -> Any:
         self._check_call("requests are submitted")

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.client.launched.launched_engine import LaunchedEngine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineError, EngineOverloaded, InvalidParameterError
+from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineOverloaded, InvalidParameterError
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -176,3 +177,53 @@ def test_one_rank_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EngineError, match="weights are not updated on ranks that a launcher has started"):
             llm.update_weights_from_disk(llm.config.model.path)
     assert len(output.outputs[0].token_ids) == 8
+
+
+def test_a_rank_that_leaves_a_call_leaves_for_good() -> None:
+    """Its program may catch the exception. The others would wait for it until then."""
+
+    class Follower:
+        is_open = True
+
+        def follow(self) -> bytes:
+            assert self.is_open
+            raise MemoryError
+
+        def close(self) -> None:
+            self.is_open = False
+
+    engine, follower = LaunchedEngine.__new__(LaunchedEngine), Follower()
+    vars(engine).update(rank=1, _follower=follower, _is_in_call=False, _has_left=False)
+    with pytest.raises(MemoryError):
+        engine.run(list)
+    assert not follower.is_open
+    with pytest.raises(EngineDeadError, match="rank 1 has left a call before it ended"):
+        engine.run(list)
+
+
+GROUPS = """
+import gc, os
+from dataclasses import replace
+import torch, torch.distributed as dist
+from actorllm.config import EngineConfig
+from actorllm.model.parallel import Ranks
+
+dist.init_process_group("gloo")
+config = replace(EngineConfig.from_arguments("storyteller"), world_size=1, is_launched=True)
+for _ in range(3):
+    ranks = Ranks._of_launcher(config, 0, "gloo")
+    ranks.sum_(torch.ones(1))
+    ranks.close()
+    gc.collect()
+    print(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_beside_that_of_the_program_is_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS], env=environment(0, free_port(), 1), capture_output=True, text=True, check=True
+    )
+    first, *rest = done.stdout.splitlines()
+    assert rest == [first] * 2
