@@ -42,7 +42,11 @@ def free_port() -> int:
 
 def ranks(tmp_path: Path, port: int) -> list[subprocess.Popen[bytes]]:
     return [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(tmp_path / f"{rank}.json")], env=environment(rank, port))
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path / f"{rank}.json")],
+            env=environment(rank, port),
+            stdout=subprocess.PIPE,
+        )
         for rank in range(2)
     ]
 
@@ -52,7 +56,7 @@ def test_every_rank_returns_the_same_as_one_process(tmp_path: Path) -> None:
     started = ranks(tmp_path, free_port())
     alone = subprocess.run([sys.executable, str(PROGRAM), str(tmp_path / "alone.json"), "alone"], env=environment(0, 1))
     assert alone.returncode == 0
-    assert [one.wait() for one in started] == [0, 0]
+    assert [one.communicate() and one.returncode for one in started] == [0, 0]
     first, second, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("0", "1", "alone"))
     assert first == second
     assert first[0] == expected[0]
@@ -61,11 +65,16 @@ def test_every_rank_returns_the_same_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 @pytest.mark.slow(reason="a quarter of a minute until all ranks have started; torchrun itself ends the others as well")
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> None:
     started = ranks(tmp_path, free_port())
-    os.kill(started[0].pid, signal.SIGKILL)
-    assert started[0].wait() == -signal.SIGKILL
-    assert started[1].wait() != 0
+    for one in started:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"begun\n"
+    os.kill(started[victim].pid, signal.SIGKILL)
+    ends = [one.communicate() and one.returncode for one in started]
+    assert ends[victim] == -signal.SIGKILL
+    assert ends[1 - victim] not in (0, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
