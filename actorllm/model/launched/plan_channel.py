@@ -29,7 +29,7 @@ class Told(enum.IntEnum):
 
 
 class PlanChannel:
-    """group: of torch.distributed; None: the default one. is_alone: there is one rank, and nobody to tell."""
+    """group: of torch.distributed; None: the default one. is_alone: there is one rank, and no message is sent."""
 
     def __init__(self, group: Any = None, *, is_alone: bool = False) -> None:
         self._group = group
