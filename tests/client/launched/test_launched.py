@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,10 @@ from actorllm.client.launched.launched_engine import LaunchedEngine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineOverloaded, InvalidParameterError
+from actorllm.messages import LateInputs
+from actorllm.model.launched.launched_runners import LeadingRunner
+from actorllm.model.launched.plan_channel import PlanChannel, Told
+from actorllm.model.parallel import Ranks
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -208,6 +213,17 @@ def test_a_rank_that_leaves_a_call_leaves_for_good() -> None:
     assert not follower.is_open
     with pytest.raises(EngineDeadError, match="rank 1 has left a call before it ended"):
         engine.run(list)
+
+
+@pytest.mark.parametrize("half", ["sample", "choose"])
+def test_every_rank_hears_of_late_inputs(monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    """Backends that launch steps ahead choose tokens by a method of their own."""
+    told: list[int] = []
+    monkeypatch.setattr(PlanChannel, "tell", lambda channel, kind, body: told.append(kind))
+    runner = SimpleNamespace(ranks=Ranks(), config=SimpleNamespace(world_size=2))
+    setattr(runner, half, lambda handle, late: told.append(handle))
+    getattr(LeadingRunner(cast("Any", runner)), half)(99, LateInputs(step=1, slots=np.zeros(1, np.int32)))
+    assert told == [Told.LATE_INPUTS, 99]
 
 
 GROUPS = """
