@@ -42,6 +42,8 @@ class Ranks:
         self.has_whole_experts = has_whole_experts
         self.group, self._first = group, first
         self._is_connected = False
+        self._own_group: Any = None
+        """Which of the groups of this process is left at the end; None: all of them."""
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
@@ -83,7 +85,7 @@ class Ranks:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(backend, rank=rank, world_size=config.world_size, timeout=timeout)
         ranks = cls(rank, config.world_size, has_whole_experts=config.enable_expert_parallel, group=group)
-        ranks._is_connected = not has_met
+        ranks._is_connected, ranks._own_group = True, group
         return ranks
 
     def close(self) -> None:
@@ -92,7 +94,8 @@ class Ranks:
             import torch.distributed as dist
 
             self._is_connected = False
-            dist.destroy_process_group()
+            own, self._own_group, self.group = self._own_group, None, None
+            dist.destroy_process_group(own)
 
     def part(self, total: int) -> slice:
         """This rank's share of `total` things, as even as it gets."""

@@ -16,7 +16,7 @@ from actorllm.client.collective_calls import call_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError
+from actorllm.errors import EngineDeadError, EngineError
 from actorllm.types.launch import Launch
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class LaunchedEngine(Engine):
         self.rank = Launch.of_environment().rank
         self._follower: FollowingRunner | None = None
         self._is_in_call = False
+        self._has_left = False
         super().__init__(config)
 
     def start(self) -> None:
@@ -53,21 +54,34 @@ class LaunchedEngine(Engine):
             return call()
         if self.rank:
             self.start()
-            assert self._follower is not None
-            result: T = taken(self._follower.follow())
+            result: T = taken(self._follow())
             return result
         self._is_in_call = True
         try:
             body, value, error = outcome_of(call)
             # Behind the last step, on the thread that computes: all ranks enter everything in one order.
             target = "actorllm.client.launched.launched_engine:tell_end"
-            _OUTCOMES.append(body)
+            _OUTCOMES[:] = [body]  # one that was left belongs to a call whose end could not be told
             super().call_workers(target, call_arguments((), None)).result()
         finally:
             self._is_in_call = False
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
+
+    def _follow(self) -> bytes:
+        """What the call has brought on rank 0. A rank that leaves a call before it ends leaves for good: the others wait for it."""
+        assert self._follower is not None
+        if self._has_left:
+            raise EngineDeadError(
+                f"rank {self.rank} has left a call before it ended, and cannot go on; make the LLM again"
+            )
+        try:
+            return self._follower.follow()
+        except BaseException:
+            self._has_left = True
+            self._follower.close()
+            raise
 
     def submit(self, *arguments: Any, **keywords: Any) -> Any:
         self._check_call("requests are submitted")
@@ -87,6 +101,10 @@ class LaunchedEngine(Engine):
         raise EngineError(
             f"{target!r}: functions are not called on ranks that a launcher has started; call it in each program"
         )
+
+    def read_weights(self, *arguments: Any, **keywords: Any) -> Future[Any]:
+        """Raises EngineError: only rank 0 would compute with them."""
+        raise EngineError("weights are not updated on ranks that a launcher has started; make the LLM again")
 
     def _check_call(self, what: str) -> None:
         if not self._is_in_call:

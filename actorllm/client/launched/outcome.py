@@ -21,19 +21,38 @@ from actorllm.errors import EngineError
 PREFIX = "actorllm.types."
 
 
-def outcome_of(call: Callable[[], Any]) -> tuple[bytes, Any, Exception | None]:
-    """Make a call. Returns its outcome as bytes, and what it has returned or raised."""
+def outcome_of(call: Callable[[], Any]) -> tuple[bytes, Any, BaseException | None]:
+    """Make a call. Returns its outcome as bytes, and what it has returned or raised.
+
+    There is always one: the other ranks wait for it. So an interrupt is one, and so is an output that does not travel.
+    """
     try:
         value = call()
-    except Exception as error:  # of the application's call: every rank raises it
-        return _packed({"error": type(error).__name__, "text": str(error)}, []), None, error
-    blobs: list[bytes] = []
-    return _packed({"value": _tree(value, blobs)}, blobs), value, None
+        blobs: list[bytes] = []
+        return _packed({"value": _tree(value, blobs)}, blobs), value, None
+    except BaseException as error:  # of the application's call: every rank raises it
+        return _packed(_told(error), []), None, error
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """An exception, with those of its attributes that are plain."""
+    attributes = {name: _plain(value) for name, value in vars(error).items() if isinstance(value, int | str | None)}
+    return {"error": type(error).__name__, "text": _plain(str(error)), "attributes": attributes}
+
+
+def _plain(value: int | str | None) -> int | str | None:
+    """As JSON has it: no lone surrogates, and no number of more than 64 bits."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    return value if value is None or -(2**63) <= value < 2**63 else None
 
 
 def _packed(tree: Any, blobs: list[bytes]) -> bytes:
     """The size of the text, the text, and the bytes of all arrays."""
-    text = orjson.dumps(tree)
+    try:
+        text = orjson.dumps(tree)
+    except TypeError as error:
+        raise EngineError(f"what the call has returned does not travel between ranks: {error}") from error
     return b"".join((len(text).to_bytes(8, "little"), text, *blobs))
 
 
@@ -48,6 +67,7 @@ def taken(body: bytes) -> Any:
         raise EngineError(f"{tree['error']}: {tree['text']}")
     error = kind.__new__(kind)
     error.args = (tree["text"],)
+    vars(error).update(tree["attributes"])
     raise error
 
 

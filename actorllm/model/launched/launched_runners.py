@@ -21,7 +21,7 @@ class LeadingRunner:
 
     def __init__(self, runner: ModelRunner[Any, Any]) -> None:
         self._runner = runner
-        self.channel = PlanChannel(runner.ranks.group)
+        self.channel = PlanChannel(runner.ranks.group, is_alone=runner.config.world_size == 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -42,6 +42,12 @@ class LeadingRunner:
         if late is not None:
             self.channel.tell(Told.LATE_INPUTS, bytes_of(late))
         return self._runner.sample(handle, late)
+
+    def choose(self, handle: Any, late: LateInputs | None = None) -> None:
+        """As `sample`, of a backend that launches steps ahead."""
+        if late is not None:
+            self.channel.tell(Told.LATE_INPUTS, bytes_of(late))
+        self._runner.choose(handle, late)  # type: ignore[attr-defined]
 
 
 class FollowingRunner:

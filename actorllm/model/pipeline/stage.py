@@ -8,7 +8,8 @@ A plan says up to which step all tokens were known to the scheduler (`StepPlan.l
 up to there before it applies the plan. They have been sent already, and every rank of the stage takes the same. The stages
 between the two need no tokens, only how many there are.
 
-What is sent stays alive until it has arrived. No more steps are in flight than there are lanes, so that is bounded. A rank that
+What is sent stays alive until it has arrived. No more steps are in flight than there are stages, so what was sent that many
+steps ago is there already. gloo says so only to a `wait`, which then returns at once. A rank that
 leaves a step while others wait for it cannot go on (`ModelRunner.is_torn`). Owned by the runner, and used on its thread.
 """
 
@@ -43,6 +44,8 @@ class Stage:
         self.received_at = 0.0
         """When the states of the last step were here, in monotonic seconds: what was waited before is not this stage's work."""
         self._size, self._rank, self._num_ranks = size, rank, size * max(1, len(layers))
+        self._most_sent = len(layers)
+        """Steps in flight, at most."""
         self._is_alone = not layers
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._expected: deque[tuple[int, I32]] = deque()
@@ -110,6 +113,6 @@ class Stage:
     def _send(self, tensor: torch.Tensor, to: int, step: int) -> None:
         import torch.distributed as dist
 
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        while len(self._sent) >= self._most_sent:
+            self._sent.popleft()[0].wait()  # `is_completed` of gloo is False until then
         self._sent.append((dist.isend(tensor, to, tag=step % MAX_TAG), tensor))

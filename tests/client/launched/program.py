@@ -22,6 +22,7 @@ def calls(llm: LLM) -> list[Any]:
         SamplingParams(temperature=0.0, max_tokens=16, stop=["."]),
     ]
     outputs = llm.generate([f"{PROMPT} {i}" for i in range(4)], params, use_tqdm=False)
+    print("begun", flush=True)
     for output in outputs:
         told += [[one.text, list(one.token_ids), one.finish_reason] for one in output.outputs]
     told.append([sorted(at) for at in outputs[0].outputs[0].logprobs or []])

@@ -11,16 +11,22 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from actorllm import AsyncLLM
+from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.client.launched.launched_engine import LaunchedEngine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineOverloaded, InvalidParameterError
+from actorllm.messages import LateInputs
+from actorllm.model.launched.launched_runners import LeadingRunner
+from actorllm.model.launched.plan_channel import PlanChannel, Told
+from actorllm.model.parallel import Ranks
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -41,7 +47,11 @@ def free_port() -> int:
 
 def ranks(tmp_path: Path, port: int) -> list[subprocess.Popen[bytes]]:
     return [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(tmp_path / f"{rank}.json")], env=environment(rank, port))
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path / f"{rank}.json")],
+            env=environment(rank, port),
+            stdout=subprocess.PIPE,
+        )
         for rank in range(2)
     ]
 
@@ -51,7 +61,7 @@ def test_every_rank_returns_the_same_as_one_process(tmp_path: Path) -> None:
     started = ranks(tmp_path, free_port())
     alone = subprocess.run([sys.executable, str(PROGRAM), str(tmp_path / "alone.json"), "alone"], env=environment(0, 1))
     assert alone.returncode == 0
-    assert [one.wait() for one in started] == [0, 0]
+    assert [one.communicate() and one.returncode for one in started] == [0, 0]
     first, second, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("0", "1", "alone"))
     assert first == second
     assert first[0] == expected[0]
@@ -60,11 +70,16 @@ def test_every_rank_returns_the_same_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 @pytest.mark.slow(reason="a quarter of a minute until all ranks have started; torchrun itself ends the others as well")
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> None:
     started = ranks(tmp_path, free_port())
-    os.kill(started[0].pid, signal.SIGKILL)
-    assert started[0].wait() == -signal.SIGKILL
-    assert started[1].wait() != 0
+    for one in started:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"begun\n"
+    os.kill(started[victim].pid, signal.SIGKILL)
+    ends = [one.communicate() and one.returncode for one in started]
+    assert ends[victim] == -signal.SIGKILL
+    assert ends[1 - victim] not in (0, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +147,108 @@ def test_an_exception_is_raised_on_every_rank() -> None:
     assert isinstance(error, InvalidParameterError)
     with pytest.raises(InvalidParameterError, match="max_tokens=0 must be positive"):
         taken(body)
+
+
+def test_attributes_of_an_exception_travel_with_it() -> None:
+    def fail() -> None:
+        raise EngineOverloaded("3 requests wait\ud800", num_waiting_requests=3)
+
+    body, _, _ = outcome_of(fail)
+    with pytest.raises(EngineOverloaded, match=r"3 requests wait\\ud800") as caught:
+        taken(body)
+    assert caught.value.num_waiting_requests == 3
+    assert caught.value.max_waiting_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        ({1, 2}, "does not travel between ranks"),
+        (EngineConfig, "does not travel between ranks"),
+    ],
+)
+def test_every_call_has_an_outcome(value: Any, told: str) -> None:
+    """The other ranks wait for it, and would take that of the next call for it."""
+
+    def call() -> Any:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    body, _, error = outcome_of(call)
+    assert error is not None
+    with pytest.raises(EngineError, match=told):
+        taken(body)
+
+
+def test_one_rank_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(0, 29_500, 1).items():
+        monkeypatch.setenv(name, value)
+    engine = {"dtype": "float32", "num_threads": 1, "max_model_len": 128}
+    with LLM("storyteller", distributed_executor_backend="external_launcher", **engine) as llm:
+        (output,) = llm.generate("Once", SamplingParams(max_tokens=8, seed=1), use_tqdm=False)
+        with pytest.raises(EngineError, match="weights are not updated on ranks that a launcher has started"):
+            llm.update_weights_from_disk(llm.config.model.path)
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_a_rank_that_leaves_a_call_leaves_for_good() -> None:
+    """Its program may catch the exception. The others would wait for it until then."""
+
+    class Follower:
+        is_open = True
+
+        def follow(self) -> bytes:
+            assert self.is_open
+            raise MemoryError
+
+        def close(self) -> None:
+            self.is_open = False
+
+    engine, follower = LaunchedEngine.__new__(LaunchedEngine), Follower()
+    vars(engine).update(rank=1, _follower=follower, _is_in_call=False, _has_left=False)
+    with pytest.raises(MemoryError):
+        engine.run(list)
+    assert not follower.is_open
+    with pytest.raises(EngineDeadError, match="rank 1 has left a call before it ended"):
+        engine.run(list)
+
+
+@pytest.mark.parametrize("half", ["sample", "choose"])
+def test_every_rank_hears_of_late_inputs(monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    """Backends that launch steps ahead choose tokens by a method of their own."""
+    told: list[int] = []
+    monkeypatch.setattr(PlanChannel, "tell", lambda channel, kind, body: told.append(kind))
+    runner = SimpleNamespace(ranks=Ranks(), config=SimpleNamespace(world_size=2))
+    setattr(runner, half, lambda handle, late: told.append(handle))
+    getattr(LeadingRunner(cast("Any", runner)), half)(99, LateInputs(step=1, slots=np.zeros(1, np.int32)))
+    assert told == [Told.LATE_INPUTS, 99]
+
+
+GROUPS = """
+import gc, os
+from dataclasses import replace
+import torch, torch.distributed as dist
+from actorllm.config import EngineConfig
+from actorllm.model.parallel import Ranks
+
+dist.init_process_group("gloo")
+config = replace(EngineConfig.from_arguments("storyteller"), world_size=1, is_launched=True)
+for _ in range(3):
+    ranks = Ranks._of_launcher(config, 0, "gloo")
+    ranks.sum_(torch.ones(1))
+    ranks.close()
+    gc.collect()
+    print(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_beside_that_of_the_program_is_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS], env=environment(0, free_port(), 1), capture_output=True, text=True, check=True
+    )
+    first, *rest = done.stdout.splitlines()
+    assert rest == [first] * 2

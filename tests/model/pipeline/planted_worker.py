@@ -1,4 +1,4 @@
-"""Stages with a mistake in what they exchange: the tests of equality must find it."""
+"""Stages with a mistake in what they exchange, which the tests of equality must find, and a look at what stages keep."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
 from actorllm.messages import I32
+from actorllm.model.rank_worker import RankWorker
 
 
 class WrongTokens(WorkerActor):
@@ -37,3 +38,9 @@ class WrongRows(WorkerActor):
 
         runner.stage.receive = receive
         return runner
+
+
+def num_sent(worker: RankWorker) -> int:
+    """How much this rank has sent that it still keeps."""
+    stage: Any = worker.model_runner.stage
+    return len(stage._sent)

@@ -156,6 +156,15 @@ def test_vectors_and_embeddings(tmp_path: Path) -> None:
     assert found[0][1] == found[1][1]
 
 
+def test_what_was_sent_is_not_kept(tmp_path: Path) -> None:
+    """A stage sends something in each step, and an engine runs for weeks."""
+    with LLM(model_folder(tmp_path), **arguments(pipeline_parallel_size=2)) as llm:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 4, params, use_tqdm=False)
+        kept = llm.collective_rpc("tests.model.pipeline.planted_worker:num_sent")
+    assert max(kept) <= 2
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(
     "victims",
