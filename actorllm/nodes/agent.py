@@ -51,6 +51,7 @@ from actorllm.nodes.node_stream import TIMEOUT_S, NodeStream
 from actorllm.nodes.relay import RelayChild
 from actorllm.nodes.remote import LEAVE_TIMEOUT_S
 from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import EngineHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
@@ -66,7 +67,8 @@ MAX_STRANGERS = 32
 ACCEPTS_PER_TURN = 16
 """Before the loop's other callbacks get their turn, and those that have to go have closed their sockets."""
 ACCEPT_PAUSE_S = 1.0
-HEALTH_PERIOD_S = 1.0
+IDLE_PERIOD_S = 1.0
+"""Between two looks at a replica that has nothing to do: each of them wakes the process."""
 
 
 class NodeAgent:
@@ -236,6 +238,7 @@ class Tenant:
         self._tasks: TaskGroup
         self._wanted: dict[str, Any] | None = None
         self._has_come: anyio.Event | None = None
+        self._was_asked: anyio.Event | None = None
         self._supervisor: Supervisor | None = None
         self._relay: RelayChild | None = None
         self._facts: dict[str, Any] = {}
@@ -322,8 +325,7 @@ class Tenant:
 
             def on_ready() -> None:
                 self.stream.control("ready", config=supervisor.config.to_json().decode(), facts=self._facts)
-                tasks.start_soon(self._tell_health, supervisor)
-                tasks.start_soon(self._tell_load, board, config.replica)
+                tasks.start_soon(self._tell, supervisor, board, config.replica)
 
             failure: Exception | None = None
             try:
@@ -343,6 +345,8 @@ class Tenant:
     # What the owner says
 
     def _take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
+        if self._was_asked is not None:
+            self._was_asked.set()
         return True if self._relay is None else self._relay.take(generation, kind, body, num_bytes)
 
     def _on_room(self) -> None:
@@ -400,27 +404,42 @@ class Tenant:
         if group == "scheduler" and self._reader is not None:
             self._reader.forget()
 
-    async def _tell_health(self, supervisor: Supervisor) -> None:
-        told: dict[str, Any] = {}
-        while True:
-            health = asdict(supervisor.health())
-            fields = {name: health[name] for name in ("state", "num_recoveries", "recovery_s", "last_failure")}
-            fields["actors"] = health["actors"]
-            fields["max_recovery_s"] = supervisor.statistics()["max_recovery_s"]
-            if fields != told and not self.stream.is_full:
-                told = fields
-                self.stream.control("health", **fields)
-            await anyio.sleep(HEALTH_PERIOD_S)
-
-    async def _tell_load(self, board: LoadBoard, row: int) -> None:
-        assert self._reader is not None
+    async def _tell(self, supervisor: Supervisor, board: LoadBoard, row: int) -> None:
+        """Its health and its load, as they change: a few times a second while it works, else once in one."""
+        told: EngineHealth | None = None
         table = board.hashes(row)
         while True:
-            changes = self._reader.changes(table.num_words_used)
-            if changes is not None and not self.stream.is_full:
-                pages, arrays = changes
-                self.stream.control("load", arrays, lane=BULK, pages=pages)
-            await anyio.sleep(PERIOD_S)
+            if self._relay is not None:
+                self._relay.recheck()
+            is_changing = False
+            if not self.stream.is_full:
+                health = supervisor.health()
+                if health != told:
+                    told = health
+                    self._tell_health(health, supervisor)
+                is_changing = self._tell_load(table.num_words_used)
+            if is_changing:
+                await anyio.sleep(PERIOD_S)
+                continue
+            self._was_asked = anyio.Event()
+            with anyio.move_on_after(IDLE_PERIOD_S):
+                await self._was_asked.wait()
+                await anyio.sleep(PERIOD_S)  # what came is computed first
+
+    def _tell_health(self, health: EngineHealth, supervisor: Supervisor) -> None:
+        fields = asdict(health)
+        told = {name: fields[name] for name in ("state", "num_recoveries", "recovery_s", "last_failure", "actors")}
+        self.stream.control("health", max_recovery_s=supervisor.statistics()["max_recovery_s"], **told)
+
+    def _tell_load(self, num_words: int) -> bool:
+        """Whether there was news of it."""
+        assert self._reader is not None
+        changes = self._reader.changes(num_words)
+        if changes is None:
+            return False
+        pages, arrays = changes
+        self.stream.control("load", arrays, lane=BULK, pages=pages)
+        return True
 
 
 def localized(config: EngineConfig, board: str) -> EngineConfig:
