@@ -437,8 +437,8 @@ class Tenant:
         changes = self._reader.changes(num_words)
         if changes is None:
             return False
-        pages, arrays = changes
-        self.stream.control("load", arrays, lane=BULK, pages=pages)
+        is_anew, pages, arrays = changes
+        self.stream.control("load", arrays, lane=BULK, is_anew=is_anew, pages=pages)
         return True
 
 

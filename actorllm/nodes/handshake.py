@@ -84,7 +84,10 @@ def _check_greeting(greeting: bytes, peer: str) -> None:
 
 
 async def answer_caller(sock: socket.socket, key: bytes, peer: str, tls: ssl.SSLContext | None = None) -> socket.socket:
-    """The listener's side. Returns the socket to go on with, which the caller owns as before. Raises AttachError; then it is closed."""
+    """The listener's side. Returns the socket to go on with, which the caller owns as before.
+
+    Raises AttachError; it is closed then.
+    """
     with _told(peer), _Closing(sock) as closing:
         with anyio.fail_after(HANDSHAKE_TIMEOUT_S):
             sock = closing.sock = await _secured(sock, tls, is_server=True)

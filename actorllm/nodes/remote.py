@@ -313,7 +313,7 @@ class RemoteReplica:
             case "health":
                 self._told = frame
             case "load":
-                apply_changes(self._board, self.config.replica, frame["pages"], arrays)
+                apply_changes(self._board, self.config.replica, frame["is_anew"], frame["pages"], arrays)
             case "leaving":
                 self._is_leaving = True
             case "ended":
