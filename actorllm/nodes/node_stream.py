@@ -227,9 +227,15 @@ class NodeStream:
         except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
-            self.fail(PeerLostError(f"the peer is gone: {error}"))
+            # Who sends is in the midst of it, and must not hear of the end before that call has returned.
+            self._loop.call_soon(self._lose, PeerLostError(f"the peer is gone: {error}"))
             return
         self._watch_writable(bool(self._unsent))
+
+    def _lose(self, error: PeerLostError) -> None:
+        """Nothing can be sent. What the peer had sent comes first."""
+        self.read_now()
+        self.fail(error)
 
     def _next_frames(self) -> bytes:
         """Frames for the kernel, heartbeats first; nothing: there are none, or the peer has no room."""

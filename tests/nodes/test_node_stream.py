@@ -277,3 +277,22 @@ def test_times_that_no_clock_shows_are_not_believed() -> None:
     for wrong in (float("nan"), float("inf"), -float("inf"), 1.7e308):
         offset.observe(1.0, wrong, wrong, 1.001)
     assert offset.seconds == pytest.approx(100.0)
+
+
+async def test_who_sends_hears_of_the_end_when_that_call_has_returned() -> None:
+    """A frontend takes a message from its queue behind the call, and empties the queue when it hears of the end."""
+    near, far = [end_of(info, sock) for info, sock in zip(INFOS, tcp_pair(), strict=True)]
+    box = Inbox()
+    near.open(box)
+    far.open(Inbox())
+    far.send_nowait(Reply(id=7))
+    await far.wait_flushed()
+    near.stream._sock.shutdown(socket.SHUT_WR)  # as a reset that was not read yet: the next call fails with EPIPE
+    near.send_nowait(Reply(id=1))
+    near.send_nowait(Reply(id=2))
+    assert not box.errors
+    await until(lambda: bool(box.errors))
+    assert len(box.errors) == 1
+    assert [message.id for message in box.received if isinstance(message, Reply)] == [7]
+    near.close()
+    far.close()

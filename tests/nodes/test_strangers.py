@@ -10,7 +10,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actorllm.errors import AttachError
+from actorllm.cli.node import node
+from actorllm.errors import AttachError, ConfigError
 from actorllm.nodes.agent import MAX_STRANGERS, NodeAgent
 from actorllm.nodes.handshake import answer_caller, call
 from actorllm.nodes.hosts import NodeAddress
@@ -58,3 +59,9 @@ async def test_a_handshake_over_tls_that_fails_closes_what_has_the_descriptor(tm
         group.start_soon(one, call, near, b"another key of some bytes", "node a:1", contexts[1], "unix")
     assert len(errors) == 2
     assert len(os.listdir("/proc/self/fd")) == number - 2
+
+
+def test_a_timeout_that_no_heartbeat_keeps_is_refused(tmp_path: Path) -> None:
+    for wrong in (0.1, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"node_timeout_s=.* must be at least 1 seconds"):
+            node(listen="127.0.0.1:1", key_file=tmp_path / "none", node_timeout_s=wrong)
