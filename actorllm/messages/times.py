@@ -28,7 +28,7 @@ TIMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def translate(message: object, offset_s: float) -> None:
-    """As `translated`, in place: of a message that was just unpacked, and that nobody else has. It costs no copy of it."""
+    """As `translated`, in place: of a message that was just unpacked, to which there is no other reference. It costs no copy."""
     name = type(message).__name__
     for field in TIMES.get(name, ()):
         value = getattr(message, field)

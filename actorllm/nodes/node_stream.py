@@ -227,7 +227,7 @@ class NodeStream:
         except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
-            # Who sends is in the midst of it, and must not hear of the end before that call has returned.
+            # The sender must not hear of the end before its call has returned: it is in the midst of its own changes.
             self._loop.call_soon(self._lose, PeerLostError(f"the peer is gone: {error}"))
             return
         self._watch_writable(bool(self._unsent))

@@ -16,8 +16,7 @@ from actorllm.nodes.agent import MAX_STRANGERS, NodeAgent
 from actorllm.nodes.handshake import answer_caller, call
 from actorllm.nodes.hosts import NodeAddress
 from tests.nodes.agents import KEY, free_port
-from tests.nodes.stream_pairs import tcp_pair
-from tests.nodes.test_handshake import tls_contexts
+from tests.nodes.stream_pairs import tcp_pair, tls_contexts
 
 
 async def until(condition: Callable[[], bool]) -> None:
