@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import ssl
 import sys
@@ -38,12 +39,15 @@ def node(
     import anyio
 
     from actorllm.actors.engine_thread import run_loop
+    from actorllm.config import MIN_NODE_TIMEOUT_S
     from actorllm.errors import ConfigError
     from actorllm.nodes.agent import NodeAgent
     from actorllm.nodes.handshake import read_key
     from actorllm.nodes.hosts import NodeAddress, read_address
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if not MIN_NODE_TIMEOUT_S <= node_timeout_s < math.inf:
+        raise ConfigError(f"node_timeout_s={node_timeout_s!r} must be at least {MIN_NODE_TIMEOUT_S:g} seconds")
     address, key, tls = read_address(listen, "listen"), read_key(key_file), None
     if tls_certificate is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -181,8 +181,9 @@ class Fleet:
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
         self._board_file.close()
         if self._placement is not None:
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(self._placement.close)
+            # Without its head Ray answers late or never; its agents end with this process at the latest.
+            with anyio.move_on_after(self._stop_timeout_s, shield=True):
+                await to_thread.run_sync(self._placement.close, abandon_on_cancel=True)
         if self._recorded is not None:
             self._recorded.close()
         if self._on_ready is not None:

@@ -27,6 +27,16 @@ TIMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """By message, the fields that are points in time, or rows with some; messages without any are not in it."""
 
 
+def translate(message: object, offset_s: float) -> None:
+    """As `translated`, in place: of a message that was just unpacked, to which there is no other reference. It costs no copy."""
+    name = type(message).__name__
+    for field in TIMES.get(name, ()):
+        value = getattr(message, field)
+        if value:
+            times = SCHEMA[name].fields[field].times
+            object.__setattr__(message, field, _moved_rows(value, times, offset_s) if times else value + offset_s)
+
+
 def translated(message: M, offset_s: float) -> M:
     """The message by another clock. Without points in time it is the same object.
 

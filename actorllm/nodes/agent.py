@@ -51,6 +51,7 @@ from actorllm.nodes.node_stream import TIMEOUT_S, NodeStream
 from actorllm.nodes.relay import RelayChild
 from actorllm.nodes.remote import LEAVE_TIMEOUT_S
 from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import EngineHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
@@ -63,8 +64,11 @@ MAX_TENANTS = 64
 """Replicas at a time."""
 MAX_STRANGERS = 32
 """Connections that have not shown the key; of more, the oldest goes."""
+ACCEPTS_PER_TURN = 16
+"""Before the loop's other callbacks get their turn, and those that have to go have closed their sockets."""
 ACCEPT_PAUSE_S = 1.0
-HEALTH_PERIOD_S = 1.0
+IDLE_PERIOD_S = 1.0
+"""Between two looks at a replica that has nothing to do: each of them wakes the process."""
 
 
 class NodeAgent:
@@ -140,7 +144,7 @@ class NodeAgent:
     # Visits
 
     def _on_visit(self) -> None:
-        while True:
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, where = self._listener.accept()
             except BlockingIOError:
@@ -151,18 +155,18 @@ class NodeAgent:
                 self._loop.call_later(ACCEPT_PAUSE_S, self._reopen)
                 return
             if len(self._strangers) >= MAX_STRANGERS:
-                next(iter(self._strangers.values())).cancel()
-            self._strangers[sock] = anyio.CancelScope()
-            self._tasks.start_soon(self._greet, sock, f"the caller at {where!r}")
+                self._strangers.pop(next(iter(self._strangers))).cancel()
+            scope = self._strangers[sock] = anyio.CancelScope()
+            self._tasks.start_soon(self._greet, sock, scope, f"the caller at {where!r}")
 
     def _reopen(self) -> None:
         if self._over is not None and not self._over.is_set():
             self._loop.watch(self._listener.fileno(), self._on_visit)
 
-    async def _greet(self, sock: socket.socket, peer: str) -> None:
+    async def _greet(self, sock: socket.socket, scope: anyio.CancelScope, peer: str) -> None:
         secured: socket.socket | None = None
         try:
-            with self._strangers[sock]:
+            with scope:
                 secured = await answer_caller(sock, self.key, peer, self.tls)
         except AttachError as error:
             logger.warning("refused: %s", error)
@@ -172,15 +176,23 @@ class NodeAgent:
                 sock.close()
         if secured is None:
             return
-        if len(self.tenants) >= MAX_TENANTS or self._is_leaving:
+        is_over = self._is_leaving or self._over is None or self._over.is_set()
+        if len(self.tenants) >= MAX_TENANTS or is_over:
             logger.warning("refused: %s: there are %d replicas, or the node ends", peer, len(self.tenants))
             secured.close()
             return
-        tenant = Tenant(secured, peer, self.timeout_s)
+        try:
+            tenant = Tenant(secured, peer, self.timeout_s)
+        except OSError as error:  # the connection is gone already
+            logger.warning("refused: %s: %s", peer, error)
+            secured.close()
+            return
         self.tenants.add(tenant)
         logger.info("%s has come", peer)
         try:
             await tenant.live()
+        except Exception:  # of this tenant: the others go on
+            logger.exception("what %s asked for ended with a defect", peer)
         finally:
             self.tenants.discard(tenant)
             if self._has_left is not None:
@@ -226,6 +238,7 @@ class Tenant:
         self._tasks: TaskGroup
         self._wanted: dict[str, Any] | None = None
         self._has_come: anyio.Event | None = None
+        self._was_asked: anyio.Event | None = None
         self._supervisor: Supervisor | None = None
         self._relay: RelayChild | None = None
         self._facts: dict[str, Any] = {}
@@ -234,6 +247,7 @@ class Tenant:
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._reader: LoadReader | None = None
         self._place: EngineConfig | None = None
+        self._preparing = anyio.CancelScope()
 
     async def live(self) -> None:
         """Until the connection or the replica ends."""
@@ -250,19 +264,22 @@ class Tenant:
             self.stream.close()
 
     async def _have_replica(self, wanted: dict[str, Any]) -> None:
-        board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
-        board = LoadBoard(board_file.path)
         error: Exception | None = None
+        board_file: MemoryFile | None = None
         try:
-            config = await self._checked(wanted, board_file.path)
-            if not self._is_stop_requested:
-                await self._run(config, board)
+            board_file = MemoryFile("loads", LoadBoard.NUM_BYTES)
+            config: EngineConfig | None = None
+            with self._preparing:
+                config = await self._checked(wanted, board_file.path)
+            if config is not None and not self._is_stop_requested:
+                await self._run(config, LoadBoard(board_file.path))
             if self._supervisor is not None:
                 error = self._supervisor.failure
         except Exception as raised:  # of this replica: its owner is told, and the agent goes on
             error = raised
         finally:
-            board_file.close()
+            if board_file is not None:
+                board_file.close()
             CACHE_MEMORY.release(self)
             self._meeting_place.close()
         if error is not None and not self._is_stop_requested:
@@ -277,9 +294,10 @@ class Tenant:
                 f"it runs actorllm {__version__} and the engine {wanted['version']}; use the same version on all nodes"
             )
         config = EngineConfig.from_json(wanted["config"])
-        self._place = await to_thread.run_sync(localized, config, board)
+        # A model may be downloaded meanwhile: a stop does not wait for it.
+        self._place = await to_thread.run_sync(localized, config, board, abandon_on_cancel=True)
         if wanted["digest"] is not None:
-            found = await to_thread.run_sync(model_digest, self._place.model.path)
+            found = await to_thread.run_sync(model_digest, self._place.model.path, abandon_on_cancel=True)
             if found != wanted["digest"]:
                 raise ConfigError(
                     f"the files of model {config.model.name!r} in {self._place.model.path!r} differ from those of the engine; "
@@ -307,8 +325,7 @@ class Tenant:
 
             def on_ready() -> None:
                 self.stream.control("ready", config=supervisor.config.to_json().decode(), facts=self._facts)
-                tasks.start_soon(self._tell_health, supervisor)
-                tasks.start_soon(self._tell_load, board, config.replica)
+                tasks.start_soon(self._tell, supervisor, board, config.replica)
 
             failure: Exception | None = None
             try:
@@ -328,6 +345,8 @@ class Tenant:
     # What the owner says
 
     def _take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
+        if self._was_asked is not None:
+            self._was_asked.set()
         return True if self._relay is None else self._relay.take(generation, kind, body, num_bytes)
 
     def _on_room(self) -> None:
@@ -359,6 +378,7 @@ class Tenant:
             changed,
             model=model,
             cache=now.cache,
+            name=now.name,
             rendezvous=now.rendezvous,
             load_board=now.load_board,
             speculation=now.speculation,
@@ -368,6 +388,7 @@ class Tenant:
         """End the replica, and the connection with it."""
         self._is_stop_requested = True
         self._stop_timeout_s = timeout
+        self._preparing.cancel()
         if self._supervisor is not None:
             self._supervisor.request_stop(timeout)
         self._wake()
@@ -383,27 +404,42 @@ class Tenant:
         if group == "scheduler" and self._reader is not None:
             self._reader.forget()
 
-    async def _tell_health(self, supervisor: Supervisor) -> None:
-        told: dict[str, Any] = {}
-        while True:
-            health = asdict(supervisor.health())
-            fields = {name: health[name] for name in ("state", "num_recoveries", "recovery_s", "last_failure")}
-            fields["actors"] = health["actors"]
-            fields["max_recovery_s"] = supervisor.statistics()["max_recovery_s"]
-            if fields != told:
-                told = fields
-                self.stream.control("health", **fields)
-            await anyio.sleep(HEALTH_PERIOD_S)
-
-    async def _tell_load(self, board: LoadBoard, row: int) -> None:
-        assert self._reader is not None
+    async def _tell(self, supervisor: Supervisor, board: LoadBoard, row: int) -> None:
+        """Its health and its load, as they change: a few times a second while it works, else once in one."""
+        told: EngineHealth | None = None
         table = board.hashes(row)
         while True:
-            changes = self._reader.changes(table.num_words_used)
-            if changes is not None and not self.stream.is_full:
-                pages, arrays = changes
-                self.stream.control("load", arrays, lane=BULK, pages=pages)
-            await anyio.sleep(PERIOD_S)
+            if self._relay is not None:
+                self._relay.recheck()
+            is_changing = False
+            if not self.stream.is_full:
+                health = supervisor.health()
+                if health != told:
+                    told = health
+                    self._tell_health(health, supervisor)
+                is_changing = self._tell_load(table.num_words_used)
+            if is_changing:
+                await anyio.sleep(PERIOD_S)
+                continue
+            self._was_asked = anyio.Event()
+            with anyio.move_on_after(IDLE_PERIOD_S):
+                await self._was_asked.wait()
+                await anyio.sleep(PERIOD_S)  # what came is computed first
+
+    def _tell_health(self, health: EngineHealth, supervisor: Supervisor) -> None:
+        fields = asdict(health)
+        told = {name: fields[name] for name in ("state", "num_recoveries", "recovery_s", "last_failure", "actors")}
+        self.stream.control("health", max_recovery_s=supervisor.statistics()["max_recovery_s"], **told)
+
+    def _tell_load(self, num_words: int) -> bool:
+        """Whether there was news of it."""
+        assert self._reader is not None
+        changes = self._reader.changes(num_words)
+        if changes is None:
+            return False
+        is_anew, pages, arrays = changes
+        self.stream.control("load", arrays, lane=BULK, is_anew=is_anew, pages=pages)
+        return True
 
 
 def localized(config: EngineConfig, board: str) -> EngineConfig:

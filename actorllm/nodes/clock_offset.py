@@ -7,6 +7,7 @@ suspended), and those of before are forgotten.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 NUM_SAMPLES = 16
@@ -29,9 +30,9 @@ class ClockOffset:
         its own.
         """
         half_trip_s = (back - asked - (answered - received)) / 2
-        if half_trip_s < 0:
-            return  # no two clocks tell this; a peer with a defect may
         offset_s = (received - asked + answered - back) / 2
+        if not (half_trip_s >= 0 and math.isfinite(offset_s)):
+            return  # no two clocks tell this; a peer with a defect may
         if self._samples and abs(offset_s - self.seconds) > self.error_s + half_trip_s + SLACK_S:
             self._samples.clear()
         self._samples.append((half_trip_s, offset_s))

@@ -40,7 +40,7 @@ class StreamMessage(NamedTuple):
     generation: int
     body: bytes
     num_bytes: int
-    """What its last frame took of the sender's room."""
+    """What its last frame took of the sender's room, header included: frames without a body are not free."""
 
 
 class FrameParser:
@@ -96,10 +96,10 @@ class FrameParser:
             raise CorruptLinkError(f"a message of more than {self._max_message_bytes} bytes")
 
     def _joined(self, kind: int, flags: int, lane: int, generation: int, body: bytes) -> StreamMessage:
-        num_bytes, parts = len(body), self._parts[lane]
+        num_bytes, parts = HEADER.size + len(body), self._parts[lane]
         if flags & MORE and kind != BEAT:
             parts.append(body)
-            self._sizes[lane] += num_bytes
+            self._sizes[lane] += len(body)
             self._begun[lane] = kind, generation
             return StreamMessage(None, flags, lane, generation, b"", num_bytes)
         if parts:

@@ -84,10 +84,13 @@ def _check_greeting(greeting: bytes, peer: str) -> None:
 
 
 async def answer_caller(sock: socket.socket, key: bytes, peer: str, tls: ssl.SSLContext | None = None) -> socket.socket:
-    """The listener's side. Returns the socket to go on with, which the caller owns as before. Raises AttachError."""
-    with _told(peer):
+    """The listener's side. Returns the socket to go on with, which the caller owns as before.
+
+    Raises AttachError; it is closed then.
+    """
+    with _told(peer), _Closing(sock) as closing:
         with anyio.fail_after(HANDSHAKE_TIMEOUT_S):
-            sock = await _secured(sock, tls, is_server=True)
+            sock = closing.sock = await _secured(sock, tls, is_server=True)
             mine = _greeting()
             await _send_all(sock, mine)
             theirs = await _read(sock, GREETING_BYTES)
@@ -103,10 +106,10 @@ async def answer_caller(sock: socket.socket, key: bytes, peer: str, tls: ssl.SSL
 async def call(
     sock: socket.socket, key: bytes, peer: str, tls: ssl.SSLContext | None = None, host: str | None = None
 ) -> socket.socket:
-    """The side that connected. host: the name that the certificate of the other one is held against."""
-    with _told(peer):
+    """The side that connected, as `answer_caller`. host: the name that the certificate of the other one is held against."""
+    with _told(peer), _Closing(sock) as closing:
         with anyio.fail_after(HANDSHAKE_TIMEOUT_S):
-            sock = await _secured(sock, tls, is_server=False, host=host)
+            sock = closing.sock = await _secured(sock, tls, is_server=False, host=host)
             theirs = await _read(sock, GREETING_BYTES)
             _check_greeting(theirs, peer)
             mine = _greeting()
@@ -119,6 +122,20 @@ async def call(
             if not hmac.compare_digest(proof, _proof(key, b"listener", theirs, mine)):
                 raise AttachError(f"{peer} does not know the key: it is not the node that it is taken for")
     return sock
+
+
+class _Closing:
+    """Closes the socket of a handshake that fails. That of TLS has taken the descriptor of the one before."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def __enter__(self) -> _Closing:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.sock.close()
 
 
 class _told:
@@ -145,7 +162,7 @@ async def _secured(
     sock.setblocking(False)
     if tls is None:
         return sock
-    # The wrapped socket takes the descriptor over; closing either closes it.
+    # The wrapped socket takes the descriptor over: from here on closing the other one closes nothing.
     secured = tls.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False, server_hostname=host)
     try:
         await _when_ready(secured, secured.do_handshake)

@@ -30,35 +30,41 @@ class LoadReader:
         self._words = board.hash_words(row)
         self._sent_row = np.zeros_like(self._row)
         self._sent = np.zeros(0, np.uint64)
+        self._has_more = False
 
     def forget(self) -> None:
-        """The copy was emptied: all of it is sent again."""
+        """What the copy holds is of a scheduler before: it is told anew."""
         self._sent = np.zeros(0, np.uint64)
 
-    def changes(self, num_words: int) -> tuple[list[int], list[NDArray[Any]]] | None:
-        """The numbers of pages that have changed, and the row and these pages as arrays. None: nothing has.
+    def changes(self, num_words: int) -> tuple[bool, list[int], list[NDArray[Any]]] | None:
+        """Whether the copy is to begin with an empty table, the numbers of pages that have changed, and as arrays the row and
+        these pages. None: nothing has changed.
 
         num_words: how many words of the table are in use.
         """
         row = self._row.copy()
-        if row.tobytes() == self._sent_row.tobytes() and self._sent.size:
+        if row.tobytes() == self._sent_row.tobytes() and self._sent.size and not self._has_more:
             return None
         self._sent_row = row
         size = -(-num_words // PAGE_WORDS) * PAGE_WORDS
         words = self._words[:size].copy()
-        if self._sent.size != size:
+        is_anew = self._sent.size != size
+        if is_anew:
             before = np.zeros(size, np.uint64)
             before[0] = ~words[0]  # the header is always told
             self._sent = before
         changed = np.flatnonzero((words.reshape(-1, PAGE_WORDS) != self._sent.reshape(-1, PAGE_WORDS)).any(axis=1))
+        self._has_more = len(changed) > MAX_PAGES
         pages = changed[:MAX_PAGES].tolist()
         for page in pages:
             self._sent[page * PAGE_WORDS : (page + 1) * PAGE_WORDS] = words[page * PAGE_WORDS : (page + 1) * PAGE_WORDS]
         body = words.reshape(-1, PAGE_WORDS)[pages].reshape(-1).view(np.uint8)
-        return pages, [row, body]
+        return is_anew, pages, [row, body]
 
 
-def apply_changes(board: LoadBoard, row: int, pages: Iterable[Any], arrays: list[NDArray[Any]]) -> None:
+def apply_changes(
+    board: LoadBoard, row: int, is_anew: object, pages: Iterable[Any], arrays: list[NDArray[Any]]
+) -> None:
     """On the machine of the router. Raises CorruptLinkError: no agent of this version sends this."""
     cells, words = board.load_row(row), board.hash_words(row)
     numbers = list(pages)
@@ -67,6 +73,8 @@ def apply_changes(board: LoadBoard, row: int, pages: Iterable[Any], arrays: list
     if arrays[1].size != 8 * PAGE_WORDS * len(numbers) or arrays[1].dtype != np.uint8:
         raise CorruptLinkError(f"a frame of {len(numbers)} pages with {arrays[1].size} bytes")
     found = arrays[1].view(np.uint64).reshape(-1, PAGE_WORDS)
+    if is_anew:
+        words[:] = 0  # what a scheduler before had there is cached no more
     for page, content in zip(numbers, found, strict=True):
         if not isinstance(page, int) or not 0 <= page < words.size // PAGE_WORDS:
             raise CorruptLinkError(f"page {page!r} of a table of {words.size // PAGE_WORDS}")

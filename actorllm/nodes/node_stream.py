@@ -3,6 +3,7 @@
 Owns the socket, what waits to be sent, and the timer. From its outbox, frames go out by lanes: heartbeats first, then
 messages in their order. Now and then a chunk of what may be overtaken goes out. What the peer has not taken is bounded by
 its window, so that a reader that is slow holds up its writer, and no heartbeat. A full outbox refuses.
+A peer that sends beyond the window of this side is at fault.
 
 Invariants: each side sends a heartbeat each half second, whatever else goes on. A side from which nothing has come for
 `timeout_s` is gone, whatever its kernel says. A stall of this process does not count as the peer's silence. The end is told once;
@@ -124,7 +125,7 @@ class NodeStream:
         self._sequence = 0
         self._num_since_bulk = 0
         self._sent_bytes = self._taken_by_peer = 0  # of the window
-        self._taken_bytes = self._told_bytes = 0
+        self._come_bytes = self._taken_bytes = self._told_bytes = 0
         self._was_refused = False
         self._is_reading = self._is_writing = False
         self._loop: AsyncioLoop | None = None
@@ -226,9 +227,15 @@ class NodeStream:
         except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
-            self.fail(PeerLostError(f"the peer is gone: {error}"))
+            # The sender must not hear of the end before its call has returned: it is in the midst of its own changes.
+            self._loop.call_soon(self._lose, PeerLostError(f"the peer is gone: {error}"))
             return
         self._watch_writable(bool(self._unsent))
+
+    def _lose(self, error: PeerLostError) -> None:
+        """Nothing can be sent. What the peer had sent comes first."""
+        self.read_now()
+        self.fail(error)
 
     def _next_frames(self) -> bytes:
         """Frames for the kernel, heartbeats first; nothing: there are none, or the peer has no room."""
@@ -245,7 +252,7 @@ class NodeStream:
             self._sequence = (self._sequence + 1) & 0xFFFFFFFF
             size += HEADER.size + length
             if lane != URGENT:
-                self._sent_bytes += length
+                self._sent_bytes += HEADER.size + length
                 self._outbox_bytes -= length
                 self._num_since_bulk = 0 if lane == BULK else self._num_since_bulk + 1
         return b"".join(pieces)
@@ -379,6 +386,9 @@ class NodeStream:
         except CorruptLinkError as error:
             self.fail(error)
             return False
+        except Exception as error:  # of what the peer sent: it ends this stream, and nothing raises into the loop
+            self.fail(CorruptLinkError(f"what the peer sent makes no sense here: {error!r}"))
+            return False
         finally:
             self._is_reading = False
             self._on_batch()
@@ -388,6 +398,10 @@ class NodeStream:
         if message.kind == BEAT:
             self._take_beat(message)
             return
+        self._come_bytes += message.num_bytes
+        # A writer looks at the window before each frame, so one of them may reach beyond it.
+        if self._come_bytes - self._taken_bytes > self._window_bytes + HEADER.size + CHUNK_BYTES:
+            raise CorruptLinkError(f"{self._come_bytes - self._taken_bytes} bytes in a window of {self._window_bytes}")
         is_taken = True
         if message.kind == CONTROL:
             self._num_received += 1

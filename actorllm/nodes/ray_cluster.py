@@ -21,13 +21,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineStartError
+from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.nodes.hosts import Located, NodeAddress
 
 logger = logging.getLogger(__name__)
 
 TOLD_EVERY_S = 10.0
 """Between two lines about a placement that is waited for."""
+LOOK_EVERY_S = 1.0
+"""At whether the engine was shut down meanwhile."""
 PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_", "ACTORLLM_", "VLLM_BATCH_INVARIANT")
 """What the names of variables begin with that agents get of the driver's environment."""
 
@@ -113,7 +115,7 @@ class RayPlacement:
         self._key = secrets.token_hex(32).encode()
         self._lock = threading.Lock()
         self._group: Any = None
-        self._is_ours = False
+        self._is_ours = self._is_closed = False
         self._bundles: list[int] = []
         self._agents: dict[int, Any] = {}
 
@@ -121,6 +123,7 @@ class RayPlacement:
         """An agent for the number-th replica. Raises ConfigError, EngineStartError."""
         ray = _ray()
         with self._lock:
+            self._check_open()
             self._prepare(ray)
             index = number - self._config.data_parallel_size_local
             if index >= len(self._bundles):
@@ -129,20 +132,23 @@ class RayPlacement:
                 )
             self._end(ray, index)
             agent = self._agents[index] = self._start(ray, self._bundles[index])
-        began = time.monotonic()
+        began = told_at = time.monotonic()
+        found = agent.listen.remote()
         while True:
-            found = agent.listen.remote()
             try:
-                host, port = ray.get(found, timeout=TOLD_EVERY_S)
+                host, port = ray.get(found, timeout=LOOK_EVERY_S)
                 break
             except ray.exceptions.GetTimeoutError:
+                self._check_open()
                 waited_s = time.monotonic() - began
                 if waited_s > self._config.placement_timeout_s:
                     raise EngineStartError(
                         f"Ray has not started replica {number} within {waited_s:.0f} s; placement_timeout_s says how long it "
                         f"may take"
                     ) from None
-                logger.warning("Ray has not started replica %d yet, after %.0f s", number, waited_s)
+                if time.monotonic() - told_at >= TOLD_EVERY_S:
+                    told_at = time.monotonic()
+                    logger.warning("Ray has not started replica %d yet, after %.0f s", number, waited_s)
             except ray.exceptions.RayError as error:
                 raise EngineStartError(f"Ray could not start replica {number}: {error}") from error
         return Located(NodeAddress(host, port), self._key, lambda told: _when_over(agent, told))
@@ -168,17 +174,28 @@ class RayPlacement:
         check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         strategy = {"spread": "SPREAD", "pack": "PACK"}[self._config.placement]
         made = ray.util.placement_group([bundle] * number, strategy=strategy)
-        began = time.monotonic()
-        while not made.wait(TOLD_EVERY_S):
+        began = told_at = time.monotonic()
+        while not made.wait(LOOK_EVERY_S):
             waited_s = time.monotonic() - began
+            if self._is_closed:
+                break
             if waited_s > self._config.placement_timeout_s:
                 ray.util.remove_placement_group(made)
                 raise EngineStartError(
                     f"Ray had no room for {number} x {bundle} within {waited_s:.0f} s: others use it (`ray status`); "
                     f"placement_timeout_s says how long that may take"
                 )
-            logger.warning("Ray has no room for %d x %s yet, after %.0f s: others use it", number, bundle, waited_s)
+            if time.monotonic() - told_at >= TOLD_EVERY_S:
+                told_at = time.monotonic()
+                logger.warning("Ray has no room for %d x %s yet, after %.0f s: others use it", number, bundle, waited_s)
+        if self._is_closed:  # by a thread that did not wait for this one
+            ray.util.remove_placement_group(made)
+            self._check_open()
         self._group, self._bundles, self._is_ours = made, list(range(number)), True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineShutdownError("the engine was shut down while Ray placed its replicas")
 
     def _start(self, ray: Any, bundle: int) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -205,13 +222,15 @@ class RayPlacement:
                 ray.kill(agent)
 
     def close(self) -> None:
-        """End all agents. Idempotent; from any thread."""
-        if self._group is None:
+        """End all agents, and what waits for places. Idempotent; from any thread."""
+        self._is_closed = True
+        with self._lock:  # what holds it looks at `_is_closed`
+            group, self._group = self._group, None
+        if group is None:
             return
         ray = _ray()
         for index in list(self._agents):
             self._end(ray, index)
-        group, self._group = self._group, None
         if self._is_ours:
             with contextlib.suppress(Exception):  # Ray's head is gone, and the group with it
                 ray.util.remove_placement_group(group)

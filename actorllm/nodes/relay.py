@@ -194,6 +194,11 @@ class RelayChild(Child):
         if self.relay is not None:
             self.relay.on_room()
 
+    def recheck(self) -> None:
+        """As of the relay, now and then."""
+        if self.relay is not None:
+            self.relay.recheck()
+
     def request_stop(self) -> None:
         self.close()
         self.gone.set()

@@ -9,12 +9,14 @@ Invariants: an agent is never waited for without bound. What comes over the stre
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -30,6 +32,7 @@ from actorllm.actors.topology import ActorSpec
 from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
+    ConfigError,
     CorruptLinkError,
     EngineDeadError,
     EngineError,
@@ -50,13 +53,22 @@ from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LEAVE_TIMEOUT_S = 30.0
 """How long the requests of a node that is told to end may take to move, or to end."""
 
 
 def node_tls(config: EngineConfig) -> ssl.SSLContext | None:
-    """By which agents are called. Raises OSError."""
-    return None if config.node_ca_file is None else ssl.create_default_context(cafile=config.node_ca_file)
+    """By which agents are called. Raises ConfigError."""
+    if config.node_ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.node_ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"node_ca_file={config.node_ca_file!r} cannot be used: {error.strerror or error}; it has certificates in PEM"
+        ) from error
 
 
 class RemoteReplica:
@@ -103,6 +115,8 @@ class RemoteReplica:
         self._loop: AsyncioLoop | None = None
         self._is_stop_requested = False
         self._stop_timeout_s = STOP_TIMEOUT_S
+        self._until_stop: anyio.CancelScope | None = None
+        """Around what a stop does not wait for."""
 
     # Life
 
@@ -131,13 +145,25 @@ class RemoteReplica:
         if failure is not None:
             raise failure
 
-    async def _start(self, tasks: Any) -> None:
+    async def _unless_stopped(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """What it returns. Raises EngineShutdownError: a stop came first, and it was cancelled."""
+        if not self._is_stop_requested:
+            with anyio.CancelScope() as self._until_stop:
+                return await function(*args)
+        raise EngineShutdownError("the engine was shut down while it started")
+
+    async def _call(self) -> tuple[socket.socket, Located, str | None]:
+        """A connection to the agent, wherever that is; and the digest of the model here."""
         located = await to_thread.run_sync(self._locate, abandon_on_cancel=True)
         self._where = f"node {located.address}"
         digest = None
         if self.config.model.load_format != "dummy":
-            digest = await to_thread.run_sync(model_digest, self.config.model.path)
+            digest = await to_thread.run_sync(model_digest, self.config.model.path, abandon_on_cancel=True)
         sock = await connect_to(located.address, located.key, node_tls(self.config), CONNECT_TIMEOUT_S)
+        return sock, located, digest
+
+    async def _start(self, tasks: Any) -> None:
+        sock, located, digest = await self._unless_stopped(self._call)
         child = self._child = OwnerChild(
             ActorSpec("frontend", "", placement="owner"), self._on_child_end, self._frontend
         )
@@ -158,7 +184,10 @@ class RemoteReplica:
         stream.start()
         if located.watch is not None:
             located.watch(self._on_sign)
-        await stream.synchronize()
+        with anyio.move_on_after(CONNECT_TIMEOUT_S) as waiting:
+            await self._unless_stopped(stream.synchronize)
+        if waiting.cancelled_caught:
+            raise EngineStartError(f"{self._where} does not answer heartbeats within {CONNECT_TIMEOUT_S:g} s")
         config = self.config.to_json().decode()
         stream.control("start", version=__version__, config=config, digest=digest)
         with anyio.move_on_after(self.config.start_timeout_s or math.inf):
@@ -181,6 +210,8 @@ class RemoteReplica:
         if self._link is not None:
             child.install(self._link)
         await child.run()
+        if self._end is not None:  # meanwhile: its error says more than that it has ended
+            raise self._end
         logger.info("replica %d runs on %s", self.config.replica, self._where)
 
     def _given_place(self) -> Located:
@@ -207,8 +238,10 @@ class RemoteReplica:
         """The node is told to end: what is here moves, or ends."""
         logger.warning("%s is told to end; replica %d moves its requests", self._where, self.config.replica)
         self._on_leaving()
-        with anyio.move_on_after(LEAVE_TIMEOUT_S):
-            await self._frontend.wait_until_idle()
+        with contextlib.suppress(EngineShutdownError), anyio.move_on_after(LEAVE_TIMEOUT_S):
+            await self._unless_stopped(self._frontend.wait_until_idle)
+        if self._is_stop_requested:
+            return
         self._lose(EngineDeadError(f"{self._where} was told to end"))
 
     async def _stop(self) -> None:
@@ -231,6 +264,8 @@ class RemoteReplica:
     def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         self._stop_timeout_s = timeout
         self._is_stop_requested = True
+        if self._until_stop is not None:
+            self._until_stop.cancel()
         self._wake()
 
     def kill(self) -> None:
@@ -264,6 +299,8 @@ class RemoteReplica:
         match frame["op"]:
             case "link":
                 assert self._stream is not None
+                if self._link is not None and not (self._child is not None and self._child.is_linkable):
+                    self._link.close()  # it was never opened; what it kept is given back to the window
                 self._link = StreamLink(LinkInfo.from_json(frame["info"]), self._stream, is_translating=True)
                 if self._child is not None and self._child.is_linkable:
                     self._child.install(self._link)
@@ -276,7 +313,7 @@ class RemoteReplica:
             case "health":
                 self._told = frame
             case "load":
-                apply_changes(self._board, self.config.replica, frame["pages"], arrays)
+                apply_changes(self._board, self.config.replica, frame["is_anew"], frame["pages"], arrays)
             case "leaving":
                 self._is_leaving = True
             case "ended":

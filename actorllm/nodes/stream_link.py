@@ -7,7 +7,7 @@ from collections import deque
 from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
 from actorllm.errors import CorruptLinkError, TransportError, WouldBlock
 from actorllm.messages import Message, Reply, pack, unpack
-from actorllm.messages.times import translated
+from actorllm.messages.times import translate, translated
 from actorllm.nodes.frames import BULK, CHUNK_BYTES, ORDERED
 from actorllm.nodes.node_stream import WINDOW_BYTES, NodeStream
 from actorllm.ring.channel import DEFAULT_MAX_OUTBOX_BYTES
@@ -89,7 +89,7 @@ class StreamLink(Link):
         try:
             message = unpack(kind, *decode(body))
             if self._is_translating:
-                message = translated(message, -self._stream.offset.seconds)
+                translate(message, -self._stream.offset.seconds)
         except (ValueError, TypeError, IndexError, CorruptLinkError) as error:
             self._stream.fail(CorruptLinkError(f"a frame of {self.peer} is no message: {error}"))
             return

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actorllm import messages
 from actorllm.messages import Outputs, StepPlan, StepResult, Submit
 from actorllm.messages.schema import SCHEMA
-from actorllm.messages.times import TIMES, translated
+from actorllm.messages.times import TIMES, translate, translated
 from actorllm.types.request_end import TIMES as TIMES_OF_AN_END
 from actorllm.types.request_end import RequestEnd
 from tests.scheduling.conftest import make_scheduler
@@ -78,6 +78,9 @@ def test_they_move_and_nothing_else_does(
     told = translated(outputs, offset)
     assert (list(told.ends), told.emitted) == (expected, arrival + offset)
     assert [row[4:8] for row in rows] == [list(times) for times in ends], "the sender's is not changed"
+    for message, other in ((submit, moved), (outputs, told)):
+        translate(message, offset)
+        assert all(getattr(message, name) == getattr(other, name) for name in TIMES[type(message).__name__])
 
 
 def test_what_has_no_time_is_passed_on_as_it_is() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from actorllm.actors.link import Link, LinkInfo
@@ -12,6 +14,7 @@ from actorllm.clock import now
 from actorllm.errors import TransportError
 from actorllm.nodes.node_stream import NodeStream
 from actorllm.nodes.stream_link import StreamLink
+from tests.server import certificates
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -20,6 +23,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     return near, far
+
+
+def tls_contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of the listener, and of who calls it as `unix`."""
+    key, certificate = certificates.certified(tmp_path)
+    listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    listener.load_cert_chain(certificate, key)
+    return listener, ssl.create_default_context(cafile=str(certificate))
 
 
 class StreamEnd(StreamLink):

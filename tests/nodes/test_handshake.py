@@ -14,8 +14,7 @@ from actorllm.errors import AttachError, ConfigError
 from actorllm.nodes import handshake
 from actorllm.nodes.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, answer_caller, call, read_key
 from actorllm.nodes.node_stream import NodeStream
-from tests.nodes.stream_pairs import tcp_pair
-from tests.server import certificates
+from tests.nodes.stream_pairs import tcp_pair, tls_contexts
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -81,14 +80,6 @@ async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None
     sockets, errors = await shake(KEY, KEY, tls_contexts(tmp_path), "another")
     assert not sockets
     assert any("no TLS connection" in str(error) and "Hostname mismatch" in str(error) for error in errors)
-
-
-def tls_contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of the listener, and of who calls it as `unix`."""
-    key, certificate = certificates.certified(tmp_path)
-    listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    listener.load_cert_chain(certificate, key)
-    return listener, ssl.create_default_context(cafile=str(certificate))
 
 
 async def test_a_wrong_key_is_told_to_both() -> None:

@@ -229,3 +229,70 @@ async def test_a_stall_of_this_process_is_not_the_silence_of_the_peer() -> None:
     assert not ended
     stream.close()
     far.close()
+
+
+async def test_a_writer_that_takes_no_notice_of_the_window_is_at_fault() -> None:
+    """Of long messages, and of frames that hold nothing, which would cost the reader memory all the same."""
+    for body in (bytes(1000), b""):
+        near, other = tcp_pair()
+        ended: list[BaseException] = []
+        kept: list[bytes] = []
+        stream = NodeStream(
+            near,
+            on_message=lambda _, kind, body, size, kept=kept: kept.append(body) is not None,  # type: ignore[misc]
+            on_end=ended.append,
+            window_bytes=20_000,
+        )
+        stream.start()
+        frames = b"".join(HEADER.pack(len(body), 8, 0, ORDERED, 1, n) + body for n in range(10_000))
+        with contextlib.suppress(BlockingIOError):
+            other.setblocking(False)
+            other.send(frames)
+        await until(lambda: bool(ended))  # noqa: B023
+        assert isinstance(ended[0], CorruptLinkError)
+        assert "in a window of 20000" in str(ended[0])
+        assert len(kept) * (HEADER.size + len(body)) < 20_000 + 2 * CHUNK_BYTES
+        other.close()
+
+
+async def test_whatever_a_message_raises_ends_the_stream_and_not_the_loop() -> None:
+    near, other = tcp_pair()
+    ended: list[BaseException] = []
+
+    def take(*_: object) -> bool:
+        raise AttributeError("of a field that is no object")
+
+    stream = NodeStream(near, on_message=take, on_end=ended.append)
+    stream.start()
+    other.sendall(HEADER.pack(1, 8, 0, ORDERED, 1, 0) + b"x")
+    await until(lambda: bool(ended))
+    assert isinstance(ended[0], CorruptLinkError)
+    assert not stream.is_open
+    other.close()
+
+
+def test_times_that_no_clock_shows_are_not_believed() -> None:
+    offset = ClockOffset()
+    offset.observe(0.0, 100.05, 100.05, 0.1)
+    for wrong in (float("nan"), float("inf"), -float("inf"), 1.7e308):
+        offset.observe(1.0, wrong, wrong, 1.001)
+    assert offset.seconds == pytest.approx(100.0)
+
+
+async def test_who_sends_hears_of_the_end_when_that_call_has_returned() -> None:
+    """A frontend takes a message from its queue behind the call, and empties the queue when it hears of the end."""
+    near, far = [end_of(info, sock) for info, sock in zip(INFOS, tcp_pair(), strict=True)]
+    box = Inbox()
+    near.open(box)
+    far.open(Inbox())
+    far.send_nowait(Reply(id=7))
+    await far.wait_flushed()
+    near.stream._sock.shutdown(socket.SHUT_WR)  # as a reset that was not read yet: the next call fails with EPIPE
+    near.send_nowait(Reply(id=1))
+    near.send_nowait(Reply(id=2))
+    assert not box.errors
+    await until(lambda: bool(box.errors))
+    assert len(box.errors) == 1
+    assert [message.id for message in box.received if isinstance(message, Reply)] == [7]
+    near.close()
+    far.close()

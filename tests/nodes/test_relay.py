@@ -184,6 +184,26 @@ async def test_what_belongs_to_a_link_of_before_is_dropped() -> None:
         part.close()
 
 
+async def test_a_doorbell_that_is_lost_is_made_up_for() -> None:
+    near, far = tcp_pair()
+    ends = create_link(1 << 16, 1 << 16, 1, INFO.generation)
+    scheduler = open_ring(LinkInfo("scheduler-frontend", "frontend", 0, INFO.generation), ends.hub)
+    came: list[int] = []
+    stream = NodeStream(near, on_message=lambda *_: True)
+    there = NodeStream(far, on_message=lambda _, kind, body, size: came.append(kind) is None)
+    relay = Relay(INFO.generation, stream, ends.spokes[0], lambda error: None)
+    stream.start()
+    there.start()
+    relay.start()
+    scheduler.open(Collected())
+    scheduler.send_nowait(Reply(id=1))
+    relay._spoke.receiver.reader.bell.clear()
+    relay.recheck()
+    await arrived(lambda: came == [REPLY])
+    for part in (relay, stream, there, scheduler):
+        part.close()
+
+
 async def arrived(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
         while not condition():

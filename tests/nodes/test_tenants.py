@@ -1,0 +1,149 @@
+"""What an agent makes of a caller that knows the key: of another version, with other files, or that sends no sense."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from actorllm import EngineConfig, __version__
+from actorllm.errors import ConfigError, TransportError
+from actorllm.fleet.fleet import Fleet
+from actorllm.nodes.agent import NodeAgent, Tenant
+from actorllm.nodes.fingerprint import SAMPLE_BYTES, model_digest
+from actorllm.nodes.handshake import call
+from actorllm.nodes.hosts import NodeAddress
+from actorllm.nodes.node_stream import NodeStream
+from tests.nodes.agents import KEY, free_port
+from tests.nodes.stream_pairs import tcp_pair
+
+CONFIG = EngineConfig.from_arguments("storyteller", dtype="float32", num_threads=1, standby_worker=False)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[NodeAddress]:
+    agent, address = NodeAgent(KEY), NodeAddress("127.0.0.1", free_port())
+    async with anyio.create_task_group() as group:
+        is_listening = anyio.Event()
+        group.start_soon(agent.run, address, lambda _: is_listening.set())
+        await is_listening.wait()
+        yield address
+        agent.request_stop()
+
+
+async def answer_to(address: NodeAddress, op: str, **fields: Any) -> dict[str, Any] | str:
+    """The last control frame before the connection ends; of none, why it ended."""
+    sock = socket.create_connection(address)
+    sock.setblocking(False)
+    frames: list[dict[str, Any]] = []
+    ended: list[TransportError] = []
+    stream = NodeStream(
+        await call(sock, KEY, "the node"),
+        on_message=lambda *_: True,
+        on_control=lambda frame, arrays: frames.append(frame),
+        on_end=ended.append,
+    )
+    stream.start()
+    stream.control(op, **fields)
+    with anyio.fail_after(20):
+        while not ended:
+            await anyio.sleep(0.002)
+    return frames[-1] if frames else str(ended[0])
+
+
+@pytest.mark.anyio
+async def test_what_differs_is_told_with_both_sides() -> None:
+    config = CONFIG.to_json().decode()
+    async with listening() as address:
+        told = await answer_to(address, "start", version="0.0.1", config=config, digest=None)
+        assert isinstance(told, dict)
+        assert (told["op"], told["type_name"]) == ("ended", "AttachError")
+        assert f"it runs actorllm {__version__} and the engine 0.0.1; use the same version" in told["message"]
+        told = await answer_to(address, "start", version=__version__, config=config, digest="another")
+        assert isinstance(told, dict)
+        assert (told["op"], told["type_name"]) == ("ended", "ConfigError")
+        assert f"the files of model 'storyteller' in {CONFIG.model.path!r} differ from those of" in told["message"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        ("start", {"version": __version__}),
+        ("start", {"version": __version__, "config": "[]", "digest": None}),
+        ("start", {"version": __version__, "config": {"model": 3}, "digest": None}),
+        ("stop", {"timeout": "soon"}),
+        ("ready", {}),
+    ],
+)
+async def test_what_makes_no_sense_ends_that_connection_alone(op: str, fields: dict[str, Any]) -> None:
+    async with listening() as address:
+        for _ in range(2):
+            told = await answer_to(address, op, **fields)
+            assert told["op"] == "ended" if isinstance(told, dict) else "the peer is gone" in told
+
+
+def test_a_digest_tells_of_each_part_that_is_sampled(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    size = 5 * SAMPLE_BYTES
+    weights.write_bytes(bytes(size))
+    known = model_digest(tmp_path)
+    assert known == model_digest(tmp_path)
+    for place in (0, size // 2, size - 1):
+        changed = bytearray(size)
+        changed[place] = 1
+        weights.write_bytes(changed)
+        assert model_digest(tmp_path) != known, place
+    weights.write_bytes(bytes(size))
+    (tmp_path / "config.json").write_text("{ }")
+    assert model_digest(tmp_path) != known
+
+
+async def test_a_replica_that_computes_in_another_way_is_refused() -> None:
+    fleet = Fleet(CONFIG, 0, lambda error: None)
+    first = fleet.replicas[0]
+    fleet._check_arithmetic(first, {"arithmetic": "torch 2.8.0, x86_64 AVX2, float32"})
+    fleet._check_arithmetic(first, {"arithmetic": "torch 2.8.0, x86_64 AVX2, float32"})
+    with pytest.raises(ConfigError, match=r"computes with torch 2.9.0, .* and replica 0 with torch 2.8.0, x86_64"):
+        fleet._check_arithmetic(first, {"arithmetic": "torch 2.9.0, x86_64 AVX2, float32"})
+    fleet._board_file.close()
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_goes_while_a_model_is_sought_ends_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model may be downloaded for minutes; neither the tenant nor the agent waits for it."""
+    import threading
+
+    from actorllm.nodes import agent as agent_module
+
+    may_go_on, is_there = threading.Event(), threading.Event()
+
+    def localized(*_: object) -> None:
+        is_there.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr(agent_module, "localized", localized)
+    near, far = tcp_pair()
+    try:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                tenant = Tenant(far, "the caller", 3.0)
+                group.start_soon(tenant.live)
+                stream = NodeStream(near, on_message=lambda *_: True)
+                stream.start()
+                stream.control("start", version=__version__, config=CONFIG.to_json().decode(), digest=None)
+                await anyio.to_thread.run_sync(is_there.wait)
+                stream.close()
+    finally:
+        may_go_on.set()
