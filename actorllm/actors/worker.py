@@ -74,7 +74,7 @@ class WorkerActor(Actor):
         self._budget = StepBudget()
         self._num_decode: dict[int, int] = {}
         """Rows of each lane."""
-        self._reports = self._samples = True
+        self._reports, self._samples = not rank, True  # of one stage, until the configuration is known
         self._num_steps = 0
         self._num_failed = 0
         self._num_checks = 0
