@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import orjson
 
 from actorllm import errors
 from actorllm.errors import EngineError
+from actorllm.types.pooling_outputs import PoolingOutput
 
 PREFIX = "actorllm.types."
 
@@ -71,12 +72,20 @@ def taken(body: bytes) -> Any:
     raise error
 
 
+def _names_of(cls: type[Any]) -> Sequence[str]:
+    """Of its fields; none of what is no record."""
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls)]
+    return PoolingOutput.__slots__ if cls is PoolingOutput else getattr(cls, "_fields", ())  # those of a named tuple
+
+
 def _tree(value: Any, blobs: list[bytes]) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cls = type(value)
+    cls = type(value)
+    names = _names_of(cls)
+    if names:
         if not cls.__module__.startswith(PREFIX):
             raise EngineError(f"{cls.__module__}.{cls.__qualname__} does not travel between ranks")
-        fields = {field.name: _tree(getattr(value, field.name), blobs) for field in dataclasses.fields(value)}
+        fields = {name: _tree(getattr(value, name), blobs) for name in names}
         return {"class": f"{cls.__module__}:{cls.__qualname__}", "fields": fields}
     if isinstance(value, dict):
         return {"pairs": [[_tree(key, blobs), _tree(one, blobs)] for key, one in value.items()]}
@@ -120,7 +129,10 @@ def _value(tree: Any, blob: memoryview) -> Any:
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)
+    fields = {field: _value(one, blob) for field, one in tree["fields"].items()}
+    if issubclass(cls, tuple):
+        return cls(**fields)
     made = cls.__new__(cls)
-    for field, one in tree["fields"].items():
-        object.__setattr__(made, field, _value(one, blob))
+    for field, one in fields.items():
+        object.__setattr__(made, field, one)
     return made

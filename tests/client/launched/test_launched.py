@@ -28,6 +28,8 @@ from actorllm.model.launched.launched_runners import LeadingRunner
 from actorllm.model.launched.plan_channel import PlanChannel, Told
 from actorllm.model.parallel import Ranks
 from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.weight_version import WeightVersionSpan
+from tests.model.ranks import arguments, model_folder
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -126,6 +128,7 @@ def test_outcomes_travel_as_they_are() -> None:
             object.__setattr__(made, field.name, None)
     object.__setattr__(one, "token_ids", (1, 2, 3))
     object.__setattr__(one, "logprobs", [{5: -math.inf, 6: -0.5}])
+    object.__setattr__(one, "weight_versions", [WeightVersionSpan(0, 3, "0")])
     object.__setattr__(output, "outputs", [one])
     vector = torch.arange(5, dtype=torch.float32)
     body, value, error = outcome_of(lambda: [output, {"array": np.array([[1, 2]], np.int64), 7: vector}])
@@ -133,9 +136,18 @@ def test_outcomes_travel_as_they_are() -> None:
     found, rest = taken(body)
     assert found.outputs[0].token_ids == (1, 2, 3)
     assert found.outputs[0].logprobs == [{5: -math.inf, 6: -0.5}]
+    assert found.outputs[0].weight_versions[0].end == 3
     assert rest["array"].tolist() == [[1, 2]]
     assert torch.equal(rest[7], vector)
     assert value[0] is output
+
+
+def test_vectors_travel(tmp_path: Path) -> None:
+    with LLM(model_folder(tmp_path), **arguments(runner="pooling", topology="inline")) as llm:
+        made = llm.encode([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
+    body, _, _ = outcome_of(lambda: made)
+    assert taken(body) == made
+    assert made[0].outputs.array.size > 1
 
 
 def test_an_exception_is_raised_on_every_rank() -> None:
