@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import anyio
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from actorllm import AsyncLLM
 from actorllm.errors import ConfigError
 from actorllm.server import create_app
+from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.outliving import record as record_module
 from actorllm.server.outliving.record import EventRecord
 from actorllm.server.responses import kept as kept_module
@@ -165,6 +167,53 @@ async def test_a_server_may_decide_it_for_all_streams(llm: AsyncLLM, monkeypatch
         with pytest.raises(ConfigError, match="resume_streams_for"):
             create_app(llm, resume_streams_for=wrong)
     await until(lambda: is_idle(llm))
+
+
+async def test_a_stream_that_did_not_ask_is_never_refused(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name, and however many come at once."""
+    monkeypatch.setattr(kept_module, "MAX_RESUMABLE", 2)
+    app = create_app(llm, resume_streams_for=30)
+    found: list[httpx.Response] = []
+    async with client_of(app) as client:
+
+        async def ask(path: str, named: dict[str, str]) -> None:
+            body = {**CASES[path], **ALIKE, "store": False}
+            if path != "/v1/responses":
+                del body["store"]
+            found.append(await client.post(path, json=body, headers=named))
+
+        async with anyio.create_task_group() as group:
+            for path in CASES:
+                for _ in range(3):
+                    group.start_soon(ask, path, {})
+        assert [one.status_code for one in found] == [200] * 9
+        assert sum("x-actorllm-resume-for" in one.headers for one in found) == 2
+        found.clear()
+        for path in CASES:
+            for _ in range(2):
+                await ask(path, {"x-request-id": "mine"})
+        assert [one.status_code for one in found] == [200] * 6
+        assert ["x-actorllm-resume-for" in one.headers for one in found] == [True, False] * 3
+        # What is not stored is not kept beside the streams either.
+        assert all(kept.outlives for kept in app.state.server.responses._ended.values())
+    await until(lambda: is_idle(llm))
+
+
+async def test_what_is_kept_holds_nothing_of_the_engine(client: httpx.AsyncClient, llm: AsyncLLM) -> None:
+    """Prompts and outputs are not among the bytes that are counted."""
+    for path in CASES:
+        answer = await client.post(path, json={**CASES[path], **ALIKE, "resume_for": 30})
+        assert answer.status_code == 200
+    background = {"input": "Once", "max_output_tokens": 4, "background": True}
+    name = (await client.post("/v1/responses", json=background)).json()["id"]
+
+    async def has_ended() -> bool:
+        return (await client.get(f"/v1/responses/{name}")).json()["status"] != "queued"
+
+    await until(has_ended)
+    await until(lambda: is_idle(llm))
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) in (StreamedAnswer, WholeAnswer)]
 
 
 async def test_a_reader_that_is_behind_what_is_kept_is_told() -> None:
