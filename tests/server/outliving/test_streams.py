@@ -169,6 +169,19 @@ async def test_a_server_may_decide_it_for_all_streams(llm: AsyncLLM, monkeypatch
     await until(lambda: is_idle(llm))
 
 
+async def test_a_reader_that_keeps_up_misses_nothing(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events at the end of a response come at once, and each has all of its text."""
+    monkeypatch.setattr(kept_module, "MAX_RESUMABLE_BYTES", 6000)
+    body = {**CASES["/v1/responses"], **ALIKE, "max_output_tokens": 400, "resume_for": 30}
+    seen = numbered((await client.post("/v1/responses", json=body)).text)
+    assert [number for number, _ in seen] == list(range(len(seen)))
+    last = [event for _, event in seen[-4:]]
+    assert sum(map(len, last)) > 6000
+    assert last[-1].startswith("event: response.incomplete")
+
+
 async def test_a_stream_that_did_not_ask_is_never_refused(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its name, and however many come at once."""
     monkeypatch.setattr(kept_module, "MAX_RESUMABLE", 2)
@@ -223,6 +236,11 @@ async def test_a_reader_that_is_behind_what_is_kept_is_told() -> None:
     assert record.after(18) == (b"id: 19\ndata: 19\n\n", 19)
     with pytest.raises(record_module.ApiError, match=r"events up to \d+ are no longer kept"):
         record.after(0)
+    record.add(b"".join(b"data: %d\n\n" % number for number in range(20, 40)))
+    assert record.after(19)[0].count(b"id: ") == 20, "what came last is whole"
+    record.add(b"data: 40\n\n")
+    with pytest.raises(record_module.ApiError):
+        record.after(19)
     with record.being_read():
         with anyio.move_on_after(0.01) as waited:
             await record.wait_unread(0.0)
