@@ -1,8 +1,8 @@
 """`EventRecord`: the events of one stream, numbered from 0, for readers that come and go.
 
-Invariants: a number never changes. The bytes that are kept are bounded, beside those of the newest chunk, and the oldest events go
-first; a reader that is behind them is told so. The number of readers is known, so that a stream without readers can be ended. No
-I/O; used on the server's loop.
+Invariants: a number never changes. The bytes that are kept are bounded, beside those of the newest chunk. The oldest events go
+first, and a reader that is behind them is told so. The number of readers is known, so that a stream without readers can be ended.
+No I/O; used on the server's loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EventRecord:
         self._news = anyio.Event()
 
     def add(self, chunk: bytes) -> None:
-        """More events, as they go to a client. They stay whole until others come: no reader could have had them before."""
+        """More events, as they go to a client. They all stay until others come: no reader could have had them before."""
         first = self._num_dropped + len(self._events)
         blocks = chunk.split(b"\n\n")[:-1]
         for number, block in enumerate(blocks, first):
