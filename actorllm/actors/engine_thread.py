@@ -759,25 +759,32 @@ def _check_threads() -> None:
 _engine_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-_is_exiting = False
+_stays_until: float | None = None
+"""At the end of the interpreter: when a daemon thread is told what it waits for; None: it has not come."""
+
+STAY_S = 5.0
+"""From the end of the engines on: longer than the end of an interpreter takes that waits for no daemon thread."""
 
 
 def _stop_at_exit() -> None:
     """Daemon threads still run while atexit callbacks do, so an orderly stop works here."""
-    global _is_exiting
-    _is_exiting = True
+    global _stays_until
     for thread in list(_engine_threads):
+        _stays_until = monotonic() + STAY_S
         thread.stop()
+    _stays_until = monotonic() + STAY_S
 
 
 def stay_at_exit() -> None:
     """Of a caller that is about to be told that its engine has ended: at the end of the interpreter, a daemon thread is not.
 
     Whatever a daemon thread waits for otherwise, it waits for until the process has ended. An exception would be written to the
-    application's log.
+    application's log. It is told STAY_S later: what the application does at the end may be to join the thread.
     """
-    if _is_exiting and threading.current_thread().daemon:
-        threading.Event().wait()
+    if _stays_until is None or not threading.current_thread().daemon:
+        return
+    while (left := _stays_until - monotonic()) > 0:
+        threading.Event().wait(left)
 
 
 atexit.register(_stop_at_exit)

@@ -193,19 +193,24 @@ def build_app(args: argparse.Namespace, *_: Any, **__: Any) -> FastAPI:
     return app
 
 
-async def init_app_state(engine_client: AsyncLLM, *arguments: Any, **_: Any) -> None:
+async def init_app_state(engine_client: AsyncLLM, *arguments: Any, **named: Any) -> None:
     """Give an application of `build_app` its engine. The first chat may come then.
 
     Arguments:
         engine_client: the engine.
-        arguments: the `state` of the application and the options; older programs give the configuration before these.
+        arguments: the `state` of the application and the options. Older programs give the configuration before these, newer ones
+            the tasks of the model behind them.
 
     Raises:
         ConfigError: what is wrong with the options.
     """
     from actorllm.server.warmup import warm_up
 
-    state, args = arguments[-2:]
+    given = [*arguments, *(named[name] for name in ("state", "args") if name in named)]
+    place = next((at for at, one in enumerate(given) if isinstance(one, argparse.Namespace)), 0)
+    if not place:
+        raise ConfigError("init_app_state: give the state of the application, and behind it what a parser returned")
+    state, args = given[place - 1 : place + 1]
     plan = _plan(args)
     plan.llm.shutdown()  # it never started: only its options are asked for
     from actorllm.server.app import create_app

@@ -76,6 +76,8 @@ def test_forks_have_the_streams_of_requests_of_their_own() -> None:
     together = run(max_num_seqs=4)
     assert together == run(max_num_seqs=1, enable_prefix_caching=False)
     assert len({tuple(stream) for stream in together}) == 3
+    stages = run(max_num_seqs=4, topology="process", pipeline_parallel_size=2)
+    assert together == stages, "each stage shares the tails of its layers"
 
 
 def test_streams_survive_the_death_of_a_worker(expected: Stream) -> None:

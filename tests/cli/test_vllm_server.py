@@ -58,6 +58,16 @@ async def test_an_application_with_routes_of_the_programs_own(anyio_backend: str
             body = {"prompt": "Once", "max_tokens": 2}
             assert (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 2
             assert (await client.get("/nowhere")).status_code == 404
+            # As older and as newer programs call it.
+            for arguments, named in (
+                ((engine.vllm_config, app.state, args), {}),
+                ((app.state, args, ("generate",)), {}),
+                ((app.state,), {"args": args, "supported_tasks": ("generate",)}),
+            ):
+                await api_server.init_app_state(engine, *arguments, **named)
+                assert (await client.get("/v1/models")).json()["data"][0]["id"] == "mine"
+            with pytest.raises(ConfigError, match="what a parser returned"):
+                await api_server.init_app_state(engine, app.state)
 
 
 PROGRAM = """

@@ -185,6 +185,39 @@ def test_requests_are_cancelled_and_the_application_is_terminated(topology: str)
         assert host.errors == ""
 
 
+JOINED_AT_EXIT = """
+import atexit, threading
+thread = None
+atexit.register(lambda: thread.join())  # before the engine's own: it is called behind that
+"""
+
+ENDS_WITH_THE_ENGINE = """
+from actorllm import LLM
+from actorllm.errors import EngineError
+def use():
+    llm = LLM("storyteller", topology=topology, num_threads=1)
+    print_pids(llm)
+    started.set()
+    try:
+        while True:
+            llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+    except EngineError:
+        print("ended", flush=True)
+started = threading.Event()
+thread = threading.Thread(target=use, daemon=True)
+thread.start()
+started.wait()
+"""
+
+
+def test_the_application_may_join_a_daemon_thread_at_its_end() -> None:
+    """The thread stays for a while, so that nothing is written where nobody joins it, and then it is told."""
+    program = JOINED_AT_EXIT + HEAD + ENDS_WITH_THE_ENGINE
+    with running_host("-c", program, "inline") as host:
+        host.read_until("ended")
+        assert host.wait() == 0
+
+
 WITHOUT_DESCRIPTORS = """
 import os
 for descriptor in (0, 1, 2):

@@ -640,6 +640,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             rows = torch.from_numpy(inputs.result_tokens[: len(inputs.decode_slots)])
             is_bad = ~torch.isfinite(states.index_select(0, rows).sum(1, dtype=torch.float32)).numpy()
             self._zero(self.batch.exclusive_blocks(inputs.decode_slots[is_bad]))
+        if inputs.forks:
+            self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
         return CpuStep(plan.step, inputs, sampling, plan.late_slots, started, self._no_hidden, None, [], NO_I32)
 

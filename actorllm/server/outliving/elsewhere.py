@@ -75,6 +75,8 @@ class KeptElsewhere:
         self._peers = peers
         self._is_read = is_read
         self._offset = 0
+        self._begun = b""
+        """Of an event whose rest is to be asked for: a reader gets it whole, or another one in its place."""
         self.is_background: bool = told["is_background"]
         self.outlives: bool = told["outlives"]
         self.has_ended: bool = told["has_ended"]
@@ -120,9 +122,12 @@ class KeptElsewhere:
 
     async def read_behind(self, number: int) -> tuple[bytes, int, bool]:
         told = await self._ask("events", after=number, offset=self._offset)
-        data = base64.b64decode(told["data"])
+        piece = base64.b64decode(told["data"])
+        data = self._begun + piece
         if told["last"] is None:
-            self._offset += len(data)
-            return data, number, False
-        self._offset = 0
+            self._offset += len(piece)
+            end = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
+            self._begun = data[end:]
+            return data[:end], number, False
+        self._offset, self._begun = 0, b""
         return data, told["last"], told["is_over"]

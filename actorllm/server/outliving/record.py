@@ -1,7 +1,8 @@
 """`EventRecord`: the events of one stream, numbered from 0, for readers that come and go.
 
-Invariants: a number never changes. The bytes that are kept are bounded, and the oldest events go first; a reader that is behind
-them is told so. The number of readers is known, so that a stream without readers can be ended. No I/O; used on the server's loop.
+Invariants: a number never changes. The bytes that are kept are bounded, beside those of the newest chunk. The oldest events go
+first, and a reader that is behind them is told so. The number of readers is known, so that a stream without readers can be ended.
+No I/O; used on the server's loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from actorllm.server.envelope import ApiError
 
 class EventRecord:
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of its events."""
+        """max_bytes: of its events; what came last is kept whatever it has."""
         self.ended_at: float | None = None
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
@@ -28,13 +29,14 @@ class EventRecord:
         self._news = anyio.Event()
 
     def add(self, chunk: bytes) -> None:
-        """More events, as they go to a client."""
-        for block in chunk.split(b"\n\n")[:-1]:
-            number = self._num_dropped + len(self._events)
+        """More events, as they go to a client. They all stay until others come: no reader could have had them before."""
+        first = self._num_dropped + len(self._events)
+        blocks = chunk.split(b"\n\n")[:-1]
+        for number, block in enumerate(blocks, first):
             event = b"id: %d\n%b\n\n" % (number, block)
             self._events.append(event)
             self._num_event_bytes += len(event)
-        while self._num_event_bytes > self._max_bytes and len(self._events) > 1:
+        while blocks and self._num_event_bytes > self._max_bytes and self._num_dropped < first:
             self._num_event_bytes -= len(self._events.popleft())
             self._num_dropped += 1
         self._tell()

@@ -44,12 +44,20 @@ async def answered(request: Request, model: type[B], ask: Callable[..., Asked], 
     if not seconds:
         return answer
     kept = KeptResponse(asked.shape.id, None, b"", is_background=False, resume_for=seconds, is_stored=False)
-    return await outlive(request, answer, asked, kept)
+    return await outlive(request, answer, asked, kept, is_asked=body.resume_for is not None)
 
 
-async def outlive(request: Request, answer: Answer, asked: Asked, kept: KeptResponse) -> Response:
-    """Begin the stream; the first reader is the client that asked for it. Raises ApiError: there are too many."""
-    recorder = begin(state_of(request), answer, asked.shape, request.scope, kept)
+async def outlive(request: Request, answer: Answer, asked: Asked, kept: KeptResponse, *, is_asked: bool) -> Response:
+    """Begin the stream; the first reader is the client that asked for it.
+
+    is_asked: by that client, and not by the server for all streams, of which those are answered as others that find no place.
+    Raises ApiError: there are too many, or one of this name.
+    """
+    state = state_of(request)
+    if not is_asked and not state.responses.may_begin(kept):  # others have begun since it was looked up
+        kept.resume_for = None
+        return answer
+    recorder = begin(state, answer, asked.shape, request.scope, kept)
     headers = {"x-request-id": kept.id, RESUME_HEADER: f"{kept.resume_for:g}", **asked.extras.headers()}
     # The status is decided by the first output, as in other answers. A client that leaves before that does not read.
     left = partial(_until_left, request)

@@ -46,7 +46,7 @@ async def respond(request: Request) -> Response:
     if not kept.outlives:
         return answer
     if not kept.is_background:
-        return await outlive(request, answer, asked, kept)
+        return await outlive(request, answer, asked, kept, is_asked=body.resume_for is not None)
     begin(state, answer, shape, request.scope, kept)
     headers = {"x-request-id": kept.id, **asked.extras.headers()}
     if asked.wants_stream:
@@ -136,5 +136,5 @@ def _keep(responses: KeptResponses, kept: KeptResponse, tree: dict[str, Any]) ->
         tree["status"] = "cancelled"
     kept.answer(messages_of(tree["output"]))
     kept.response = orjson.dumps(tree)
-    if not kept.outlives:
+    if not kept.outlives and kept.is_stored:
         responses.add(kept)

@@ -78,6 +78,10 @@ class KeptResponse(EventRecord):
     def has_ended(self) -> bool:
         return self.ended_at is not None
 
+    def end(self) -> None:
+        super().end()
+        self.abort = _nothing  # which held what the engine was asked: that is not among the bytes that are counted
+
     def answer(self, messages: list[dict[str, Any]]) -> None:
         """Put what was answered behind the conversation."""
         if self.conversation and messages:
@@ -187,8 +191,15 @@ class KeptResponses:
             kept.abort()
         self.forget(kept)
 
+    def may_begin(self, kept: KeptResponse) -> bool:
+        """Whether `begin` takes it."""
+        return self.has_room(is_background=kept.is_background) and not self._is_taken(kept.id)
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self._open or name in self._ended
+
     def _check_name(self, name: str) -> None:
-        if name in self._open or name in self._ended:
+        if self._is_taken(name):
             raise ApiError(400, f"request_id: there is a response {name!r:.80} already", "request_id")
 
     def _clean(self) -> None:

@@ -108,6 +108,12 @@ async def test_what_is_no_longer_kept_is_said() -> None:
     kept.forget_events()
     with pytest.raises(elsewhere.ApiError, match="no longer kept; ask for"):
         await found.check_after(-1)
+    # An event that is told in pieces is not given in part, since its rest may be gone with the next question.
+    kept.add(b"data: 2\n\ndata: %b\n\n" % (b"3" * elsewhere.MAX_PIECE))
+    assert await found.read_behind(0) == (b"id: 1\ndata: 2\n\n", 0, False)
+    kept.forget_events()
+    with pytest.raises(elsewhere.ApiError, match="no longer kept"):
+        await found.read_behind(0)
     other.responses = None
     with pytest.raises(elsewhere.ApiError, match="its process has ended"):
         await found.read_behind(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import anyio
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from actorllm import AsyncLLM
 from actorllm.errors import ConfigError
 from actorllm.server import create_app
+from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.outliving import record as record_module
 from actorllm.server.outliving.record import EventRecord
 from actorllm.server.responses import kept as kept_module
@@ -167,6 +169,66 @@ async def test_a_server_may_decide_it_for_all_streams(llm: AsyncLLM, monkeypatch
     await until(lambda: is_idle(llm))
 
 
+async def test_a_reader_that_keeps_up_misses_nothing(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events at the end of a response come at once, and each has all of its text."""
+    monkeypatch.setattr(kept_module, "MAX_RESUMABLE_BYTES", 6000)
+    body = {**CASES["/v1/responses"], **ALIKE, "max_output_tokens": 400, "resume_for": 30}
+    seen = numbered((await client.post("/v1/responses", json=body)).text)
+    assert [number for number, _ in seen] == list(range(len(seen)))
+    last = [event for _, event in seen[-4:]]
+    assert sum(map(len, last)) > 6000
+    assert last[-1].startswith("event: response.incomplete")
+
+
+async def test_a_stream_that_did_not_ask_is_never_refused(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name, and however many come at once."""
+    monkeypatch.setattr(kept_module, "MAX_RESUMABLE", 2)
+    app = create_app(llm, resume_streams_for=30)
+    found: list[httpx.Response] = []
+    async with client_of(app) as client:
+
+        async def ask(path: str, named: dict[str, str]) -> None:
+            body = {**CASES[path], **ALIKE, "store": False}
+            if path != "/v1/responses":
+                del body["store"]
+            found.append(await client.post(path, json=body, headers=named))
+
+        async with anyio.create_task_group() as group:
+            for path in CASES:
+                for _ in range(3):
+                    group.start_soon(ask, path, {})
+        assert [one.status_code for one in found] == [200] * 9
+        assert sum("x-actorllm-resume-for" in one.headers for one in found) == 2
+        found.clear()
+        for path in CASES:
+            for _ in range(2):
+                await ask(path, {"x-request-id": "mine"})
+        assert [one.status_code for one in found] == [200] * 6
+        assert ["x-actorllm-resume-for" in one.headers for one in found] == [True, False] * 3
+        # What is not stored is not kept beside the streams either.
+        assert all(kept.outlives for kept in app.state.server.responses._ended.values())
+    await until(lambda: is_idle(llm))
+
+
+async def test_what_is_kept_holds_nothing_of_the_engine(client: httpx.AsyncClient, llm: AsyncLLM) -> None:
+    """Prompts and outputs are not among the bytes that are counted."""
+    for path in CASES:
+        answer = await client.post(path, json={**CASES[path], **ALIKE, "resume_for": 30})
+        assert answer.status_code == 200
+    background = {"input": "Once", "max_output_tokens": 4, "background": True}
+    name = (await client.post("/v1/responses", json=background)).json()["id"]
+
+    async def has_ended() -> bool:
+        return (await client.get(f"/v1/responses/{name}")).json()["status"] != "queued"
+
+    await until(has_ended)
+    await until(lambda: is_idle(llm))
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) in (StreamedAnswer, WholeAnswer)]
+
+
 async def test_a_reader_that_is_behind_what_is_kept_is_told() -> None:
     record = EventRecord(100)
     for number in range(20):
@@ -174,6 +236,11 @@ async def test_a_reader_that_is_behind_what_is_kept_is_told() -> None:
     assert record.after(18) == (b"id: 19\ndata: 19\n\n", 19)
     with pytest.raises(record_module.ApiError, match=r"events up to \d+ are no longer kept"):
         record.after(0)
+    record.add(b"".join(b"data: %d\n\n" % number for number in range(20, 40)))
+    assert record.after(19)[0].count(b"id: ") == 20, "what came last is whole"
+    record.add(b"data: 40\n\n")
+    with pytest.raises(record_module.ApiError):
+        record.after(19)
     with record.being_read():
         with anyio.move_on_after(0.01) as waited:
             await record.wait_unread(0.0)
