@@ -136,6 +136,11 @@ class ModelConfig:
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What a request may ask for, by vLLM's names: "generate", or the tasks of a model whose prompts become vectors."""
+        return ("generate",) if self.pooler is None else self.pooler.tasks
+
     # By vLLM's names, for plug-ins
 
     @property

@@ -1075,6 +1075,10 @@ class AsyncLLM:
         """The model and what its config.json says about it."""
         return self._engine.config.model
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What a request may ask for, by vLLM's names: ("generate",), or tasks such as "embed" and "classify"."""
+        return self._engine.config.model.supported_tasks
+
     async def get_vllm_config(self) -> EngineConfig:
         """As `config`."""
         return self._engine.config

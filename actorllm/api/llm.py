@@ -120,6 +120,11 @@ class LLM(BlockingDoor):
         return self._engine.config
 
     @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What a request may ask for, by vLLM's names: ("generate",), or tasks such as "embed" and "classify"."""
+        return self._engine.config.model.supported_tasks
+
+    @property
     def llm_engine(self) -> LLMEngine:
         """The same engine, to be stepped by hand: its requests and those of `generate` do not see each other."""
         if self._stepped is None:

@@ -273,6 +273,10 @@ class LLMEngine(BlockingDoor):
 
     # The rest of vLLM's
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What a request may ask for, by vLLM's names: ("generate",), or tasks such as "embed" and "classify"."""
+        return self.model_config.supported_tasks
+
     def get_model_config(self) -> ModelConfig:
         """As `model_config`."""
         return self.model_config

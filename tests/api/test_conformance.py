@@ -196,6 +196,7 @@ async def test_extras_of_vllm(engine: AsyncLLM) -> None:
 async def test_what_programs_ask_of_the_engine(engine: AsyncLLM) -> None:
     assert engine.get_tokenizer().encode(PROMPT) == (await engine.complete(PROMPT)).prompt_token_ids
     assert (await engine.get_model_config()).max_model_len == engine.model_config.max_model_len == 1024
+    assert await engine.get_supported_tasks() == ("generate",)
     assert await engine.get_vllm_config() is engine.vllm_config is engine.config
     assert not await engine.is_tracing_enabled()
     await engine.do_log_stats()

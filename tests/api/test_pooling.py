@@ -100,6 +100,7 @@ def test_a_vector_is_scaled_unless_it_is_not_wanted(llm: LLM, stock: Any) -> Non
 
 
 def test_outputs_have_the_fields_of_vllm(llm: LLM) -> None:
+    assert llm.supported_tasks == llm.llm_engine.get_supported_tasks() == ("embed", "token_embed")
     (output,) = llm.embed([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
     assert isinstance(output, EmbeddingRequestOutput)
     assert output.prompt_token_ids == [1, 2, 3]
