@@ -39,17 +39,8 @@ ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "quantized_models", "small_operations", "lora"),
     *("weight_updates", "sleep", "experts"),
-    *(
-        "images",
-        "speculation",
-        "fleet",
-        "pipeline",
-        "parameters",
-        "structured",
-        "simulation",
-        "slo_statistics",
-        "routers",
-    ),
+    *("images", "speculation", "fleet", "nodes", "pipeline"),
+    *("parameters", "structured", "simulation", "slo_statistics", "routers"),
     "policies",
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

@@ -81,6 +81,7 @@ BENCHES = (
     Bench("images", ("--rounds", "1", "--tokens", "40")),
     Bench("speculation", ("--rounds", "1", "--tokens", "16")),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),
+    Bench("nodes", ("--rounds", "1", "--tokens", "50", "--idle", "2")),
     Bench("pipeline", ("--rounds", "1", "--streams", "8", "--tokens", "8", "--shape", "storyteller")),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),
 )

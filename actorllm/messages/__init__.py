@@ -627,7 +627,12 @@ def _set_by_assignment(cls: type[Any]) -> None:
     unfrozen = type(cls.__name__, (), {"__slots__": cls.__slots__})
     lines = [f"def __init__(self, *, {', '.join(names)}):", "set_attribute(self, '__class__', unfrozen)"]
     lines += [f"self.{name} = {name}" for name in names]
-    found: dict[str, Any] = {"set_attribute": object.__setattr__, "unfrozen": unfrozen, "frozen": cls}
+    found: dict[str, Any] = {
+        "__name__": __name__,
+        "set_attribute": object.__setattr__,
+        "unfrozen": unfrozen,
+        "frozen": cls,
+    }
     exec("\n    ".join([*lines, "self.__class__ = frozen"]), found)
     init = found["__init__"]
     init.__kwdefaults__, init.__annotations__ = cls.__init__.__kwdefaults__, cls.__init__.__annotations__
