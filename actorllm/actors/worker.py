@@ -74,7 +74,9 @@ class WorkerActor(Actor):
         self._budget = StepBudget()
         self._num_decode: dict[int, int] = {}
         """Rows of each lane."""
-        self._reports, self._samples = not rank, True  # of one stage, until the configuration is known
+        # Of one stage, until the configuration is known.
+        self._reports, self._samples = not rank, True
+        self._stage, self._has_stages = 0, False
         self._num_steps = 0
         self._num_failed = 0
         self._num_checks = 0
