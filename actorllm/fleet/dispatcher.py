@@ -111,6 +111,7 @@ class Dispatcher:
         replica, make = self._routed(make_submit, consumer, 1)
         if replica is not None:
             replica.frontend.submit(make, consumer, on_rid)
+            self._show_sent(replica)
 
     def submit_several(
         self, make_submit: Callable[[int], Submit], consumers: Sequence[Consumer], on_rid: Callable[[int], None]
@@ -119,6 +120,7 @@ class Dispatcher:
         replica, make = self._routed(make_submit, consumers[0], len(consumers))
         if replica is not None:
             replica.frontend.submit_several(make, consumers, on_rid)
+            self._show_sent(replica)
 
     def abort(self, rid: int) -> None:
         """As FrontendActor.abort."""
@@ -255,10 +257,6 @@ class Dispatcher:
             number = min(free or views, key=lambda view: view.load).number
         view = next(view for view in views if view.number == number)
         view.add(request)
-        if self._others:
-            own = journal_of(self._replicas[number])
-            sent = (own[0] + request.num_sequences, own[1] + request.num_prompt, own[2], own[3])
-            self._show(number, sent)
         return number
 
     def _views_of(self, candidates: Sequence[RoutedReplica]) -> list[ReplicaView]:
@@ -284,11 +282,12 @@ class Dispatcher:
             return
         self._num_published, self._published_at = num_open, at
         for replica in self._replicas.values():
-            self._show(replica.number, journal_of(replica))
+            self._board.write_journal(self._program, replica.number, journal_of(replica))
 
-    def _show(self, number: int, journal: Journal) -> None:
-        assert self._board is not None
-        self._board.write_journal(self._program, number, journal)
+    def _show_sent(self, replica: RoutedReplica) -> None:
+        """What was just sent counts for the routers of other programs, pinned requests as well."""
+        if self._board is not None and self._board.has_others:
+            self._board.write_journal(self._program, replica.number, journal_of(replica))
 
     def _note(self, replica: RoutedReplica) -> RoutedReplica:
         self.num_routed[replica.number] = self.num_routed.get(replica.number, 0) + 1
