@@ -136,7 +136,7 @@ async def _told(result: Awaitable[T]) -> T:
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise ApiError(400, f"data: {error}"[:2000], FIELD) from error
-    except NotImplementedError as error:  # as in vLLM
+    except NotImplementedError as error:  # what the base class raises where a plug-in leaves a method out
         raise ApiError(501, f"data: {error}"[:2000], FIELD) from error
     except Exception as error:  # of the plug-in, about one request
         logger.exception("the plug-in of the engine failed for one request")

@@ -36,7 +36,7 @@ class SeenText:
             return None
         try:
             return method(before, self.text, text, ids_before, self._ids, ids, *more)
-        except NotImplementedError:  # the class has no streams
+        except NotImplementedError:  # the base class raises it: this parser reads whole answers alone
             if before:
                 raise
             self.is_held = True

@@ -107,7 +107,8 @@ def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Pa
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
     # There are no kernels of experts yet: these models run through transformers there.
     if plan.experts is not None and INSTALLED < LOWEST_RELEASE:
-        pytest.skip(f"transformers {'.'.join(map(str, INSTALLED))} is too old for that")
+        release = ".".join(map(str, INSTALLED))
+        pytest.skip(f"transformers {release} does not run experts on a device; {LOWEST_RELEASE} or later does")
     driver = device_driver(tmp_path)
     assert isinstance(driver.runner.model, DeviceDecoder if plan.experts is None else DeviceTransformers)
     chunks_and_decode_steps(driver, model)
