@@ -18,7 +18,7 @@ from typing import Any, Literal, Unpack
 
 import orjson
 
-from actorllm import shapes
+from actorllm.bundled import shapes
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -56,8 +56,8 @@ from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
-    "storyteller": Path(__file__).parent / "storyteller",
-    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
+    "storyteller": Path(__file__).parent / "bundled" / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "bundled" / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
@@ -1025,7 +1025,7 @@ def read_model_folder(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
 
-    load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
+    load_format "dummy" needs no weights, so that a model of `actorllm.bundled.shapes` needs no download either.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
