@@ -27,7 +27,8 @@ from actorllm.server.vectors.bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from actorllm.server.vectors.plugin_answer import FIELD, PluginAnswer, name_of, plugin_asked
+from actorllm.server.vectors.plugin_answer import PluginAnswer, plugin_asked
+from actorllm.server.vectors.plugin_asking import FIELD, name_of
 from actorllm.server.vectors.vector_shapes import PooledShape
 
 router = APIRouter()
@@ -97,8 +98,9 @@ async def _answer_as(body: Pooled, request: Request) -> Response:
     try:
         asked = ask(body, request.headers, state.defaults, name, state.engine.config.model)
         asked.extras.arguments |= state.models.arguments_of(name)
+        params = iter(asked.params)
         streams = await submitted(
-            asked.prompts, lambda prompt: state.llm.encode(prompt, asked.params, **asked.extras.arguments)
+            asked.prompts, lambda prompt: state.llm.encode(prompt, next(params), **asked.extras.arguments)
         )
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, fields, field) from error
