@@ -18,7 +18,7 @@ from actorllm.server.envelope import error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.sampling import name_request
 from actorllm.server.state import ServerState
-from actorllm.server.vectors.asking import ask, pooled_extras, prompt_field, salted
+from actorllm.server.vectors.asking import AnswerShape, ask, pooled_extras, prompt_field, salted
 from actorllm.server.vectors.bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -29,7 +29,6 @@ from actorllm.server.vectors.bodies import (
 )
 from actorllm.server.vectors.plugin_answer import PluginAnswer, plugin_asked
 from actorllm.server.vectors.plugin_asking import FIELD, name_of
-from actorllm.server.vectors.vector_shapes import PooledShape
 
 router = APIRouter()
 
@@ -114,7 +113,7 @@ class PooledAnswer(Answer):
     def __init__(
         self,
         state: ServerState,
-        shape: PooledShape,
+        shape: AnswerShape,
         streams: Sequence[PoolingStream],
         fields: Container[str],
         prompt_field: str,
