@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from actorllm.cli.commands import ps
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError
 from actorllm.server.app import create_app
-
 
 TWO = {"data_parallel_size": 2, "ready_replicas": 2}
 
@@ -116,7 +116,7 @@ async def test_beams_profiles_and_listings_are_those_of_a_fleet(
             async for _ in stream:
                 pass
         await llm.stop_profile()
-    names = sorted(file.name for file in tmp_path.iterdir())
+    names = sorted(os.listdir(tmp_path))
     assert names == ["mine_replica0_rank0.json", "mine_replica1_rank0.json"]
 
 
