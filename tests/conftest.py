@@ -103,7 +103,7 @@ def few_threads() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_lane_process_leaks() -> Iterator[None]:
+def no_intake_process_leaks() -> Iterator[None]:
     """None outlives the engines of its module."""
     yield
     assert not set(LAZY_PROCESSES) & set(_named_children().values()), "left a process of the intake or an encoder"
