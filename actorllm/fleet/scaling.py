@@ -49,12 +49,12 @@ class DemandScaling:
         self._dispatcher, self._replicas, self._resize = dispatcher, replicas, resize
         self._counted: dict[int, tuple[ReplicaFrontend, int, int]] = {}
         """By replica: its frontend, and how many sequences and tokens of it are counted."""
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
         dispatcher.on_arrival = lambda request, views: self.autoscaler.note(request, views, now())
 
     async def run(self) -> None:
         """Until `stop`."""
-        with self._scope:
+        with anyio.CancelScope() as self._scope:
             while True:
                 await anyio.sleep(self.autoscaler.policy.period_s)
                 if not self._dispatcher.is_paused:  # else what waits says nothing
@@ -62,7 +62,8 @@ class DemandScaling:
 
     def stop(self) -> None:
         """From the loop."""
-        self._scope.cancel()
+        if self._scope is not None:
+            self._scope.cancel()
 
     async def look(self) -> None:
         """Decide once."""

@@ -181,6 +181,9 @@ class Autoscaler:
         number = math.floor(at / self.policy.period_s)
         if not self._buckets or self._buckets[-1].number < number:
             self._buckets.append(Bucket(number))
+            oldest = number - math.ceil(self.policy.window_s / self.policy.period_s)
+            while self._buckets[0].number <= oldest:
+                self._buckets.popleft()
         return self._buckets[-1]
 
     # What it decides
@@ -189,9 +192,6 @@ class Autoscaler:
         """How many replicas are wanted now. views: of the replicas that take requests. at: in seconds of their clock."""
         newest = self._bucket(at)
         newest.num_rows, newest.num_ready = sum(view.load for view in views), len(views)
-        oldest = newest.number - math.ceil(self.policy.window_s / self.policy.period_s)
-        while self._buckets[0].number <= oldest:
-            self._buckets.popleft()
         point = self._working_point(views)
         if point is None:  # no replica knows its step times yet
             return self.wanted
