@@ -1280,6 +1280,8 @@ def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where a backend was asked for by its name."""
     device = choose(given["device"])
     reason = None if device == "cpu" else rules_of(device).why_not(given, pools=pooler is not None)
+    if reason is None and pooler is not None and pooler.is_encoder and not rules_of(device).encodes:
+        reason = f"the model is an encoder, for which device={device!r} has no forward yet; use a decoder"
     if reason is None:
         return device
     if given["device"] == device:

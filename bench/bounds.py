@@ -200,6 +200,8 @@ BOUNDS = (
         (
             "supervision.blame.scheduler_deaths: SchedulerBisection._held",
             "supervision.blame.scheduler_deaths: SchedulerBisection._pending",
+            "supervision.blame.scheduler_deaths: DeathRecord.begun",
+            "supervision.blame.scheduler_deaths: DeathRecord.proven",
             "supervision.blame.scheduler_probes: SchedulerProbes.not_begun",
         ),
         "requests that kill processes",
