@@ -24,11 +24,6 @@ TWO = {"data_parallel_size": 2, "ready_replicas": 2}
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     async with AsyncLLM("storyteller", data_parallel_size=2, ready_replicas=2, num_threads=1) as llm:
         transport = httpx.ASGITransport(app=create_app(llm))

@@ -28,34 +28,20 @@ from tests.fleet.streams import (
     assert_same,
     kill,
     moved,
-    no_leak,
     params,
     run_all,
     until,
 )
 
-pytestmark = pytest.mark.slow(reason="kills whole replicas for minutes; test_moves has a cell of each row and column")
+pytestmark = [
+    pytest.mark.slow(reason="kills whole replicas for minutes; test_moves has a cell of each row and column"),
+    pytest.mark.leaks_by_module,
+]
 
 LONG = params(11, max_tokens=1500)
 NUM_BEFORE_ABORT = 60
 DEADLINE_S = 3.0
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2, "standby_worker": False}
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """As in test_moves: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

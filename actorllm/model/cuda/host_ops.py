@@ -67,6 +67,7 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
+    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     if residual is not None:
@@ -99,7 +100,14 @@ def skinny_gemm(
     y.copy_(out if residual is None else out + residual)
 
 
-def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
+def activation_mul(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    activation: str = "silu",
+    *,
+    ahead: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     y.copy_(_gated(x, activation))
 
 

@@ -52,7 +52,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 IDS = ("offers.id", "tokens", "ids", "ranks")
 """Of these, few may be others."""
-CONSTANT = ("weight", "bias", "norm", "norms", "cos", "sin", "sinks")
+CONSTANT = ("weight", "bias", "norm", "norms", "cos", "sin", "sinks", "ahead")
 """Arguments that no operation writes: they are not copied."""
 
 
