@@ -18,7 +18,7 @@ from typing import Any, Literal, Unpack
 
 import orjson
 
-from actorllm import shapes
+from actorllm.bundled import shapes
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -56,8 +56,8 @@ from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
-    "storyteller": Path(__file__).parent / "storyteller",
-    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
+    "storyteller": Path(__file__).parent / "bundled" / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "bundled" / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
@@ -1025,7 +1025,7 @@ def read_model_folder(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
 
-    load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
+    load_format "dummy" needs no weights, so that a model of `actorllm.bundled.shapes` needs no download either.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
@@ -1242,6 +1242,8 @@ def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where a backend was asked for by its name."""
     device = choose(given["device"])
     reason = None if device == "cpu" else rules_of(device).why_not(given, pools=pooler is not None)
+    if reason is None and pooler is not None and pooler.is_encoder and not rules_of(device).encodes:
+        reason = f"the model is an encoder, for which device={device!r} has no forward yet; use a decoder"
     if reason is None:
         return device
     if given["device"] == device:

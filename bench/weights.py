@@ -169,7 +169,7 @@ def make_gguf(folder: Path, kind: int = BF16_TENSOR) -> Path:
 
 def storyteller_gguf(file: Path) -> Path:
     """The bundled model for llama.cpp, with its tokenizer. Returns the file."""
-    folder = Path(__file__).resolve().parents[1] / "actorllm" / "storyteller"
+    folder = Path(__file__).resolve().parents[1] / "actorllm" / "bundled" / "storyteller"
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)

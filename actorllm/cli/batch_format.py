@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from actorllm.client.plugin_data import PluginData
 from actorllm.config import ModelConfig
 from actorllm.errors import EngineOverloaded, InvalidParameterError, RequestError, nearest_name
 from actorllm.server import chat, completions
@@ -35,6 +36,7 @@ from actorllm.server.vectors.bodies import (
     RerankRequest,
     ScoreRequest,
 )
+from actorllm.server.vectors.plugin_asking import ask_data
 
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -73,13 +75,19 @@ class BatchReader:
     """Lines for one model."""
 
     def __init__(
-        self, model: ModelConfig, names: ServedModels, defaults: Defaults, decode: Callable[[list[int]], str]
+        self,
+        model: ModelConfig,
+        names: ServedModels,
+        defaults: Defaults,
+        decode: Callable[[list[int]], str],
+        needed_plugin: Callable[[], PluginData],
     ) -> None:
-        """names: what bodies may call the model. decode: ids to text."""
+        """names: what bodies may call the model. decode: ids to text. needed_plugin: that data are for, or raises RequestError."""
         self._model = model
         self._names = names
         self._defaults = defaults
         self._decode = decode
+        self._needed_plugin = needed_plugin
 
     def read(self, line: bytes) -> BatchRequest:
         """A request, checked as far as it can be without the engine. Raises ApiError."""
@@ -98,6 +106,8 @@ class BatchReader:
         return BatchRequest(custom_id, body, asked)
 
     def _asked(self, body: Body, name: str) -> Asked | PooledAsked:
+        if isinstance(body, PoolingRequest) and body.data is not None:
+            return ask_data(body, NO_HEADERS, self._needed_plugin, self._model)
         if isinstance(body, Pooled):
             return ask_pooled(body, NO_HEADERS, self._defaults, name, self._model)
         assert isinstance(body, Generation)

@@ -6,7 +6,7 @@ Owns which requests are in flight. Every line that is written is whole, in the o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, TypeAlias
 
 from actorllm.actors.engine_thread import ThreadHost
@@ -96,10 +96,15 @@ class BatchRun:
 
     def _submitted(self, request: BatchRequest) -> list[Stream]:
         asked, streams = request.asked, []
-        submit: Any = self._engine.encode if isinstance(asked, PooledAsked) else self._engine.submit
+        submit: Any
+        params: Sequence[Any]
+        if isinstance(asked, PooledAsked):
+            submit, params = self._engine.encode, asked.params
+        else:
+            submit, params = self._engine.submit, [asked.params] * len(asked.prompts)
         try:
-            for prompt in asked.prompts:
-                stream: Stream = submit(prompt, asked.params, host=self._host, **asked.extras.arguments)
+            for prompt, how in zip(asked.prompts, params, strict=True):
+                stream: Stream = submit(prompt, how, host=self._host, **asked.extras.arguments)
                 streams.append(stream)
         except BaseException:
             for stream in streams:

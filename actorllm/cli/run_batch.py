@@ -73,7 +73,8 @@ def run_batch(
 
     if max_concurrency < 1:
         raise ConfigError(f"max_concurrency={max_concurrency} must be at least 1")
-    if any(":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None):
+    classes = (tool_call_parser, engine_options.reasoning_parser, engine_options.io_processor_plugin)
+    if any(":" in name for name in classes if name is not None):
         see_own_folder()
     answers = AnswerOptions.of(
         chat_template=chat_template,
@@ -98,7 +99,7 @@ def run_batch(
                     lora_modules,
                     adapts=engine.config.lora is not None,
                 )
-                reader = BatchReader(model, names, defaults, _decoder(engine))
+                reader = BatchReader(model, names, defaults, _decoder(engine), lambda: engine.needed_plugin)
                 with tqdm(total=total, desc="Requests", dynamic_ncols=True) as progress:
                     num_failed = BatchRun(engine, reader, sink, done, max_concurrency).run(source, progress)
             finally:

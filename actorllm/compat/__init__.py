@@ -126,7 +126,10 @@ MODULES: dict[str, dict[str, str]] = {
     "engine.arg_utils": _same("actorllm", "EngineArgs", "AsyncEngineArgs"),
     "engine.async_llm_engine": {**_ASYNC, "AsyncEngineDeadError": "actorllm.errors:EngineDeadError"},
     "engine.llm_engine": _same("actorllm", "LLMEngine"),
+    "engine.protocol": {"EngineClient": "actorllm:AsyncLLM"},
     "entrypoints": {},
+    "entrypoints.cli": {},
+    "entrypoints.cli.main": {"main": "actorllm.cli:main"},
     "entrypoints.chat_utils": {
         **_CALL_IDS,
         **_same(_FUNCTIONS, "load_chat_template"),
@@ -146,6 +149,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.openai.tool_parsers.utils": _TOOL_FUNCTIONS,
     "entrypoints.openai.api_server": {"main": "actorllm.compat:serve", **_SERVER_PARTS, **_SERVER_ARGUMENTS},
     "entrypoints.openai.cli_args": _SERVER_ARGUMENTS,
+    "entrypoints.openai.run_batch": {"main": "actorllm.compat:run_batch"},
     "entrypoints.pooling": {},
     "entrypoints.pooling.base": {},
     "entrypoints.pooling.base.protocol": _VECTOR_BODIES,
@@ -243,9 +247,22 @@ def serve(arguments: Sequence[str] | None = None) -> int:
     Arguments:
         arguments: of the command line; None: those of this process.
     """
+    return _command("serve", arguments)
+
+
+def run_batch(arguments: Sequence[str] | None = None) -> int:
+    """`actorllm run-batch`; it returns the exit status.
+
+    Arguments:
+        arguments: of the command line; None: those of this process.
+    """
+    return _command("run-batch", arguments)
+
+
+def _command(name: str, arguments: Sequence[str] | None) -> int:
     from actorllm.cli import main
 
-    return main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
+    return main([name, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def _found(names: dict[str, str], module: str, name: str) -> Any:
@@ -281,9 +298,9 @@ class _Names(MetaPathFinder, InspectLoader):
         contents["__dir__"] = lambda: sorted(names)
 
     def get_source(self, fullname: str) -> str:
-        """What `python -m` runs: of the server's module the command, of the others nothing."""
+        """What `python -m` runs: of a module of a command that command, of the others nothing."""
         names = MODULES[fullname.removeprefix(f"{__name__}.")]
-        return f"import {__name__}\nraise SystemExit({__name__}.serve())\n" if "main" in names else ""
+        return f"from {fullname} import main\nraise SystemExit(main())\n" if "main" in names else ""
 
 
 sys.meta_path.append(_Names())

@@ -76,9 +76,10 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
     is_encoder = model.pooler is not None and model.pooler.is_encoder
     if model.pooler is not None and not rules_of(backend.name).makes_vectors:
         raise UnsupportedModelError(f"device={backend.name!r} makes no vectors of prompts; use device='cpu'")
-    if model.pooler is not None and model.pooler.head is not None and backend.name != "cpu":
+    if is_encoder and not rules_of(backend.name).encodes:
         raise UnsupportedModelError(
-            f"architecture {model.architecture!r} classifies, which device={backend.name!r} does not; use device='cpu'"
+            f"architecture {model.architecture!r} is an encoder, for which device={backend.name!r} has no forward; use "
+            f"device='cpu'"
         )
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":

@@ -46,7 +46,9 @@ class BackendRules:
     block_multiple: int = 1
     """What a block size must be a multiple of."""
     makes_vectors: bool = False
-    """Prompts are pooled here (`runner="pooling"`)."""
+    """Prompts are pooled here (`runner="pooling"`), with heads for labels in the worker of the backend."""
+    encodes: bool = False
+    """Encoders run here, in which every token attends to all others of its prompt."""
     quantizes: bool = False
     """Quantized weights are computed with here."""
     adapts: bool = False
@@ -106,12 +108,18 @@ class CudaRules(BackendRules):
 
 OWN_RULES = {
     "cpu": BackendRules(
-        dtypes=("float32", "bfloat16", "float16"), makes_vectors=True, quantizes=True, adapts=True, drafts=True
+        dtypes=("float32", "bfloat16", "float16"),
+        makes_vectors=True,
+        encodes=True,
+        quantizes=True,
+        adapts=True,
+        drafts=True,
     ),
     "cuda": CudaRules(
         dtypes=("bfloat16", "float16"),
         block_size=64,
         block_multiple=64,
+        makes_vectors=True,
         quantizes=True,
         has_own_memory=True,
         title="CUDA",

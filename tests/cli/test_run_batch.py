@@ -411,9 +411,13 @@ def model() -> ModelConfig:
     return EngineConfig.from_arguments("storyteller").model
 
 
+def _no_plugin() -> Any:
+    raise AssertionError("no line here has data of a plug-in")
+
+
 def parse(tree: Any, **defaults: Any) -> Any:
     found = Defaults(sampling=defaults, max_prompt_characters=10_000)
-    return BatchReader(model(), ServedModels(["storyteller"]), found, str).read(json.dumps(tree).encode())
+    return BatchReader(model(), ServedModels(["storyteller"]), found, str, _no_plugin).read(json.dumps(tree).encode())
 
 
 def test_parameters_that_are_not_given_are_those_that_the_model_recommends() -> None:
@@ -476,3 +480,57 @@ def test_bad_lines(tree: Any, words: str) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         parse(tree)
     assert caught.value.status == 400
+
+
+PLUGIN = """
+from vllm.plugins.io_processors.interface import IOProcessor
+from vllm.pooling_params import PoolingParams
+
+class Nearness(IOProcessor):
+    def parse_data(self, data):
+        if data.get("fail"):
+            raise RuntimeError("so it was asked")
+        return data["text"], *data["others"]
+
+    def pre_process(self, prompt, request_id=None, **kwargs):
+        return list(prompt)
+
+    def merge_pooling_params(self, params=None):
+        return params or PoolingParams(task="embed")
+
+    def post_process(self, model_output, request_id=None, **kwargs):
+        first, *others = (output.outputs.data for output in model_output)
+        return {"near": [float(first @ other) for other in others], "request": request_id}
+"""
+
+
+def test_data_of_a_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over HTTP: the plug-in makes the prompts of a line, and its answer."""
+    (tmp_path / "near_batch.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def asking(custom_id: str, **body: Any) -> dict[str, Any]:
+        return {"custom_id": custom_id, "method": "POST", "url": "/pooling", "body": body}
+
+    given = {"text": "Once upon a time", "others": ["Once upon a time", "Seven kings"]}
+    found = run(
+        tmp_path,
+        [
+            asking("near", data=given, request_id="mine"),
+            asking("plain", input="Once upon a time", task="embed"),
+            asking("beside", data=given, input="Once"),
+            asking("failing", data={"fail": True}),
+            asking("missing", data={"others": []}),
+        ],
+        *("--model", "storyteller", "--runner", "pooling", "--io-processor-plugin", "near_batch:Nearness"),
+    )
+    near = found["near"]["response"]["body"]
+    assert (near["request_id"], near["data"]["request"]) == ("pool-mine", "pool-mine")
+    assert near["data"]["near"][0] == pytest.approx(1, abs=1e-5)
+    assert near["data"]["near"][1] < 0.99
+    assert found["plain"]["response"]["body"]["data"][0]["object"] == "pooling"
+    told = {name: one["error"]["error"] for name, one in found.items() if one["error"]}
+    assert set(told) == {"beside", "failing", "missing"}
+    assert (told["beside"]["param"], told["beside"]["code"]) == ("input", 400)
+    assert (told["failing"]["code"], "RuntimeError" in told["failing"]["message"]) == (500, True)
+    assert told["missing"]["code"] == 500

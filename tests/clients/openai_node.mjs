@@ -22,7 +22,7 @@ const checks = {
   async leaving() { const stream = await client.completions.create({ model, prompt: "a", max_tokens: 900, stream: true }); for await (const _ of stream) break },
   async errors() {
     try { await client.completions.create({ model, prompt: "a", temperature: -1 }) }
-    catch (error) { assert(error instanceof OpenAI.BadRequestError && error.param === "temperature", error); return }
+    catch (error) { assert(error instanceof OpenAI.BadRequestError && error.param === "temperature" && String(error.code) === "400", error); return }
     throw new Error("no error");
   },
 };

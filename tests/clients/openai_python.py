@@ -71,7 +71,7 @@ def errors() -> None:
         try:
             client.completions.create(**{"model": MODEL, "prompt": TEXT, **arguments})
         except error as caught:
-            assert caught.param == next(iter(arguments)), caught
+            assert (caught.param, caught.code) == (next(iter(arguments)), str(caught.status_code)), caught
         else:
             raise AssertionError(arguments)
 

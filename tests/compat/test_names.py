@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +71,22 @@ def test_importing_names_imports_no_torch() -> None:
     program = "import actorllm.compat as vllm, sys\nvllm.SamplingParams, vllm.LLM\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("command", [["entrypoints.openai.run_batch"], ["entrypoints.cli.main", "run-batch"]])
+def test_a_module_of_a_command_runs_it(tmp_path: Path, command: list[str]) -> None:
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    module, *more = command
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    options = ["--model", "storyteller", "--topology", "inline", "--num-threads", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", f"actorllm.compat.{module}", *more, *files, *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import openai
 import orjson
 import pytest
+from jsonschema import ValidationError
 
 from tests.server.conftest import events_of
-from tests.server.openai_description.description import check, check_event
+from tests.server.openai_description.description import check, check_event, check_published
 
 pytestmark = pytest.mark.anyio
 
@@ -93,6 +95,20 @@ async def test_models_and_errors(client: httpx.AsyncClient) -> None:
         response = await client.post(path, json=body)
         assert response.status_code == 400
         check("ErrorResponse", response.json())
+
+
+async def test_a_status_is_a_number_for_clients_of_vllm_and_a_text_for_those_of_openai(
+    client: httpx.AsyncClient,
+) -> None:
+    response = await client.post("/v1/completions", json={"prompt": 3})
+    told = response.json()["error"]
+    assert told["code"] == response.status_code == 400
+    request: Any = response.request
+    read = openai.APIError(told["message"], request, body=told)  # as the library reads a body
+    assert (read.code, read.param) == ("400", "prompt")
+    check_published("Error", {"message": read.message, "type": read.type, "param": read.param, "code": read.code})
+    with pytest.raises(ValidationError, match="400 is not valid"):
+        check_published("Error", told)
 
 
 async def test_what_asks_for_another_effort_is_taken_with_a_warning(client: httpx.AsyncClient) -> None:

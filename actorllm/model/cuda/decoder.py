@@ -388,16 +388,20 @@ class DeviceDecoder:
             for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
-        head = tensors.head()
-        head = form.head_of(self.embedding) if head is None else self.vocabulary.padded_head(head)
-        self.lm_head = linear(head, workspaces)
+        self.lm_head: DeviceLinear | None = None
+        """None: prompts are pooled, and no logits are made."""
+        if config.has_head:
+            head = tensors.head()
+            head = form.head_of(self.embedding) if head is None else self.vocabulary.padded_head(head)
+            self.lm_head = linear(head, workspaces)
         tensors.close()
         self.head: LMHead | None = None
         # With several ranks, logits are gathered before any is chosen.
         if self.collectives.size == 1 and isinstance(self.lm_head, DeviceDense):
             self.head = LMHead(self.lm_head.weight, self.norm, config.rms_norm_eps)
         linears = [part for y in self.layers for part in (y.qkv, y.output, y.gate_up, y.down)]
-        self.num_bytes = sum(part.num_bytes for part in [*linears, self.lm_head])
+        linears += [] if self.lm_head is None else [self.lm_head]
+        self.num_bytes = sum(part.num_bytes for part in linears)
         self._activations: Activations
         self._attention: PagedAttention
         self._scratch = SplitScratch.empty(device.torch_device)
@@ -447,6 +451,7 @@ class DeviceDecoder:
         self.logits_of_final(final, logits)
 
     def logits_of_final(self, final: torch.Tensor, logits: torch.Tensor) -> None:
+        assert self.lm_head is not None
         self.vocabulary.logits(final, self.lm_head, logits)
 
     def _run(

@@ -58,6 +58,7 @@ from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.heads import LayeredHead, LinearHead, read_linear
 from actorllm.model.inputs import StepInputs
 from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
@@ -184,6 +185,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._rows_of_size: dict[int, DeviceDecodeRows] = {}
         self._loaded_rows: tuple[int, int] | None = None
         """What is in the decode rows: version, and size."""
+        self._label_head: LinearHead | LayeredHead | None = None
+        """From pooled states to scores, on the device."""
 
     def close(self) -> None:
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
@@ -213,6 +216,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if isinstance(plan, DecoderConfig):
             form = device_form(model)
             with open_on_device(model, form, self.dtype, self._show_progress, self.device.torch_device) as weights:
+                if model.pooler is not None and model.pooler.head is not None:
+                    self._label_head = read_linear(model.pooler.head, plan, model, weights)
                 return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives, form)
         if model.quantization is not None:
             raise UnsupportedModelError(
@@ -287,10 +292,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             twin.collectives = self.collectives.silent()
             twin.model = twin._without_weights()
             twin._allocate(REHEARSED_BLOCKS)
-            for size in twin.graphs.kinds:
-                twin._launch_part(twin._way_part(size), size)
-            for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
-                twin._launch_part(part, twin.graphs.sizes[0])
+            for part, size in twin._decode_parts():
+                twin._launch_part(part, size)
             for size in twin._mixed_sizes:
                 twin._launch_part(GraphPart.MIXED, size)
             twin.warm_prefill()
@@ -303,14 +306,21 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
         for count in dict.fromkeys(min(most, count) for count in (*self.model.kinds_of_forward(), WARM_TOKENS)):
-            counts = np.array([count], np.int32)
-            zeros = np.zeros(count, np.int64)
-            ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
-            chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
-            tokens = StepTokens(ids, positions, nowhere, None, chunks)
             with self.collectives.alone():  # which kinds there are may differ between ranks
-                states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
-            ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
+                states = self._states_of_none(count)
+                if not self._decodes:
+                    self.model.select(states, self.device.upload(np.zeros(1, np.int64)))
+
+    def _states_of_none(self, count: int) -> torch.Tensor:
+        """Of a prompt of so many tokens, of which nothing is written."""
+        counts = np.array([count], np.int32)
+        zeros = np.zeros(count, np.int64)
+        ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
+        chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
+        tokens = StepTokens(ids, positions, nowhere, None, chunks)
+        states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
+        ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
+        return states
 
     @property
     def num_kv_heads(self) -> int:
@@ -374,7 +384,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if self.graphs.is_on and (self.model.needs_trial or self.device.proves_itself):
             self._try_recording()
         smallest, *others = self.graphs.sizes
-        for size in (smallest, *reversed(others)):
+        for size in (smallest, *reversed(others)) if self._decodes else ():
             self.graphs.want(self._way_part(size), size)
         for size in self._mixed_sizes:
             self.graphs.want(GraphPart.MIXED, size)
@@ -393,13 +403,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         for _ in range(2):
             self.record_next()
         with self.device.active():
-            for size in self.graphs.kinds:
-                if (self._way_part(size), size) not in self.graphs:
+            for part, size in self._decode_parts():
+                if (part, size) not in self.graphs:
                     self._load_rows(NO_I32, -1, size)
-                    self._launch_part(self._way_part(size), size)
-            self._load_rows(NO_I32, -1, self.graphs.sizes[0])
-            for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
-                self._launch_part(part, self.graphs.sizes[0])
+                    self._launch_part(part, size)
             for size in self._mixed_sizes:
                 if (GraphPart.MIXED, size) not in self.graphs:
                     self._launch_part(GraphPart.MIXED, size)
@@ -444,6 +451,19 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._pooled.clear()
 
     @property
+    def _decodes(self) -> bool:
+        """Whether there are decode steps: an engine that pools prompts has none."""
+        return self.config.model.pooler is None
+
+    def _decode_parts(self) -> list[tuple[GraphPart, int]]:
+        """Of decode steps, so many that each kernel is among their launches."""
+        if not self._decodes:
+            return []
+        smallest = self.graphs.sizes[0]
+        others = ((part, smallest) for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE))
+        return [*((self._way_part(size), size) for size in self.graphs.kinds), *others]
+
+    @property
     def _mixed_sizes(self) -> tuple[int, ...]:
         """Tokens of steps with prompts that may be graphs."""
         return self.mixed.sizes if self.mixed is not None and self.graphs.is_on else ()
@@ -468,18 +488,22 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @torch.inference_mode()
     def check_itself(self) -> None:
-        """A decode step with a row of no slot, which changes nothing for any request.
+        """A decode step with a row of no slot, or a prompt where prompts are pooled: neither changes anything for any request.
 
         Of several ranks each looks at what it has itself: they need not come here between the same two launches.
         """
         with self._on_device(), self.collectives.alone():
-            self._load_rows(NO_I32, -1, 1)
-            rows, logits = self._rows_for(1), self.sampler.logits[:1]
-            self._prepare_rows(rows)
-            self.model.logits(self.model.decode(rows, self._pool, self.state, pdl=self.device.uses_pdl), logits)
-            is_finite = self.device.download([torch.isfinite(logits).all()]).wait()[0]
+            if self._decodes:
+                self._load_rows(NO_I32, -1, 1)
+                rows, found = self._rows_for(1), self.sampler.logits[:1]
+                self._prepare_rows(rows)
+                self.model.logits(self.model.decode(rows, self._pool, self.state, pdl=self.device.uses_pdl), found)
+            else:
+                found = self._states_of_none(1)
+            is_finite = self.device.download([torch.isfinite(found).all()]).wait()[0]
         if not is_finite:
-            raise EngineError("the model's logits are not finite, whatever the tokens")
+            what = "logits" if self._decodes else "states"
+            raise EngineError(f"the model's {what} are not finite, whatever the tokens")
 
     def statistics(self) -> dict[str, int]:
         """Counters of the decode steps' parts, and of kernels that torch has taken the place of."""
@@ -490,7 +514,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @property
     def _records(self) -> bool:
         """Whether decode steps are to be graphs. Those that no GPU has shown to work are only on request."""
-        return not self.config.enforce_eager and not self._missing_experiments
+        return self._decodes and not self.config.enforce_eager and not self._missing_experiments
 
     @property
     def _missing_experiments(self) -> list[str]:
@@ -792,7 +816,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if pooled.size:
             slots, where = inputs.result_slots[pooled], self.device.upload(inputs.result_tokens[pooled])
             last = model.select(states, where).float()
-            handle.outputs.append(self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last))
+            vectors = self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last)
+            handle.outputs.append(vectors if self._label_head is None else self._label_head(vectors))
         if self.batch.prompt_logprobs:
             self._prompt_spans(handle, states)
         if not sampling.slots.size:

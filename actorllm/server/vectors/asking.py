@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from actorllm.client.scoring import TextScoring, reads_pairs, tokenization_of
 from actorllm.config import ModelConfig
@@ -39,7 +39,17 @@ from actorllm.server.vectors.vector_shapes import (
 )
 from actorllm.text.chat_template import Conversation
 from actorllm.types.params import MAX_N, PoolingParams
+from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from actorllm.types.pooling_params import Pooler
+
+
+class AnswerShape(Protocol):
+    """How the answer is made of the vectors."""
+
+    @property
+    def id(self) -> str: ...
+    def body_of(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> bytes:
+        """outputs: of each prompt, in their order. Raises ApiError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,10 @@ class PooledAsked:
     """What the engine is asked for one request."""
 
     prompts: list[Prompt]
-    params: PoolingParams
+    params: list[PoolingParams]
+    """Of each prompt."""
     extras: Extras
-    shape: PooledShape
+    shape: AnswerShape
 
 
 def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str, config: ModelConfig) -> PooledAsked:
@@ -57,8 +68,6 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
 
     Raises ApiError, InvalidParameterError and InvalidPromptError.
     """
-    if getattr(body, "data", None) is not None:
-        raise ApiError(400, "data are for a plug-in, which only /pooling of a server calls; give input", "data")
     extras = pooled_extras(body, headers)
     asked = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
     pooler = config.pooler
@@ -88,7 +97,7 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
     if body.cache_salt is not None:
         prompts = [salted(prompt, body.cache_salt) for prompt in prompts]
     shape.model, shape.slo = model, extras.slo
-    return PooledAsked(prompts, params, extras, shape)
+    return PooledAsked(prompts, [params] * len(prompts), extras, shape)
 
 
 def prompt_field(body: Pooled) -> str:

@@ -18,7 +18,7 @@ from actorllm.server.envelope import error_of
 from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.sampling import name_request
 from actorllm.server.state import ServerState
-from actorllm.server.vectors.asking import ask, pooled_extras, prompt_field, salted
+from actorllm.server.vectors.asking import AnswerShape, ask, pooled_extras, prompt_field, salted
 from actorllm.server.vectors.bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -27,8 +27,8 @@ from actorllm.server.vectors.bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from actorllm.server.vectors.plugin_answer import FIELD, PluginAnswer, name_of, plugin_asked
-from actorllm.server.vectors.vector_shapes import PooledShape
+from actorllm.server.vectors.plugin_answer import PluginAnswer, plugin_asked
+from actorllm.server.vectors.plugin_asking import FIELD, name_of
 
 router = APIRouter()
 
@@ -97,8 +97,9 @@ async def _answer_as(body: Pooled, request: Request) -> Response:
     try:
         asked = ask(body, request.headers, state.defaults, name, state.engine.config.model)
         asked.extras.arguments |= state.models.arguments_of(name)
+        params = iter(asked.params)
         streams = await submitted(
-            asked.prompts, lambda prompt: state.llm.encode(prompt, asked.params, **asked.extras.arguments)
+            asked.prompts, lambda prompt: state.llm.encode(prompt, next(params), **asked.extras.arguments)
         )
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, fields, field) from error
@@ -112,7 +113,7 @@ class PooledAnswer(Answer):
     def __init__(
         self,
         state: ServerState,
-        shape: PooledShape,
+        shape: AnswerShape,
         streams: Sequence[PoolingStream],
         fields: Container[str],
         prompt_field: str,

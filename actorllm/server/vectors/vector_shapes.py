@@ -6,7 +6,7 @@ import base64
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -24,6 +24,16 @@ from actorllm.server.vectors.bodies import (
 from actorllm.types.objective import SLO
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
+Outputs: TypeAlias = Sequence[PoolingRequestOutput[PoolingOutput]]
+
+
+def checked_outputs(outputs: Outputs) -> Outputs:
+    """The same. Raises ApiError if one of them has no vector."""
+    for output in outputs:
+        if output.error is not None:
+            raise ApiError(503, output.error.message)
+    return outputs
+
 
 class PooledShape(ABC):
     """One request for vectors, whose answer is one JSON object. model, slo: set before the answer begins."""
@@ -38,9 +48,7 @@ class PooledShape(ABC):
 
     def body_of(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> bytes:
         """outputs: of each text, in their order. Raises ApiError if one of them has no vector."""
-        for output in outputs:
-            if output.error is not None:
-                raise ApiError(503, output.error.message)
+        checked_outputs(outputs)
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         tree = self._tree(outputs, {"prompt_tokens": num_tokens, "total_tokens": num_tokens})
         if self._body.return_metrics:

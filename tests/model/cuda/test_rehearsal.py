@@ -13,6 +13,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from actorllm.messages import POOLING_CODES
 from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
@@ -144,6 +145,26 @@ def test_nothing_is_launched_that_was_not_rehearsed(
     assert keys - rehearsed == set()
     assert any(("PDL", True) in key for key in rehearsed) == (architecture == "sm_90")
     assert any("attn_decode" in key[0] and ("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in rehearsed)
+
+
+def test_a_model_that_pools_launches_what_was_rehearsed(folder: Callable[..., Path], keys: set[Key]) -> None:
+    """It has no head for text, and no decode steps."""
+    path = folder(architectures=["Qwen3ForSequenceClassification"], max_position_embeddings=512)
+    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=40, runner="pooling")
+    runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
+    with configs.target("sm_90"), torch.inference_mode():
+        runner.rehearse()
+        rehearsed = set(keys)
+        runner.model = runner._without_weights()
+        runner._allocate(100)
+        driver = DeviceDriver(runner, num_blocks=100)
+        for slot, length in enumerate((20, 90, 1)):
+            driver.add(slot, prompt(length, slot), pooling=POOLING_CODES["mean"])
+        for plan in (driver.plan({0: 20}, []), driver.plan({1: 60}, []), driver.plan({1: 30, 2: 1}, [])):
+            runner.execute(plan)
+        runner.check_itself()
+    assert rehearsed
+    assert keys - rehearsed == set()
 
 
 def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

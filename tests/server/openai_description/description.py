@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -20,14 +21,21 @@ DIFFERING: dict[str, dict[str, Any]] = {
 }
 """What the description says otherwise than OpenAI's own answers, or than vLLM's.
 
-A status is a number in vLLM, whose clients compare it. The description leaves out null where OpenAI's own events have it: the
+A status is a number in vLLM, whose clients compare it; the clients of OpenAI read it as the text that the description has
+(`check_published`). The description leaves out null where OpenAI's own events have it: the
 reason to finish and the usage before the end, the log-probability of a first token, a user that is not told.
 """
 
 
 @cache
-def _tree() -> dict[str, Any]:
+def _published() -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(FILE.read_text())
+    return tree
+
+
+@cache
+def _tree() -> dict[str, Any]:
+    tree = copy.deepcopy(_published())
     for place, schema in DIFFERING.items():
         name, *path = place.split(".")
         found = tree["$defs"][name]
@@ -60,6 +68,11 @@ def check(name: str, answer: Any) -> None:
     """Raises AssertionError with the first places where an answer is not as the schema of this name says."""
     wrong = [f"{error.json_path}: {error.message:.200}" for error in _validator(name).iter_errors(answer)]
     assert not wrong, (name, wrong[:5])
+
+
+def check_published(name: str, answer: Any) -> None:
+    """As `check`, without what differs: for what a client of OpenAI makes of an answer."""
+    Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": _published()["$defs"]}).validate(answer)
 
 
 def check_event(event: dict[str, Any]) -> None:
