@@ -19,7 +19,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,6 +227,8 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
             "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
             "environment variables": environment_variables(),
             "serve options": serve_options(),
+            "endpoints": http_endpoints(),
+            "fields of bodies": body_fields(),
         },
     }
     for page, bodies in parts_of.items():
@@ -268,6 +270,66 @@ def environment_variables() -> str:
     ]
     return "\n".join([*table(rows), ""])
 
+
+def body_fields() -> str:
+    """What becomes of every field that vLLM's server takes, and of those that only this one takes, by endpoint."""
+    from actorllm.server.field_table import BODIES, NOTED, REFUSED, TAKEN, treatments
+
+    theirs = json.loads(VLLM_NAMES.read_text())["bodies"]
+    status = {TAKEN: "same", REFUSED: "not there", NOTED: "differs"}
+    parts = []
+    for path, body in BODIES.items():
+        names = sorted({*theirs[path], *body.model_fields})
+        rows = [
+            {"name": f"`{name}`", "status": status[how] if name in theirs[path] else "ours", "note": note}
+            for name, (how, note) in treatments(body, names).items()
+        ]
+        parts.append("\n".join([f"## Fields of {path}", "", *table(rows), ""]))
+    return "\n".join(parts)
+
+
+def http_endpoints() -> str:
+    """Which endpoints of vLLM's server there are, and which only this one has."""
+    from actorllm.server.app import add_routes
+    from actorllm.server.tokens.refused import PATHS
+
+    found = Routes()
+    add_routes(found, adapters=True, develops=True)  # type: ignore[arg-type]
+    ours = found.names | {"GET /docs", "GET /openapi.json"}
+    refused = {f"POST /v1/{path}" for path in PATHS}
+    theirs = {named(name) for name in json.loads(VLLM_NAMES.read_text())["endpoints"]}
+    theirs |= {"GET /metrics", "GET /docs", "GET /openapi.json"}  # not by a router
+    rows = []
+    for name in sorted(theirs | ours - refused, key=lambda name: name.partition(" ")[::-1]):
+        if name in refused or name not in ours:
+            rows.append(
+                {"name": f"`{name}`", "status": "not there", "note": "a 404 says why" if name in refused else ""}
+            )
+        else:
+            rows.append({"name": f"`{name}`", "status": "same" if name in theirs else "ours", "note": ""})
+    return "\n".join([*table(rows), ""])
+
+
+class Routes:
+    """In the place of an application: notes what is added to it."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add_api_route(self, path: str, _: Any, methods: Iterable[str], **__: Any) -> None:
+        self.names |= {f"{method} {named(path)}" for method in methods}
+
+    def include_router(self, router: Any) -> None:
+        for route in router.routes:
+            self.add_api_route(route.path, None, route.methods)
+
+
+def named(path: str) -> str:
+    """With one name for what stands for a part of a path."""
+    return re.sub(r"{[^}]*}", "{id}", path)
+
+
+VLLM_NAMES = ROOT / "tests" / "project" / "vllm_names.json"
 
 STATUS = {"taken": "same", "always": "same", "warned": "differs", "refused": "not there"}
 PREFIX = {"taken": "", "always": "it is always so", "warned": "taken with a warning: ", "refused": "refused: "}

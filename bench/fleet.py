@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from report import absolute, compared, finish, informative, quantile, versions
 from sides import ROOT, exit_on_sigterm
@@ -38,12 +39,15 @@ MODEL = "storyteller"
 HERD = "herd"
 PARTS = ("throughput", "router", "kill", "herd")
 SIDES = ("one", "fleet", "kill", "herd", "burst", "vllm", "vllm-two")
+KINDS = {"program": "the program", "scheduler": "schedulers", "worker": "workers"}
 VICTIMS = (("scheduler", "worker0"), ("scheduler",), ("worker0",))
 """What is killed of a replica, in turns."""
 
 
-async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[float]]:
-    """The tokens of one stream, and when they came."""
+async def stream(
+    llm, number: int, num_tokens: int, halfway: asyncio.Event | None = None
+) -> tuple[list[int], list[float]]:
+    """The tokens of one stream, and when they came. halfway: set when it has half of them."""
     from actorllm import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
@@ -54,6 +58,8 @@ async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[flo
     async for output in llm.generate(f"Once upon a time, number {number},", params):
         tokens += output.outputs[0].token_ids
         times.append(time.perf_counter())
+        if halfway is not None and len(tokens) >= num_tokens // 2:
+            halfway.set()
     return tokens, times
 
 
@@ -70,11 +76,28 @@ async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
     async with AsyncLLM(MODEL, **options) as llm:
         await all_ready(llm)
         await asyncio.gather(*[stream(llm, 1000 + number, 30) for number in range(num_streams)])
-        began = time.perf_counter()
+        before, began = cpu_of(llm), time.perf_counter()
         found = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
         seconds = time.perf_counter() - began
+        after = cpu_of(llm)
     gaps = [b - a for _, times in found for a, b in itertools.pairwise(times)]
-    return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
+    count = num_streams * num_tokens
+    cpu = {name: (after[name] - before[name]) / count * 1e6 for name in after}
+    return {"tokens_per_s": count / seconds, "gap_p99_s": quantile(gaps, 0.99), "cpu_us": cpu}
+
+
+def cpu_of(llm) -> dict[str, float]:
+    """Seconds of CPU so far: of this program, and of the engine's processes of each kind."""
+    seconds = {"program": time.process_time(), "scheduler": 0.0, "worker": 0.0}
+    for replica in llm.health().replicas:
+        for name, pid in replica.pids.items():
+            kind = name.rstrip("0123456789")
+            if kind in seconds:
+                seconds[kind] += sum(
+                    int((task / "schedstat").read_text().split()[0]) / 1e9
+                    for task in Path(f"/proc/{pid}/task").iterdir()
+                )
+    return seconds
 
 
 VLLM_LIMITS = {
@@ -175,8 +198,10 @@ async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
             seeds = range(number * num_streams, (number + 1) * num_streams)
             wanted = await asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds])
 
-            async def strike(number: int = number) -> float:
-                await asyncio.sleep(1.0)
+            halfway = asyncio.Event()
+
+            async def strike(number: int = number, halfway: asyncio.Event = halfway) -> float:
+                await halfway.wait()
                 at = time.perf_counter()
                 victims = VICTIMS[number % len(VICTIMS)]
                 for name, pid in llm.health().replicas[number % 2].pids.items():
@@ -185,7 +210,7 @@ async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
                 return at
 
             found, at = await asyncio.gather(
-                asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds]), strike()
+                asyncio.gather(*[stream(llm, seed, num_tokens, halfway) for seed in seeds]), strike()
             )
             before, num_moved = num_moved, (await llm.stats())["frontend"]["num_moved"]
             for (mine, _), (theirs, _) in zip(found, wanted, strict=True):
@@ -328,6 +353,15 @@ def main() -> None:
         rows += [
             compared("tokens/s of two replicas", speed, half, [run["tokens_per_s"] for run in halves], at_least=1.9),
             informative("tokens/s of two replicas", speed, all_of_them, [run["tokens_per_s"] for run in ones]),
+            *[
+                informative(
+                    f"CPU a token of {name}, µs",
+                    [run["cpu_us"][kind] for run in fleets],
+                    half,
+                    [run["cpu_us"][kind] for run in halves],
+                )
+                for kind, name in KINDS.items()
+            ],
             compared("p99 of gaps of two replicas, s", gaps, half, [run["gap_p99_s"] for run in halves], at_most=1.1),
         ]
         if peers:

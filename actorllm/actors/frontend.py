@@ -268,7 +268,7 @@ class FrontendActor(Actor):
         submit = self._made(lambda: replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32)), consumers)
         if submit is None:
             return
-        record = DeathRecord()  # one for all of them
+        record = DeathRecord(rids=tuple(rids))  # one for all of them
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
             self._journal[sequence.rid] = JournalEntry(sequence, consumer, record=record)
             consumer.note_version(0, self.weights.version)
@@ -556,7 +556,7 @@ class FrontendActor(Actor):
             case Begun():
                 for rid in message.rids.tolist():
                     if rid in self._journal:
-                        self._journal[rid].record.is_begun = True
+                        self._journal[rid].record.begun.add(rid)
             case _:
                 super().on_message(link, message)
 
@@ -626,7 +626,7 @@ class FrontendActor(Actor):
                 entry.first_token = emitted_at
             # A new token shows that the request does not kill schedulers: deaths before it do not count.
             if new and (entry.num_recoveries or entry.record.num_deaths):
-                entry.record.clear()
+                entry.record.prove(rid, journal)
             # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:

@@ -90,7 +90,7 @@ class Mailbox:
         self.replica: int | None = None
         """The replica that it is pinned to; None: any."""
 
-    # On the engine thread or a lane of the intake
+    # On the engine thread or a tokenizer worker
 
     def note_cached(self, num_tokens: int) -> None:
         self.num_cached = num_tokens

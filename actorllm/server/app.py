@@ -69,6 +69,22 @@ ROUTERS = (
 )
 
 
+def add_routes(app: FastAPI, *, adapters: bool, develops: bool) -> None:
+    """All endpoints. adapters, develops: also those that load adapters, and those for development."""
+    # First what is asked for most: a request is held against one route after the other.
+    app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
+    app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
+    for one in ROUTERS:
+        app.include_router(one)
+    app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
+    for one in (router, live.router, vectors_router):
+        app.include_router(one)
+    if adapters:
+        app.include_router(adapter_routes.router)
+    if develops:
+        app.include_router(developer_routes.router)
+
+
 def create_app(
     llm: AsyncLLM,
     *,
@@ -139,19 +155,8 @@ def create_app(
         from actorllm.server.tracing import Tracing
 
         app.state.server.tracing = Tracing(tracer_provider)
-    # First what is asked for most: a request is held against one route after the other.
-    app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
-    app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    for one in ROUTERS:
-        app.include_router(one)
-    app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
-    app.include_router(router)
-    app.include_router(live.router)
-    app.include_router(vectors_router)
-    if adapter_routes.is_allowed():
-        app.include_router(adapter_routes.router)
-    if enable_dev_endpoints or developer_routes.is_allowed():
-        app.include_router(developer_routes.router)
+    develops = enable_dev_endpoints or developer_routes.is_allowed()
+    add_routes(app, adapters=adapter_routes.is_allowed(), develops=develops)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

@@ -190,6 +190,7 @@ class Generation(EngineRequest):
     spaces_between_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
     thinking_token_budget: int | None = None
+    stream_interval: int | None = None
     vllm_xargs: Annotated[dict[str, Any], Few] | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None

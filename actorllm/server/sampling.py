@@ -30,7 +30,7 @@ SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "use_beam_search"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids", "repetition_detection"),
-    "thinking_token_budget",
+    *("thinking_token_budget", "stream_interval"),
 )
 """Fields of a body that are sampling parameters under the same name."""
 
@@ -58,6 +58,16 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
     "lora_request": (None,),
+    "ec_transfer_params": (None,),
+    "media_io_kwargs": (None, {}),
+    "mm_payload": (None,),
+    "return_mm_kwargs": (None, False),
+    "return_prompt_text": (None, False),
+    "return_token_offsets": (None, False),
+    "token_offsets": (None, False),
+    "enable_response_messages": (None, False),
+    "previous_input_messages": (None, []),
+    "reasoning_ended": (None,),
 }
 """Fields of OpenAI and vLLM that are accepted at these values, where they ask for what is done anyway."""
 
@@ -74,6 +84,8 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "stream_include_usage": (None, False),
     "reasoning_effort": (None,),
     "verbosity": (None,),
+    "session_id": (None,),
+    "max_tool_calls": (None,),
 }
 """Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
 

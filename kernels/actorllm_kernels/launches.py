@@ -77,7 +77,8 @@ def recording() -> Iterator[list[Launch]]:
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                # A parameter with a type of its own has one build for small numbers and for large ones.
+                signature[name] = parameter.annotation_type or ("i32" if -(2**31) <= value < 2**31 else "i64")
                 if is_specialized and value % 16 == 0:
                     divisible.append(name)
         options = {k: v for k, v in kwargs.items() if k not in names and (v or k != "launch_pdl")}

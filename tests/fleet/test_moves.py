@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,13 @@ from tests.fleet.streams import (
     assert_same,
     kill,
     moved,
-    no_leak,
     params,
     run_all,
     until,
 )
 from tests.model.adapters.lora_folders import write_adapter
 
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """Processes are killed and started again in one test after the other: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
+pytestmark = pytest.mark.leaks_by_module
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,6 @@ from actorllm.errors import ConfigError
 from actorllm.fleet.route_record import record_path, replay_routes
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("router", ["seconds", "prefix-aware"])
 async def test_what_a_router_decided_it_decides_again(tmp_path: Path, router: str) -> None:

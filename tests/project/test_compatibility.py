@@ -18,6 +18,7 @@ import pytest
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.config import ARGUMENTS
+from actorllm.server.field_table import BODIES
 from actorllm.types.params import (
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
@@ -41,7 +42,7 @@ def read_page() -> dict[str, dict[str, tuple[str, str]]]:
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):
             rows = sections[line[3:]] = {}
-        elif match := re.fullmatch(r"\| `(\w+)` \| ([a-z ]+) \| ?(.*?) ?\|", line):
+        elif match := re.fullmatch(r"\| `((?:[A-Z]+ )?[\w/{}.]+)` \| ([a-z ]+) \| ?(.*?) ?\|", line):
             name, status, note = match.groups()
             assert name not in rows, f"{name} is twice in one table"
             rows[name] = (status, note)
@@ -117,6 +118,20 @@ def test_every_public_name_of_vllm_has_a_row(section: str) -> None:
     for name, (status, note) in rows.items():
         if status != "ours" and name not in VLLM_NAMES[section] and not note.startswith("accepted at"):
             assert "of older releases" in note, f"{section}: {name} is nothing of this vLLM's"
+
+
+def test_the_endpoints_of_vllm_and_the_fields_of_their_bodies_have_rows() -> None:
+    """A field that would change the answer is not one of those that are only noted as unknown."""
+    rows = SECTIONS["Endpoints"]
+    assert {re.sub(r"{[^}]*}", "{id}", name) for name in VLLM["endpoints"]} <= set(rows)
+    assert rows["POST /v1/chat/completions"][0] == "same"
+    assert rows["POST /v1/audio/transcriptions"][0] == "not there"
+    assert set(VLLM["bodies"]) == set(BODIES)
+    for path, body in BODIES.items():
+        found = SECTIONS[f"Fields of {path}"]
+        assert set(found) == {*VLLM["bodies"][path], *body.model_fields}
+        unknown = [name for name, (status, note) in found.items() if note.startswith("not known here")]
+        assert unknown == [], path
 
 
 @pytest.mark.parametrize(

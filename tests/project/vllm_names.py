@@ -1,5 +1,5 @@
 """Writes vllm_names.json: the public names of the classes of a vLLM that docs/compatibility.md speaks of, what the
-methods of its engines take, and the defaults of both.
+methods of its engines take, and the defaults of both; the endpoints of its server, and the fields of their bodies.
 
     python tests/project/vllm_names.py .../site-packages/vllm
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,22 @@ TAKERS = {
         ("entrypoints/llm.py", "LLM", ("generate",)),
     ]
 }
+BODIES: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("ChatCompletionRequest",),
+    "/v1/completions": ("CompletionRequest",),
+    "/v1/responses": ("ResponsesRequest",),
+    "/v1/messages": ("AnthropicMessagesRequest",),
+    "/v1/embeddings": ("EmbeddingCompletionRequest", "EmbeddingChatRequest"),
+    "/classify": ("ClassificationCompletionRequest", "ClassificationChatRequest"),
+    "/pooling": ("PoolingCompletionRequest", "PoolingChatRequest", "IOProcessorRequest"),
+    "/score": ("ScoreDataRequest", "ScoreTextRequest", "ScoreQueriesDocumentsRequest", "ScoreQueriesItemsRequest"),
+    "/rerank": ("RerankRequest",),
+    "/tokenize": ("TokenizeCompletionRequest", "TokenizeChatRequest"),
+    "/detokenize": ("DetokenizeRequest",),
+    "/inference/v1/generate": ("GenerateRequest",),
+}
+"""The classes of what its server takes, by endpoint."""
+ROUTE = re.compile(r"@\w*router\.(get|post|put|delete|websocket)\(\s*\"([^\"]+)\"")
 NOT_EXTRAS = {"self", "prompt", "prompts", "params", "sampling_params", "request_id", "use_tqdm"}
 
 
@@ -95,6 +112,37 @@ def parameters(node: ast.ClassDef, methods: tuple[str, ...]) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name in methods:
             yield from (argument.arg for argument in [*item.args.args, *item.args.kwonlyargs])
+
+
+class Bodies:
+    """Fields of what vLLM's server takes, with those of the classes that a class is derived from."""
+
+    def __init__(self, root: Path) -> None:
+        self._classes: dict[str, list[ast.ClassDef]] = {}
+        for file in sorted((root / "entrypoints").rglob("*.py")):
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    self._classes.setdefault(node.name, []).append(node)
+
+    def fields(self, name: str) -> set[str]:
+        found: set[str] = set()
+        for node in self._classes.get(name, ()):
+            for base in node.bases:
+                base = base.value if isinstance(base, ast.Subscript) else base
+                if isinstance(base, ast.Name):
+                    found |= self.fields(base.id)
+            found |= {name for name in fields(node) if not name.startswith("_")} - {"field_names"}  # a ClassVar
+        return found
+
+    def of(self, names: tuple[str, ...]) -> list[str]:
+        assert all(name in self._classes for name in names), names
+        return sorted(set().union(*map(self.fields, names)))
+
+
+def endpoints(root: Path) -> list[str]:
+    """As 'POST /path'."""
+    texts = [file.read_text() for file in (root / "entrypoints").rglob("*.py")]
+    return sorted({f"{method.upper()} {path}" for text in texts for method, path in ROUTE.findall(text)})
 
 
 class Defaults:
@@ -190,6 +238,7 @@ def main(root: Path) -> None:
     ]
     assert isinstance(init, ast.FunctionDef)
     constructor = [argument.arg for argument in [*init.args.args[1:], *init.args.kwonlyargs]]
+    bodies = Bodies(root)
     made = {
         "version": metadata.removesuffix(".dist-info").split("-")[1],
         "exported": exported,
@@ -197,6 +246,8 @@ def main(root: Path) -> None:
         "names": names,
         "signatures": engines,
         "defaults": {"fields": of_fields, "methods": of_methods},
+        "bodies": {path: bodies.of(classes) for path, classes in BODIES.items()},
+        "endpoints": endpoints(root),
         "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")

@@ -184,6 +184,9 @@ async def test_fields_are_refused_by_name(
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"return_prompt_text": True}, "return_prompt_text"),
+        ({"mm_payload": {"a": 1}}, "mm_payload"),
+        ({"stream_interval": 0}, "stream_interval"),
     ],
     ids=lambda value: str(value)[:60],
 )

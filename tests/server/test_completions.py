@@ -84,6 +84,15 @@ async def test_a_stream_tells_what_the_whole_answer_tells(client: httpx.AsyncCli
         assert len({event["id"] for event in events}) == 1
 
 
+async def test_a_client_says_how_many_tokens_an_event_has(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "Once", "max_tokens": 10, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    events = events_of(await client.post("/v1/completions", json={**body, "stream_interval": 4}))
+    sizes = [len(choice["token_ids"] or ()) for event in events for choice in event["choices"]]
+    assert sum(sizes) == 10
+    assert all(size >= 4 for size in sizes[1:-1])
+    assert len(sizes) <= 4
+
+
 async def test_usage_of_a_stream(client: httpx.AsyncClient) -> None:
     events = await streamed(client)
     assert not any("usage" in event for event in events)

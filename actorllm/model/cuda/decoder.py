@@ -487,7 +487,9 @@ class DeviceDecoder:
                 a.q, keys, values, a.out, tokens, state.block_table, scale=scale, window=layer.window, pdl=pdl
             )
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
-            stream.normed_product(layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation)
+            stream.normed_product(
+                layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation, then=layer.down
+            )
             stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
         return a.h
@@ -515,9 +517,14 @@ class ResidualStream:
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
     def normed_product(
-        self, norm: torch.Tensor | None, product: DeviceLinear, y: torch.Tensor, activation: str = ""
+        self,
+        norm: torch.Tensor | None,
+        product: DeviceLinear,
+        y: torch.Tensor,
+        activation: str = "",
+        then: DeviceLinear | None = None,
     ) -> None:
-        """y = activation(product(norm(stream)))."""
+        """y = activation(product(norm(stream))). then: the product that takes this."""
         a, eps, pdl = self._a, self._eps, self._pdl
         if product.fuses(a.num_tokens, bool(activation)):
             self.settle()
@@ -529,13 +536,13 @@ class ResidualStream:
         else:
             x = a.x
             if self._has_delta:
-                ops.rmsnorm(a.delta, norm, eps, x, a.h, pdl=pdl)
+                ops.rmsnorm(a.delta, norm, eps, x, a.h, ahead=product.ahead, pdl=pdl)
                 self._has_delta = False
             else:
-                ops.rmsnorm(a.h, norm, eps, x, pdl=pdl)
+                ops.rmsnorm(a.h, norm, eps, x, ahead=product.ahead, pdl=pdl)
         if activation:
             product(x, a.gate_up)
-            ops.activation_mul(a.gate_up, y, activation, pdl=pdl)
+            ops.activation_mul(a.gate_up, y, activation, ahead=then.ahead if then is not None else None, pdl=pdl)
         else:
             product(x, y)
 

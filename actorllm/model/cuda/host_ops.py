@@ -68,6 +68,7 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
+    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     if residual is not None:
@@ -129,7 +130,14 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first
     y.copy_(reference.dequantized(codes[rows], part, y.shape[1]))
 
 
-def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
+def activation_mul(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    activation: str = "silu",
+    *,
+    ahead: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     y.copy_(_gated(x, activation))
 
 

@@ -26,6 +26,11 @@ class DeviceLinear(Linear):
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         """Whether `launch` is to be called for so many rows, and not the plain product. is_gated: with an activation."""
 
+    @property
+    def ahead(self) -> torch.Tensor | None:
+        """What the plain product reads and a kernel in front of it may ask for."""
+        return None
+
     @abstractmethod
     def launch(
         self,
@@ -60,6 +65,10 @@ class DeviceDense(DeviceLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
         self.weight, self.bias = weight, bias
+
+    @property
+    def ahead(self) -> torch.Tensor | None:
+        return self.weight
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return is_skinny(num_rows, self.out_features // (1 + is_gated), is_gated, self.weight.device)

@@ -54,7 +54,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 IDS = ("offers.id", "tokens", "ids", "ranks")
 """Of these, few may be others."""
-CONSTANT = ("weight", "codes", "scales", "bias", "norm", "norms", "cos", "sin", "sinks")
+CONSTANT = ("weight", "codes", "scales", "bias", "norm", "norms", "cos", "sin", "sinks", "ahead")
 """Arguments that no operation writes: they are not copied."""
 
 
