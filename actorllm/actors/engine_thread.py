@@ -83,6 +83,11 @@ class HostLoop(ABC):
 
     __slots__ = ("__weakref__",)
 
+    @property
+    def is_ours(self) -> bool:
+        """A thread of the engine runs it."""
+        return False
+
     @staticmethod
     def current() -> HostLoop:
         """The loop that runs the calling code. Raises RuntimeError outside of one."""
@@ -143,6 +148,10 @@ class AsyncioLoop(HostLoop):
         """
         if self._context is None:
             self._context = contextvars.copy_context()
+
+    @property
+    def is_ours(self) -> bool:
+        return self._context is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -367,6 +376,12 @@ def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
         if host is None:
             host = _hosts[loop] = make(loop)
         return host
+
+
+def serves_loops() -> bool:
+    """Whether event loops of the application have waited for something of an engine, and are there still."""
+    with _hosts_lock:
+        return not all(host.is_ours for host in _hosts.values())
 
 
 class ThreadHost(HostLoop):
