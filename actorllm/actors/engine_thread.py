@@ -84,9 +84,9 @@ class HostLoop(ABC):
     __slots__ = ("__weakref__",)
 
     @property
-    def is_ours(self) -> bool:
-        """A thread of the engine runs it."""
-        return False
+    def is_of_application(self) -> bool:
+        """Not run by a thread of the engine, and not closed as far as that can be told."""
+        return True
 
     @staticmethod
     def current() -> HostLoop:
@@ -150,8 +150,9 @@ class AsyncioLoop(HostLoop):
             self._context = contextvars.copy_context()
 
     @property
-    def is_ours(self) -> bool:
-        return self._context is not None
+    def is_of_application(self) -> bool:
+        loop = self._loop()
+        return self._context is None and loop is not None and not loop.is_closed()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -381,7 +382,7 @@ def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
 def serves_loops() -> bool:
     """Whether event loops of the application have waited for something of an engine, and are there still."""
     with _hosts_lock:
-        return not all(host.is_ours for host in _hosts.values())
+        return any(host.is_of_application for host in _hosts.values())
 
 
 class ThreadHost(HostLoop):

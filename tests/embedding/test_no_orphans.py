@@ -60,7 +60,9 @@ from pathlib import Path
 children = lambda: [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 """
 
-INLINE = CHILDREN + """
+INLINE = (
+    CHILDREN
+    + """
 llm = LLM("storyteller", topology="inline", num_threads=1)
 text = "once upon a time there was a girl " * 50_000
 few = {"truncate_prompt_tokens": 10}
@@ -74,8 +76,11 @@ print("pids", *[pid for pid in children() if pid != other.pid], flush=True)
 print("now", flush=True)
 time.sleep(60)
 """
+)
 
-LOADING = CHILDREN + """
+LOADING = (
+    CHILDREN
+    + """
 def start():
     LLM("storyteller", num_threads=1)
 threading.Thread(target=start, daemon=True).start()
@@ -85,6 +90,7 @@ print("pids", *[pid for pid in children() if pid != other.pid], flush=True)
 print("now", flush=True)
 time.sleep(60)
 """
+)
 
 THREAD_ENDED = """
 made = []
