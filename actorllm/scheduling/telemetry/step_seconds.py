@@ -25,7 +25,7 @@ class StepSeconds:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.planning = 0.0
-        """Whoever has the clock adds to it."""
+        """In all; the scheduler actor, which has the clock, adds to it."""
         self._forward = self._execution = 0.0
         self._last_done = 0.0
         """When the last result was applied."""
