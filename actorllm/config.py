@@ -39,7 +39,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
-from actorllm.types.launch import check_launch
+from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
@@ -887,6 +887,9 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         )
     # What nodes need, and what they do not go together with.
     is_of_ray = "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"])
+    has_ranks = given["tensor_parallel_size"] != 1 or given["pipeline_parallel_size"] != 1
+    if given["distributed_executor_backend"] is None and has_ranks and not nodes and is_placed_by_ray():
+        is_of_ray = True  # as in vLLM: the group has room for the ranks, and this process has one core of it
     if is_of_ray and nodes:
         raise ConfigError("nodes and Ray both say where replicas are; give one of them")
     if is_of_ray:
