@@ -48,7 +48,7 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import INT8, is_twin, read_method
+from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method
 from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -608,7 +608,7 @@ class EngineConfig:
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
-                quantization=_quantization(given, pooler),
+                quantization=_quantization(given, pooler, hf, device),
                 quantization_twin=_quantization_twin(given),
                 module=module,
             ),
@@ -1270,12 +1270,14 @@ def _stretched(hf: dict[str, Any], positions: int) -> int:
     return int(factor * trained)
 
 
-def _quantization(given: dict[str, Any], pooler: Pooler | None) -> str | None:
+def _quantization(given: dict[str, Any], pooler: Pooler | None, hf: dict[str, Any], device: str) -> str | None:
     if given["quantization"] is not None and pooler is not None and pooler.is_encoder:
         raise ConfigError(
             f"quantization={given['quantization']!r}: encoders are not computed with quantized weights; leave it at None"
         )
     method: str | None = given["quantization"]
+    if method == FP8 and device == "cpu" and hf.get("quantization_config") is None:
+        raise not_quantized(method)
     return method
 
 

@@ -21,6 +21,7 @@ from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
+from actorllm_kernels.quantized_gemm import dequantize, quantized_gemm
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, collect, cut, draw_tiles, tile_maxima, weigh
@@ -228,6 +229,53 @@ for rows, outputs, inputs, what in (
     (16, 1536, 1024, "norm-gated"),  # narrow
 ):
     SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)
+
+
+def _quantized(kind: str, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales. kind: "int8", "fp8", or "int4g" and the size of the groups."""
+    if kind.startswith("int4"):
+        blocks, groups = -(-num_inputs // 128), 128 // int(kind.removeprefix("int4g"))
+        return _meta(num_outputs, blocks * 64, dtype=torch.uint8), _meta(blocks, num_outputs, 2 * groups)
+    codes = _meta(num_outputs, num_inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    return codes, _meta(num_outputs, dtype=F32)
+
+
+def _quantized_gemm(kind: str, num_rows: int, num_outputs: int, num_inputs: int, what: str) -> None:
+    x = _meta(num_rows, num_inputs)
+    y = _meta(num_rows, num_outputs, dtype=F32 if what == "head" else torch.bfloat16)
+    quantized_gemm(
+        x,
+        *_quantized(kind, 2 * num_outputs if "gated" in what else num_outputs, num_inputs),
+        y,
+        norm=_meta(num_inputs, dtype=F32) if "norm" in what else None,
+        bias=_meta(num_outputs) if "bias" in what else None,
+        residual=y if "residual" in what else None,
+        activation="silu" if "gated" in what else "",
+        scratch=SplitScratch.empty(x.device),
+        pdl=True,
+    )
+
+
+for kind, rows, outputs, inputs, what in (
+    *((kind, 16, 4096, 1024, "norm") for kind in ("int8", "fp8", "int4g32", "int4g64", "int4g128")),  # Qwen3-0.6B
+    *((kind, 16, 1024, 3072, "residual") for kind in ("int8", "int4g32")),
+    *((kind, 16, 3072, 1024, "norm-gated") for kind in ("fp8", "int4g32")),
+    *((kind, 32, 14336, 4096, "norm-gated") for kind in ("int8", "int4g128")),  # Llama-3.1-8B
+    *((kind, 16, 1536, 1024, "norm-gated") for kind in ("int8", "int4g32")),  # narrow
+    ("int4g128", 16, 8192, 8192, "bias-residual"),  # wide, as in larger models
+    ("int8", 32, 128256, 4096, "head"),
+):
+    SHIPPED[f"quantized_gemm-{rows}-{outputs}x{inputs}-{kind}-{what}-pdl"] = partial(
+        _quantized_gemm, kind, rows, outputs, inputs, what
+    )
+
+
+def _dequantize(kind: str, num_outputs: int, num_inputs: int) -> None:
+    dequantize(*_quantized(kind, num_outputs, num_inputs), _meta(num_outputs // 2, num_inputs), 0)
+
+
+for kind in ("fp8", "int4g32"):
+    SHIPPED[f"dequantize-6144x4096-{kind}"] = partial(_dequantize, kind, 6144, 4096)
 
 
 def _state() -> SamplingState:

@@ -25,11 +25,13 @@ from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
-from actorllm.model.cuda.linear import DeviceDense, DeviceLinear, linear
+from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
+from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
+from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles
 from actorllm.model.weights import Weights
@@ -291,12 +293,14 @@ class DeviceModel(Protocol):
 class DeviceLayer:
     """The weights of one layer."""
 
-    def __init__(self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor], workspaces: Workspaces
+    ) -> None:
         """window: 0: all keys. rope: cosines and sines."""
-        self.qkv, self.output = linear(tensors.qkv), linear(tensors.output)
+        self.qkv, self.output = linear(tensors.qkv, workspaces), linear(tensors.output, workspaces)
         assert tensors.gate_up is not None, "models with experts have no fused forward here"
         assert tensors.down is not None
-        self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
+        self.gate_up, self.down = linear(tensors.gate_up, workspaces), linear(tensors.down, workspaces)
         self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
         self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)
         self.qk_norms = tensors.qk_norms
@@ -344,14 +348,17 @@ class DeviceDecoder:
         max_positions: int,
         device: Device,
         collectives: Collectives | None = None,
+        form: Form = Dense,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`, which are on the device.
 
         config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
+        form: of the linear layers (`quantized.device_form`).
         """
         check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
-        tensors = DecoderTensors(config, weights, self.collectives.ranks)
+        tensors = DecoderTensors(config, weights, self.collectives.ranks, form)
+        workspaces = Workspaces(weights.dtype, device.torch_device)
         inner = self.collectives.ranks.part(config.intermediate_size)
         self.config = config = replace(  # of this rank
             config,
@@ -377,14 +384,16 @@ class DeviceDecoder:
         self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
         self.embedding = self.vocabulary.padded(tensors.embedding())
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole) for i, window in enumerate(windows)
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole, workspaces)
+            for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
         self.lm_head: DeviceLinear | None = None
         """None: prompts are pooled, and no logits are made."""
         if config.has_head:
             head = tensors.head()
-            self.lm_head = linear(Dense(self.embedding) if head is None else self.vocabulary.padded_head(head))
+            head = form.head_of(self.embedding) if head is None else self.vocabulary.padded_head(head)
+            self.lm_head = linear(head, workspaces)
         tensors.close()
         self.head: LMHead | None = None
         # With several ranks, logits are gathered before any is chosen.
