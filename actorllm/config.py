@@ -877,7 +877,7 @@ def _scaling(given: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def _is_of_ray(given: dict[str, Any]) -> bool:
-    """Whether Ray places the replicas: it was asked for, or nothing was, and its placement group has room for ranks (as in vLLM)."""
+    """Whether Ray places the replicas: it was asked for, or this process is in a group of its and has ranks, as in vLLM."""
     if "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"]):
         return True
     has_ranks = given["tensor_parallel_size"] != 1 or given["pipeline_parallel_size"] != 1

@@ -55,7 +55,7 @@ def bursts(num: int, rate: float, seed: int) -> np.ndarray:
 
 
 def workload(name: str, num: int, seed: int) -> Workload:
-    arrival = diurnal_arrivals(num, RATE, num_periods=2, seed=seed) if name == "swing" else bursts(num, RATE, seed)
+    arrival = diurnal_arrivals(num, RATE, num_periods=1, seed=seed) if name == "swing" else bursts(num, RATE, seed)
     lengths = lognormal_lengths(num, (900, 4000), (120, 500), longest=8000, seed=seed)
     return assign_classes(make_workload(arrival, lengths, name), parse_mix(PROMISE))
 
