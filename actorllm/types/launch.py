@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -39,6 +40,12 @@ class LaunchedRank(NamedTuple):
         return cls(*found)
 
 
+def is_placed_by_ray() -> bool:
+    """Whether this process runs in a placement group of Ray, as an actor or a task. Ray is not imported to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None
+
+
 def check_launch(given: dict[str, Any]) -> bool:
     """Whether the ranks are started by a launcher. Each then computes in its own process, so the topology is "inline".
 
@@ -57,13 +64,14 @@ def check_launch(given: dict[str, Any]) -> bool:
             f"WORLD_SIZE={launch.world_size} ranks; make them one number"
         )
     _check_combinations(given)
-    given["topology"] = "inline"
+    given["topology"], given["device"] = "inline", "cpu"
     return True
 
 
 def _check_combinations(given: Mapping[str, Any]) -> None:
     for name, unused in (
         ("pipeline_parallel_size", (1,)),
+        ("device", ("auto", "cpu")),
         ("data_parallel_size", (1,)),
         ("max_replicas", (None,)),
         ("enable_lora", (None, False)),
