@@ -26,8 +26,10 @@ from actorllm.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
     nearest_name,
+    shown,
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
+from actorllm.scheduling.autoscaler import ScalingPolicy
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
@@ -360,6 +362,12 @@ class EngineConfig:
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
     ready_replicas: int = 1
     """The engine is ready when so many replicas are."""
+    max_replicas: int = 0
+    """The number of replicas follows the demand, up to this one (`fleet.scaling`); 0: it does not."""
+    min_replicas: int = 0
+    target_attainment: float = 0.99
+    autoscaling: dict[str, float] = field(default_factory=dict, hash=False)
+    """What replaces fields of `scheduling.autoscaler.ScalingPolicy`."""
     router: str = DEFAULT_ROUTER
     """Which replica a request goes to (`fleet.router`)."""
     stages: tuple[int, ...] = ()
@@ -807,11 +815,13 @@ def _with_draft_folder(
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     """How many replicas there are. What a fleet cannot be combined with is refused by name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
+    scaling = _scaling(given, size)
+    size = max(size, scaling.get("min_replicas", 1))
     nodes = _nodes(given)
     local = given["data_parallel_size_local"]
     if nodes["nodes"]:
         num_local = 0 if local is None else _not_negative("data_parallel_size_local", local)
-        if size == 1:  # the default: one replica for each node
+        if size == 1 and given["max_replicas"] is None:  # the default: one replica for each node
             size = num_local + len(nodes["nodes"])
         if num_local > size:
             raise ConfigError(f"data_parallel_size_local={num_local} is more than data_parallel_size={size}")
@@ -829,11 +839,41 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     if ready > size:
         raise ConfigError(f"ready_replicas={ready} is more than data_parallel_size={size}; lower it")
     make_router(given["router"])
-    if size > 1 and given["topology"] == "inline":
+    if (size > 1 or scaling) and given["topology"] == "inline":
+        asked = f"max_replicas={scaling['max_replicas']}" if scaling else f"data_parallel_size={size}"
         raise ConfigError(
-            f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
+            f"{asked} needs processes, and topology='inline' computes in this one; use topology='process'"
         )
-    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **nodes}
+    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **scaling, **nodes}
+
+
+def _scaling(given: dict[str, Any], size: int) -> dict[str, Any]:
+    """How the number of replicas follows the demand; empty: it does not."""
+    most, least, policy = given["max_replicas"], given["min_replicas"], given["autoscaling"]
+    if most is None:
+        if least is not None or policy is not None:
+            raise ConfigError("min_replicas and autoscaling need max_replicas, up to which replicas are started")
+        return {}
+    most, least = _positive("max_replicas", most), 1 if least is None else _positive("min_replicas", least)
+    if not least <= most <= MAX_REPLICAS:
+        raise ConfigError(
+            f"max_replicas={most} must be from min_replicas={least} to {MAX_REPLICAS}, which one engine may have"
+        )
+    if size > most or 1 < size < least:
+        raise ConfigError(f"data_parallel_size={size} must be from min_replicas={least} to max_replicas={most}")
+    target = given["target_attainment"]
+    if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < 1:
+        raise ConfigError(f"target_attainment={shown(target)} must be a share of requests, above 0 and below 1")
+    if isinstance(policy, str):  # of a command line
+        try:
+            policy = orjson.loads(policy)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"autoscaling={policy!r:.80} is no JSON: {error}") from error
+    if policy is not None and not isinstance(policy, Mapping):
+        raise ConfigError(f'autoscaling={shown(policy)} must be a mapping, such as {{"window_s": 120}}')
+    policy = dict(policy or {})
+    ScalingPolicy.of(policy)
+    return {"max_replicas": most, "min_replicas": least, "target_attainment": float(target), "autoscaling": policy}
 
 
 def _nodes(given: dict[str, Any]) -> dict[str, Any]:

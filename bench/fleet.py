@@ -27,6 +27,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -106,6 +107,8 @@ VLLM_LIMITS = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
+VLLM_START_S = 300.0
+"""It is given up if it does not begin within that: it compiles its model."""
 FORMS = {"vllm": "vLLM, data_parallel_size=2", "vllm-two": "two engines of vLLM, half the streams each"}
 
 
@@ -141,8 +144,18 @@ async def serve_vllm(num_streams: int, num_tokens: int, options: dict) -> dict:
     return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
 
 
-def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict:
-    """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together."""
+def end(sides: list[subprocess.Popen]) -> None:
+    """These programs, with what they have started."""
+    for side in sides:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(side.pid, signal.SIGKILL)
+
+
+def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict | None:
+    """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together.
+
+    None: neither runs, and why is printed.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
     reasons = []
     for form, binds in (("vllm", ["|".join(map(str, cores))]), ("vllm-two", [str(core) for core in cores])):
@@ -168,21 +181,26 @@ def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict:
             )
             for bind in binds
         ]
+        watchdog = threading.Timer(VLLM_START_S, end, [sides])
+        watchdog.start()
         try:
             if all(any(line == "ready\n" for line in side.stdout) for side in sides):
+                watchdog.cancel()
                 for side in sides:
                     side.stdin.write("\n")
                     side.stdin.flush()
                 told = [json.loads(side.communicate(timeout=300)[0].splitlines()[-1]) for side in sides]
                 speed, gap = sum(one["tokens_per_s"] for one in told), max(one["gap_p99_s"] for one in told)
                 return {"form": FORMS[form], "tokens_per_s": speed, "gap_p99_s": gap}
+            end(sides)
             reasons.append(sides[0].communicate(timeout=60)[1].strip().splitlines()[-1:])
         finally:
+            watchdog.cancel()
+            end(sides)
             for side in sides:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(side.pid, signal.SIGKILL)
                 side.wait()
-    raise SystemExit(f"vLLM does not run in any form: {reasons}")
+    print(f"vLLM does not run in any form: {reasons}", file=sys.stderr)
+    return None
 
 
 async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
@@ -340,6 +358,8 @@ def main() -> None:
             halves.append(measured("one", arguments.streams // 2, arguments.tokens))
             if arguments.peer_python:
                 peers.append(measured_vllm(arguments.peer_python, arguments.streams, arguments.tokens))
+                if peers[-1] is None:  # nor will it in later rounds
+                    arguments.peer_python = peers.pop()
         if "kill" in parts:
             deaths.append(measured("kill", 32, arguments.tokens, arguments.kills))
         if "router" in parts:

@@ -728,8 +728,9 @@ class SchedulerActor(Actor):
             case "start_timeline":
                 self._timeline = Timeline()
                 if arguments.get("lost"):
-                    self._timeline.mark("scheduler lost", arguments["lost_at"], reason=arguments["lost"])
-                    self._timeline.mark("scheduler linked", now())
+                    at = now()  # the frontend may have another clock, so it tells how long ago that was
+                    self._timeline.mark("scheduler lost", at - arguments["lost_for_s"], reason=arguments["lost"])
+                    self._timeline.mark("scheduler linked", at)
                 return True
             case "take_timeline":
                 events = self._timeline.events() if self._timeline is not None else []

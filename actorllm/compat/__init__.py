@@ -110,15 +110,35 @@ _PORTS = _same(_FUNCTIONS, "get_open_port")
 _COUNTER, _GET_TOKENIZER = {"Counter": f"{_FUNCTIONS}:IdCounter"}, _same(_FUNCTIONS, "get_tokenizer")
 _IS_LIST = _same("actorllm.types.io_processor", "is_list_of")
 
+_CONFIGS = {
+    "VllmConfig": "actorllm.config:EngineConfig",
+    **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig"),
+    **_same("actorllm", "PoolerConfig"),
+    **_SETTINGS,
+    **_same(_FUNCTIONS, "CompilationMode"),
+}
+_CONFIG_HOMES = {
+    f"config.{module}": {name: _CONFIGS[name]}
+    for module, name in (
+        *(("attention", "AttentionConfig"), ("cache", "CacheConfig"), ("kv_events", "KVEventsConfig")),
+        *(("kv_transfer", "KVTransferConfig"), ("lora", "LoRAConfig"), ("model", "ModelConfig")),
+        *(("observability", "ObservabilityConfig"), ("parallel", "ParallelConfig"), ("pooler", "PoolerConfig")),
+        *(("profiler", "ProfilerConfig"), ("scheduler", "SchedulerConfig"), ("speculative", "SpeculativeConfig")),
+        *(("structured_outputs", "StructuredOutputsConfig"), ("vllm", "VllmConfig")),
+    )
+}
+_CHAT_UTILS = {
+    **_CALL_IDS,
+    **_same(_FUNCTIONS, "load_chat_template"),
+    **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), "typing:Any"),
+}
+_RENDERER = {"BaseRenderer": "actorllm.client.plugin_data:PromptRenderer"}
+_BATCH = {"main": "actorllm.compat:run_batch"}
+
 MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
-    "config": {
-        "VllmConfig": "actorllm.config:EngineConfig",
-        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig", "LoRAConfig"),
-        **_same("actorllm", "PoolerConfig"),
-        **_SETTINGS,
-        **_same(_FUNCTIONS, "CompilationMode"),
-    },
+    "config": _CONFIGS,
+    **_CONFIG_HOMES,
     "config.compilation": {**_SETTINGS, **_same(_FUNCTIONS, "CompilationMode")},
     "distributed": _CLEANING,
     "distributed.parallel_state": _CLEANING,
@@ -130,11 +150,21 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints": {},
     "entrypoints.cli": {},
     "entrypoints.cli.main": {"main": "actorllm.cli:main"},
-    "entrypoints.chat_utils": {
-        **_CALL_IDS,
-        **_same(_FUNCTIONS, "load_chat_template"),
-        **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), "typing:Any"),
-    },
+    "entrypoints.chat_utils": _CHAT_UTILS,
+    "entrypoints.generate": {},
+    "entrypoints.generate.base": {},
+    "entrypoints.generate.base.protocol": _DELTAS,
+    "entrypoints.generate.beam_search": {},
+    "entrypoints.generate.beam_search.utils": _same(
+        "actorllm.api.beam_search", "BeamSearchSequence", "BeamSearchOutput"
+    ),
+    "entrypoints.launchers": {},
+    "entrypoints.launchers.api_server": {},
+    "entrypoints.launchers.api_server.app_state": _same(_SERVER, "init_app_state"),
+    "entrypoints.launchers.api_server.entry": _same(_SERVER, "run_server", "build_async_engine_client"),
+    "entrypoints.launchers.app": _same(_SERVER, "build_app"),
+    "entrypoints.launchers.cli_args": _SERVER_ARGUMENTS,
+    "entrypoints.launchers.run_batch": _BATCH,
     "entrypoints.llm": _same("actorllm", "LLM"),
     "entrypoints.openai": {},
     "entrypoints.openai.chat_completion": {},
@@ -149,7 +179,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.openai.tool_parsers.utils": _TOOL_FUNCTIONS,
     "entrypoints.openai.api_server": {"main": "actorllm.compat:serve", **_SERVER_PARTS, **_SERVER_ARGUMENTS},
     "entrypoints.openai.cli_args": _SERVER_ARGUMENTS,
-    "entrypoints.openai.run_batch": {"main": "actorllm.compat:run_batch"},
+    "entrypoints.openai.run_batch": _BATCH,
     "entrypoints.pooling": {},
     "entrypoints.pooling.base": {},
     "entrypoints.pooling.base.protocol": _VECTOR_BODIES,
@@ -162,6 +192,7 @@ MODULES: dict[str, dict[str, str]] = {
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
     "inputs.data": _PROMPTS,
+    "inputs.llm": _PROMPTS,
     "logger": _same(f"{_CLASSES}.deltas", "init_logger"),
     "logits_process": {"LogitsProcessor": "actorllm.types.logits_processors:RequestLogitsProcessor"},
     "logprobs": _LOGPROBS,
@@ -185,7 +216,9 @@ MODULES: dict[str, dict[str, str]] = {
     "reasoning.basic_parsers": {**_THOUGHTS, **_THINKING},
     "reasoning.deepseek_r1_reasoning_parser": _same(f"{_CLASSES}.reasoning_base", "DeepSeekR1ReasoningParser"),
     "reasoning.qwen3_reasoning_parser": _same(f"{_CLASSES}.reasoning_base", "Qwen3ReasoningParser"),
-    "renderers": {"BaseRenderer": "actorllm.client.plugin_data:PromptRenderer"},
+    "renderers": _RENDERER,
+    "renderers.base": _RENDERER,
+    "renderers.chat_utils": _CHAT_UTILS,
     "sampling_params": {
         **_same("actorllm", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams"),
         **_same("actorllm", "RepetitionDetectionParams", "BeamSearchParams"),
@@ -193,6 +226,8 @@ MODULES: dict[str, dict[str, str]] = {
     "sequence": {**_LOGPROBS, **_same("actorllm", "RequestMetrics")},
     "tasks": dict.fromkeys(("PoolingTask", "SupportedTask"), "builtins:str"),
     "tokenizers": {**_TOKENIZER, **_GET_TOKENIZER},
+    "tokenizers.protocol": _TOKENIZER,
+    "tokenizers.registry": _GET_TOKENIZER,
     "tokenizers.detokenizer_utils": _same("actorllm.types.io_processor", "convert_ids_list_to_tokens"),
     "tool_parsers": _TOOLS,
     "tool_parsers.abstract_tool_parser": _TOOLS,

@@ -225,6 +225,7 @@ def limits_of(config: EngineConfig) -> dict[str, Any]:
     return {
         "block_size": config.cache.block_size,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler.max_num_seqs,
     }
 
 

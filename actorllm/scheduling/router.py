@@ -85,6 +85,8 @@ class ReplicaView:
     """Tokens of a block."""
     max_num_batched_tokens: int = 2048
     """Of a step."""
+    max_num_seqs: int = 256
+    """Sequences that run at a time."""
     step_seconds: StepSeconds | None = None
     """None: not known yet."""
     find: Callable[[bytes], int] | None = None

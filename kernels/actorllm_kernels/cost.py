@@ -166,7 +166,8 @@ def _head(launch: Launch, machine: Machine, programs: int, is_dependent: bool, k
         num_bytes=2.0 * c["VOCAB"] * c["K"],  # programs of the same tile find it in the cache
         flops=2.0 * c["BLOCK_M"] * shared_by * c["VOCAB"] * c["K"],
         programs=programs,
-        resident=resident(launch, buffers * (tile + beside)),
+        # The noise of more rows takes the registers of two programs.
+        resident=resident(launch, buffers * (tile + beside)) if c["BLOCK_M"] <= 16 else 1,
         ahead=(buffers - 1) * tile / shared_by,
         serial=3,
         tail_s=PHILOX_INSTRUCTIONS * c["BLOCK_M"] / 16 * warps / 4 / machine.clock,

@@ -14,6 +14,8 @@ import actorllm.compat
 from actorllm.compat import MODULES
 from actorllm.errors import EngineDeadError
 
+NO_HOMES = [("entrypoints.launchers.run_batch", "make_arg_parser")]
+"""The parser of another command than the one by that name here."""
 NAMES = [(module, name) for module, names in MODULES.items() for name in names]
 
 
@@ -22,6 +24,15 @@ def test_a_name_of_the_table_is_there(module: str, name: str) -> None:
     imported = importlib.import_module(f"actorllm.compat.{module}")
     assert hasattr(imported, name)
     assert name in dir(imported)
+
+
+def test_a_name_is_where_vllm_defines_it() -> None:
+    """Not only where older releases did, or where it is exported again."""
+    kept = Path(__file__).parents[1] / "project" / "vllm_names.json"
+    homes = json.loads(kept.read_text())["homes"]
+    assert len(homes) > 100
+    places = [(module, name) for name, modules in homes.items() for module in modules]
+    assert [(module, name) for module, name in places if name not in MODULES.get(module, {})] == NO_HOMES
 
 
 def test_the_names_are_those_of_the_package() -> None:

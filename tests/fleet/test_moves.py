@@ -93,6 +93,20 @@ async def test_streams_outlive_the_replica_that_adopted_them(fleet: AsyncLLM, un
 
 
 @pytest.mark.anyio
+async def test_streams_outlive_a_replica_that_dies_while_they_leave_it(
+    fleet: AsyncLLM, undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+
+    async def strike() -> None:
+        await fleet.drain_replica(0)
+        kill(fleet.health().replicas[0].pids.values())
+        await fleet.drain_replica(0, is_draining=False)
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+
+
+@pytest.mark.anyio
 async def test_requests_end_as_asked_while_their_replica_is_dead(fleet: AsyncLLM) -> None:
     """By an abort or a deadline, wherever they are."""
     await all_run(fleet)

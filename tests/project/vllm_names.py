@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from actorllm.compat import MODULES
+
 CLASSES: dict[str, list[tuple[str, str]]] = {
     "SamplingParams": [("sampling_params.py", "SamplingParams")],
     "PoolingParams": [("pooling_params.py", "PoolingParams")],
@@ -63,6 +65,8 @@ BODIES: dict[str, tuple[str, ...]] = {
     "/inference/v1/generate": ("GenerateRequest",),
 }
 """The classes of what its server takes, by endpoint."""
+MOST_HOMES = 2
+"""Of a name that is not defined again and again, for other things."""
 ROUTE = re.compile(r"@\w*router\.(get|post|put|delete|websocket)\(\s*\"([^\"]+)\"")
 NOT_EXTRAS = {"self", "prompt", "prompts", "params", "sampling_params", "request_id", "use_tqdm"}
 
@@ -137,6 +141,27 @@ class Bodies:
     def of(self, names: tuple[str, ...]) -> list[str]:
         assert all(name in self._classes for name in names), names
         return sorted(set().union(*map(self.fields, names)))
+
+
+def homes(root: Path) -> dict[str, list[str]]:
+    """By name of those that `actorllm.compat` has in its submodules: the modules of vLLM that define it, if they are few."""
+    names = {name for found in MODULES.values() for name in found}
+    found: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if module.split(".")[0] in ("benchmarks", "models", "model_executor", "_version"):
+            continue
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    defined = [name]
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    defined = [name]
+                case _:
+                    continue
+            for name in {*defined} & names:
+                found.setdefault(name, []).append(module)
+    return {name: modules for name, modules in sorted(found.items()) if len(modules) <= MOST_HOMES}
 
 
 def endpoints(root: Path) -> list[str]:
@@ -248,6 +273,7 @@ def main(root: Path) -> None:
         "defaults": {"fields": of_fields, "methods": of_methods},
         "bodies": {path: bodies.of(classes) for path, classes in BODIES.items()},
         "endpoints": endpoints(root),
+        "homes": homes(root),
         "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
