@@ -14,14 +14,14 @@ BACKENDS = (None, "mp", "uni", "ray", EXTERNAL)
 """Of distributed_executor_backend."""
 
 
-class Launch(NamedTuple):
+class LaunchedRank(NamedTuple):
     """This process among those that were started."""
 
     rank: int
     world_size: int
 
     @classmethod
-    def of_environment(cls) -> Launch:
+    def of_environment(cls) -> LaunchedRank:
         """Raises ConfigError where no launcher has set the variables."""
         found = []
         for name in ("RANK", "WORLD_SIZE"):
@@ -57,7 +57,7 @@ def check_launch(given: dict[str, Any]) -> bool:
         raise ConfigError(f"distributed_executor_backend={backend!r:.80} is not supported; it may be {known}")
     if backend != EXTERNAL:
         return False
-    size, launch = given["tensor_parallel_size"], Launch.of_environment()
+    size, launch = given["tensor_parallel_size"], LaunchedRank.of_environment()
     if launch.world_size != size or launch.rank >= launch.world_size:
         raise ConfigError(
             f"distributed_executor_backend={EXTERNAL!r}: tensor_parallel_size={size}, and the launcher has started "

@@ -198,19 +198,19 @@ class TokenPlaces:
         dims = np.arange(head_dim)
         keys = np.add.outer(first * (head_dim * block_size) + offsets[:, None], dims * block_size)
         rows = (first + num_kv_heads) * block_size + offsets[:, None]
-        self._elements: torch.Tensor | None = None
+        self.elements: torch.Tensor | None = None
         """Of few tokens, [num_tokens * 2 * num_kv_heads * head_dim]: their keys, and their values."""
         if len(blocks) <= FEW_TOKENS:
             both = np.concatenate((keys, np.add.outer(rows * head_dim, dims)), 1)
-            self._elements = torch.from_numpy(both.reshape(-1))
+            self.elements = torch.from_numpy(both.reshape(-1))
         else:
             self._key_elements = torch.from_numpy(keys.reshape(-1))
             self._value_rows = torch.from_numpy(rows.reshape(-1))
 
     def store(self, views: KVLayer, key_value: torch.Tensor) -> None:
         """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
-        if self._elements is not None:
-            views.elements.put_(self._elements, key_value.reshape(-1))
+        if self.elements is not None:
+            views.elements.put_(self.elements, key_value.reshape(-1))
             return
         heads = self._heads
         views.elements.put_(self._key_elements, key_value[:, :heads].reshape(-1))
@@ -238,10 +238,15 @@ class KVWrites:
             self._loose = torch.from_numpy(loose)
             self._whole, self._block_ids = torch.from_numpy(whole), torch.from_numpy(block_ids)
         self.places = TokenPlaces(kv_slots // size, kv_slots % size, heads, dim, size)
+        # Of few tokens, none of them with a whole block: where all that is written goes.
+        self._elements = None if block_ids.size else self.places.elements
 
     def store(self, layer: int, key_value: torch.Tensor) -> None:
         """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
         views, heads = self._cache.layers[layer], self._cache.num_kv_heads
+        if self._elements is not None:
+            views.elements.put_(self._elements, key_value.reshape(-1))
+            return
         loose = key_value
         if self._whole is not None:
             assert self._loose is not None
