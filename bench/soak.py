@@ -37,7 +37,7 @@ from report import environment, print_table, write_json  # noqa: E402
 
 from actorllm import AsyncLLM  # noqa: E402
 from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, Load, resident_mib  # noqa: E402
-from tests.oracle import MAX_RATE  # noqa: E402
+from tests.oracle import MAX_RATE, oracle_model  # noqa: E402
 
 NAME = f"soak-{os.getpid()}"
 SAMPLE_EVERY_S = 5.0
@@ -311,6 +311,7 @@ async def soak(
     options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "num_threads": 1, "name": NAME}
     if num_replicas > 1:
         options |= {"data_parallel_size": num_replicas, "kv_cache_memory_bytes": 256 << 20}
+    oracle_model()  # it could not be read while the descriptors are taken
     engine = AsyncLLM("storyteller", **options)
     chaos = Chaos(engine, seed)
     run = Soak(chaos, seed, num_replicas)
