@@ -81,7 +81,7 @@ class PoisonIsolation(LoopPart):
 
     def after_result(self, events: Events) -> None:
         if self._probes.is_on:
-            self._probes.on_step(sequence.key for sequence in events.sequences)
+            self._probes.on_result(sequence.key for sequence in events.sequences)
 
     def next_deadline(self) -> float:
         return self._probes.wakes_at if self._probes.is_on else math.inf

@@ -247,9 +247,9 @@ class SchedulerBisection:
         self.take([key for key in self._held if key[0] == frontend])
         self._losses.pop(frontend, None)
 
-    def on_step(self, with_tokens: Iterable[Key]) -> None:
-        """A step is reported, and these had tokens."""
-        self._has_stepped = True
+    def on_step(self, with_tokens: Iterable[Key], *, is_older: bool = False) -> None:
+        """A step is reported, and these had tokens. is_older: it was planned before the group was taken on."""
+        self._has_stepped |= not is_older
         cleared = set(with_tokens)
         self._pending -= cleared
         self._has_token |= bool(cleared)

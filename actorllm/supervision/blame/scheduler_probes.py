@@ -60,6 +60,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         """Until when any frontend may bring suspects, for another replica has died (`expect_suspects`)."""
         self.begins_at = 0.0
         """When the search begins even if some frontends have not submitted everything again."""
+        self._first_step = 0
+        """The first that was planned after the last group was taken on."""
         self.not_begun: set[Key] = set()
         """Requests that were submitted again and have not been in a step of this scheduler."""
 
@@ -147,6 +149,7 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
                 return []
             if self.is_narrowing or self._is_alone:
                 self._report_progress()
+        self._first_step = self._scheduler.ledger.next_step
         self._tell([key for key, _ in group])
         return group or self.take_all()
 
@@ -167,6 +170,10 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
             if sequence.slot >= 0 or not self.has_stepped:
                 return False
         return True
+
+    def on_result(self, with_tokens: Iterable[Key]) -> None:
+        """The result of the oldest step in flight was applied, and these had tokens."""
+        self.on_step(with_tokens, is_older=self._scheduler.ledger.last_done < self._first_step)
 
     def is_stuck(self, has_workers: bool) -> bool:
         """Whether no member of the group can run now."""

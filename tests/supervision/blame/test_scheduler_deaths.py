@@ -318,6 +318,32 @@ def test_a_program_that_is_late_does_not_hold_up_the_others_for_long(make_lives:
     assert other.reason == "length"
 
 
+def test_suspects_that_are_probed_one_by_one_are_in_no_step_together(make_lives: Callable[..., Lives]) -> None:
+    """Though steps that were planned before a suspect was taken on end while it waits for the next plan."""
+    lives = make_lives()
+    lives.submit(0, prompt_of(lives), 100)
+    for _ in range(5):
+        lives.turn()
+    (frontend,) = lives.frontends
+    assert frontend is not None
+    suspects = [lives.submit(0, prompt_of(lives), 8)[0] for _ in range(3)]
+    rids = {caller.rid for caller in suspects}
+    entries = frontend.surrender(lambda entry: entry.submit.rid in rids)
+    for entry in entries.values():
+        entry.record.probe_alone()
+    for _ in range(2):
+        lives.scheduler.turn()  # as many steps are planned as may be in flight
+    assert not lives.scheduler.scheduler.has_room
+    frontend.adopt(entries, lives.now)
+    most = 0
+    while not all(caller.is_over for caller in lives.callers):
+        lives.turn()
+        steps = lives.scheduler.scheduler.ledger.in_flight
+        most = max(most, sum(one.key[1] in rids for step in steps for one, _ in step.prefills))
+    check_ends(lives)
+    assert most == 1
+
+
 class Programs(RuleBasedStateMachine):
     """Several programs, some of whose requests are deadly. The owner has one that is not, most of the time."""
 
