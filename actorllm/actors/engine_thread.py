@@ -382,7 +382,10 @@ def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
 def serves_loops() -> bool:
     """Whether event loops of the application have waited for something of an engine, and are there still."""
     with _hosts_lock:
-        return any(host.is_of_application for host in _hosts.values())
+        for host in _hosts.values():  # a loop calls less than `any`; a decode step asks once
+            if host.is_of_application:
+                return True
+    return False
 
 
 class ThreadHost(HostLoop):
