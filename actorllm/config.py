@@ -18,7 +18,7 @@ from typing import Any, Literal, Unpack
 
 import orjson
 
-from actorllm import shapes
+from actorllm.bundled import shapes
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -26,8 +26,10 @@ from actorllm.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
     nearest_name,
+    shown,
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
+from actorllm.scheduling.autoscaler import ScalingPolicy
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
@@ -46,7 +48,7 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import INT8, is_twin, read_method
+from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method
 from actorllm.types.speculation import read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -56,8 +58,8 @@ from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {
-    "storyteller": Path(__file__).parent / "storyteller",
-    "storyteller-draft": Path(__file__).parent / "storyteller" / "draft",
+    "storyteller": Path(__file__).parent / "bundled" / "storyteller",
+    "storyteller-draft": Path(__file__).parent / "bundled" / "storyteller" / "draft",
 }
 
 HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
@@ -360,6 +362,12 @@ class EngineConfig:
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
     ready_replicas: int = 1
     """The engine is ready when so many replicas are."""
+    max_replicas: int = 0
+    """The number of replicas follows the demand, up to this one (`fleet.scaling`); 0: it does not."""
+    min_replicas: int = 0
+    target_attainment: float = 0.99
+    autoscaling: dict[str, float] = field(default_factory=dict, hash=False)
+    """What replaces fields of `scheduling.autoscaler.ScalingPolicy`."""
     router: str = DEFAULT_ROUTER
     """Which replica a request goes to (`fleet.router`)."""
     stages: tuple[int, ...] = ()
@@ -600,7 +608,7 @@ class EngineConfig:
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
-                quantization=_quantization(given, pooler),
+                quantization=_quantization(given, pooler, hf, device),
                 quantization_twin=_quantization_twin(given),
                 module=module,
             ),
@@ -807,11 +815,13 @@ def _with_draft_folder(
 def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     """How many replicas there are. What a fleet cannot be combined with is refused by name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
+    scaling = _scaling(given, size)
+    size = max(size, scaling.get("min_replicas", 1))
     nodes = _nodes(given)
     local = given["data_parallel_size_local"]
     if nodes["nodes"]:
         num_local = 0 if local is None else _not_negative("data_parallel_size_local", local)
-        if size == 1:  # the default: one replica for each node
+        if size == 1 and given["max_replicas"] is None:  # the default: one replica for each node
             size = num_local + len(nodes["nodes"])
         if num_local > size:
             raise ConfigError(f"data_parallel_size_local={num_local} is more than data_parallel_size={size}")
@@ -829,11 +839,41 @@ def _fleet(given: dict[str, Any]) -> dict[str, Any]:
     if ready > size:
         raise ConfigError(f"ready_replicas={ready} is more than data_parallel_size={size}; lower it")
     make_router(given["router"])
-    if size > 1 and given["topology"] == "inline":
+    if (size > 1 or scaling) and given["topology"] == "inline":
+        asked = f"max_replicas={scaling['max_replicas']}" if scaling else f"data_parallel_size={size}"
         raise ConfigError(
-            f"data_parallel_size={size} needs processes, and topology='inline' computes in this one; use topology='process'"
+            f"{asked} needs processes, and topology='inline' computes in this one; use topology='process'"
         )
-    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **nodes}
+    return {"data_parallel_size": size, "ready_replicas": ready, "router": given["router"], **scaling, **nodes}
+
+
+def _scaling(given: dict[str, Any], size: int) -> dict[str, Any]:
+    """How the number of replicas follows the demand; empty: it does not."""
+    most, least, policy = given["max_replicas"], given["min_replicas"], given["autoscaling"]
+    if most is None:
+        if least is not None or policy is not None:
+            raise ConfigError("min_replicas and autoscaling need max_replicas, up to which replicas are started")
+        return {}
+    most, least = _positive("max_replicas", most), 1 if least is None else _positive("min_replicas", least)
+    if not least <= most <= MAX_REPLICAS:
+        raise ConfigError(
+            f"max_replicas={most} must be from min_replicas={least} to {MAX_REPLICAS}, which one engine may have"
+        )
+    if size > most or 1 < size < least:
+        raise ConfigError(f"data_parallel_size={size} must be from min_replicas={least} to max_replicas={most}")
+    target = given["target_attainment"]
+    if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < 1:
+        raise ConfigError(f"target_attainment={shown(target)} must be a share of requests, above 0 and below 1")
+    if isinstance(policy, str):  # of a command line
+        try:
+            policy = orjson.loads(policy)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"autoscaling={policy!r:.80} is no JSON: {error}") from error
+    if policy is not None and not isinstance(policy, Mapping):
+        raise ConfigError(f'autoscaling={shown(policy)} must be a mapping, such as {{"window_s": 120}}')
+    policy = dict(policy or {})
+    ScalingPolicy.of(policy)
+    return {"max_replicas": most, "min_replicas": least, "target_attainment": float(target), "autoscaling": policy}
 
 
 def _nodes(given: dict[str, Any]) -> dict[str, Any]:
@@ -1025,7 +1065,7 @@ def read_model_folder(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
 
-    load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
+    load_format "dummy" needs no weights, so that a model of `actorllm.bundled.shapes` needs no download either.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
@@ -1227,12 +1267,14 @@ def _stretched(hf: dict[str, Any], positions: int) -> int:
     return int(factor * trained)
 
 
-def _quantization(given: dict[str, Any], pooler: Pooler | None) -> str | None:
+def _quantization(given: dict[str, Any], pooler: Pooler | None, hf: dict[str, Any], device: str) -> str | None:
     if given["quantization"] is not None and pooler is not None and pooler.is_encoder:
         raise ConfigError(
             f"quantization={given['quantization']!r}: encoders are not computed with quantized weights; leave it at None"
         )
     method: str | None = given["quantization"]
+    if method == FP8 and device == "cpu" and hf.get("quantization_config") is None:
+        raise not_quantized(method)
     return method
 
 

@@ -535,7 +535,7 @@ def main() -> None:
         options = {
             "threads": arguments.threads,
             "streams": arguments.streams,
-            "model": str(ROOT / "actorllm" / "storyteller"),
+            "model": str(ROOT / "actorllm" / "bundled" / "storyteller"),
             "gguf": str(Path(folder) / "storyteller.gguf"),
         }
         if pythons["xllamacpp"]:

@@ -27,7 +27,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 from report import absolute, compared, finish, informative, quantile, versions
 from sides import ROOT, exit_on_sigterm
@@ -38,12 +40,15 @@ MODEL = "storyteller"
 HERD = "herd"
 PARTS = ("throughput", "router", "kill", "herd")
 SIDES = ("one", "fleet", "kill", "herd", "burst", "vllm", "vllm-two")
+KINDS = {"program": "the program", "scheduler": "schedulers", "worker": "workers"}
 VICTIMS = (("scheduler", "worker0"), ("scheduler",), ("worker0",))
 """What is killed of a replica, in turns."""
 
 
-async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[float]]:
-    """The tokens of one stream, and when they came."""
+async def stream(
+    llm, number: int, num_tokens: int, halfway: asyncio.Event | None = None
+) -> tuple[list[int], list[float]]:
+    """The tokens of one stream, and when they came. halfway: set when it has half of them."""
     from actorllm import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
@@ -54,6 +59,8 @@ async def stream(llm, number: int, num_tokens: int) -> tuple[list[int], list[flo
     async for output in llm.generate(f"Once upon a time, number {number},", params):
         tokens += output.outputs[0].token_ids
         times.append(time.perf_counter())
+        if halfway is not None and len(tokens) >= num_tokens // 2:
+            halfway.set()
     return tokens, times
 
 
@@ -70,11 +77,28 @@ async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
     async with AsyncLLM(MODEL, **options) as llm:
         await all_ready(llm)
         await asyncio.gather(*[stream(llm, 1000 + number, 30) for number in range(num_streams)])
-        began = time.perf_counter()
+        before, began = cpu_of(llm), time.perf_counter()
         found = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
         seconds = time.perf_counter() - began
+        after = cpu_of(llm)
     gaps = [b - a for _, times in found for a, b in itertools.pairwise(times)]
-    return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
+    count = num_streams * num_tokens
+    cpu = {name: (after[name] - before[name]) / count * 1e6 for name in after}
+    return {"tokens_per_s": count / seconds, "gap_p99_s": quantile(gaps, 0.99), "cpu_us": cpu}
+
+
+def cpu_of(llm) -> dict[str, float]:
+    """Seconds of CPU so far: of this program, and of the engine's processes of each kind."""
+    seconds = {"program": time.process_time(), "scheduler": 0.0, "worker": 0.0}
+    for replica in llm.health().replicas:
+        for name, pid in replica.pids.items():
+            kind = name.rstrip("0123456789")
+            if kind in seconds:
+                seconds[kind] += sum(
+                    int((task / "schedstat").read_text().split()[0]) / 1e9
+                    for task in Path(f"/proc/{pid}/task").iterdir()
+                )
+    return seconds
 
 
 VLLM_LIMITS = {
@@ -83,6 +107,8 @@ VLLM_LIMITS = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
+VLLM_START_S = 300.0
+"""It is given up if it does not begin within that: it compiles its model."""
 FORMS = {"vllm": "vLLM, data_parallel_size=2", "vllm-two": "two engines of vLLM, half the streams each"}
 
 
@@ -118,8 +144,18 @@ async def serve_vllm(num_streams: int, num_tokens: int, options: dict) -> dict:
     return {"tokens_per_s": num_streams * num_tokens / seconds, "gap_p99_s": quantile(gaps, 0.99)}
 
 
-def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict:
-    """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together."""
+def end(sides: list[subprocess.Popen]) -> None:
+    """These programs, with what they have started."""
+    for side in sides:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(side.pid, signal.SIGKILL)
+
+
+def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict | None:
+    """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together.
+
+    None: neither runs, and why is printed.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
     reasons = []
     for form, binds in (("vllm", ["|".join(map(str, cores))]), ("vllm-two", [str(core) for core in cores])):
@@ -145,21 +181,26 @@ def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict:
             )
             for bind in binds
         ]
+        watchdog = threading.Timer(VLLM_START_S, end, [sides])
+        watchdog.start()
         try:
             if all(any(line == "ready\n" for line in side.stdout) for side in sides):
+                watchdog.cancel()
                 for side in sides:
                     side.stdin.write("\n")
                     side.stdin.flush()
                 told = [json.loads(side.communicate(timeout=300)[0].splitlines()[-1]) for side in sides]
                 speed, gap = sum(one["tokens_per_s"] for one in told), max(one["gap_p99_s"] for one in told)
                 return {"form": FORMS[form], "tokens_per_s": speed, "gap_p99_s": gap}
+            end(sides)
             reasons.append(sides[0].communicate(timeout=60)[1].strip().splitlines()[-1:])
         finally:
+            watchdog.cancel()
+            end(sides)
             for side in sides:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(side.pid, signal.SIGKILL)
                 side.wait()
-    raise SystemExit(f"vLLM does not run in any form: {reasons}")
+    print(f"vLLM does not run in any form: {reasons}", file=sys.stderr)
+    return None
 
 
 async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
@@ -175,8 +216,10 @@ async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
             seeds = range(number * num_streams, (number + 1) * num_streams)
             wanted = await asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds])
 
-            async def strike(number: int = number) -> float:
-                await asyncio.sleep(1.0)
+            halfway = asyncio.Event()
+
+            async def strike(number: int = number, halfway: asyncio.Event = halfway) -> float:
+                await halfway.wait()
                 at = time.perf_counter()
                 victims = VICTIMS[number % len(VICTIMS)]
                 for name, pid in llm.health().replicas[number % 2].pids.items():
@@ -185,7 +228,7 @@ async def kill(num_streams: int, num_tokens: int, num_kills: int) -> dict:
                 return at
 
             found, at = await asyncio.gather(
-                asyncio.gather(*[stream(llm, seed, num_tokens) for seed in seeds]), strike()
+                asyncio.gather(*[stream(llm, seed, num_tokens, halfway) for seed in seeds]), strike()
             )
             before, num_moved = num_moved, (await llm.stats())["frontend"]["num_moved"]
             for (mine, _), (theirs, _) in zip(found, wanted, strict=True):
@@ -315,6 +358,8 @@ def main() -> None:
             halves.append(measured("one", arguments.streams // 2, arguments.tokens))
             if arguments.peer_python:
                 peers.append(measured_vllm(arguments.peer_python, arguments.streams, arguments.tokens))
+                if peers[-1] is None:  # nor will it in later rounds
+                    arguments.peer_python = peers.pop()
         if "kill" in parts:
             deaths.append(measured("kill", 32, arguments.tokens, arguments.kills))
         if "router" in parts:
@@ -328,6 +373,15 @@ def main() -> None:
         rows += [
             compared("tokens/s of two replicas", speed, half, [run["tokens_per_s"] for run in halves], at_least=1.9),
             informative("tokens/s of two replicas", speed, all_of_them, [run["tokens_per_s"] for run in ones]),
+            *[
+                informative(
+                    f"CPU a token of {name}, µs",
+                    [run["cpu_us"][kind] for run in fleets],
+                    half,
+                    [run["cpu_us"][kind] for run in halves],
+                )
+                for kind, name in KINDS.items()
+            ],
             compared("p99 of gaps of two replicas, s", gaps, half, [run["gap_p99_s"] for run in halves], at_most=1.1),
         ]
         if peers:

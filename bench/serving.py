@@ -31,7 +31,7 @@ from sides import ROOT, cores, exit_on_sigterm, process_tree
 from streaming import vllm_environment
 
 STREAMS = 64
-STORYTELLER = ROOT / "actorllm" / "storyteller"
+STORYTELLER = ROOT / "actorllm" / "bundled" / "storyteller"
 START_TIMEOUT_S = 300
 LIMITS = ("--dtype", "bfloat16", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
 

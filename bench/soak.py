@@ -212,7 +212,7 @@ class Soak:
                         os.kill(pid, signal.SIGKILL)
 
     async def _all_run(self) -> None:
-        with anyio.fail_after(120):
+        with anyio.fail_after(300):
             while any(one.state != "running" for one in self.chaos.engine.health().replicas):  # noqa: ASYNC110 (of processes)
                 await anyio.sleep(0.05)
 
@@ -233,7 +233,7 @@ class Soak:
         told = b""
         async with await self._open_guest(LEAVING_GUEST, str(seed), str(NUM_OF_GUEST)) as guest:
             assert guest.stdout is not None
-            with anyio.fail_after(120):
+            with anyio.fail_after(300):  # on a busy machine a restart takes half a minute
                 told += await guest.stdout.receive()
                 await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)), is_patient=False)
                 guest.send_signal(signal.SIGSTOP)

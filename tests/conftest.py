@@ -103,15 +103,29 @@ def few_threads() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_lane_process_leaks() -> Iterator[None]:
+def no_intake_process_leaks() -> Iterator[None]:
     """None outlives the engines of its module."""
     yield
     assert not set(LAZY_PROCESSES) & set(_named_children().values()), "left a process of the intake or an encoder"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As `nothing_leaks`, of a module whose tests kill and restart processes of one engine (`leaks_by_module`)."""
+    children = _children()
+    yield
+    if request.node.get_closest_marker("leaks_by_module"):
+        _wait_until(lambda: _children() <= children)
+        assert _children() <= children, "left a child process"
+        assert not {name for name in _shared_memory_names() if "actorllm" in name}, "left in /dev/shm"
+
+
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """No shared memory, child process or file descriptor of ours outlives the test that made it."""
+    if request.node.get_closest_marker("leaks_by_module"):
+        yield
+        return
     names, children, fds = _shared_memory_names(), _children(), _descriptors()
     yield
     assert _shared_memory_names() <= names, "left in /dev/shm"

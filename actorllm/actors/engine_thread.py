@@ -83,6 +83,11 @@ class HostLoop(ABC):
 
     __slots__ = ("__weakref__",)
 
+    @property
+    def is_of_application(self) -> bool:
+        """Not run by a thread of the engine, and not closed as far as that can be told."""
+        return True
+
     @staticmethod
     def current() -> HostLoop:
         """The loop that runs the calling code. Raises RuntimeError outside of one."""
@@ -143,6 +148,11 @@ class AsyncioLoop(HostLoop):
         """
         if self._context is None:
             self._context = contextvars.copy_context()
+
+    @property
+    def is_of_application(self) -> bool:
+        loop = self._loop()
+        return self._context is None and loop is not None and not loop.is_closed()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -367,6 +377,12 @@ def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
         if host is None:
             host = _hosts[loop] = make(loop)
         return host
+
+
+def serves_loops() -> bool:
+    """Whether event loops of the application have waited for something of an engine, and are there still."""
+    with _hosts_lock:
+        return any(host.is_of_application for host in _hosts.values())
 
 
 class ThreadHost(HostLoop):

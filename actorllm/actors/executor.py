@@ -108,7 +108,7 @@ class _Owner:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _PoolThread:
     """A thread and what it is at."""
 
     is_small: bool
@@ -147,7 +147,7 @@ class FairExecutor(Generic[J]):
     _owners: dict[int, _Owner] = field(default_factory=dict)
     """Flows and owners of what waits."""
     _num_waiting: int = 0
-    _lanes: list[_Lane] = field(default_factory=list)
+    _threads: list[_PoolThread] = field(default_factory=list)
     _outcomes: list[tuple[_Entry, Any]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _is_closed: bool = False
@@ -179,12 +179,12 @@ class FairExecutor(Generic[J]):
         JobDropped."""
         at = now()
         with self._changed:
-            for lane in self._lanes:
-                entry = lane.entry
+            for worker in self._threads:
+                entry = worker.entry
                 if entry is not None and not entry.job.is_timed:
                     entry.began = at
-                if entry is not None and not lane.is_abandoned and entry.began + self.timeout_s <= at:
-                    lane.is_abandoned = True
+                if entry is not None and not worker.is_abandoned and entry.began + self.timeout_s <= at:
+                    worker.is_abandoned = True
                     self._counts.num_timeouts += 1
                     self._tell(entry, TimeoutError(f"it took longer than {self.timeout_s:g} s"))
                     logger.warning("%s: a job of size %d takes too long", self.name, entry.job.size)
@@ -196,13 +196,13 @@ class FairExecutor(Generic[J]):
     def is_busy(self) -> bool:
         """Whether anything waits, runs, or is to be taken."""
         return bool(self._num_waiting or self._outcomes) or any(
-            lane.entry is not None and not lane.is_abandoned for lane in self._lanes
+            worker.entry is not None and not worker.is_abandoned for worker in self._threads
         )
 
     @property
     def expires_at(self) -> float:
         """When `take_outcomes` has to be called even if no outcome is there."""
-        began = [lane.entry.began for lane in self._lanes if lane.entry is not None and not lane.is_abandoned]
+        began = [worker.entry.began for worker in self._threads if worker.entry is not None and not worker.is_abandoned]
         return min(began, default=math.inf) + self.timeout_s
 
     def wait(self, timeout: float) -> None:
@@ -217,7 +217,7 @@ class FairExecutor(Generic[J]):
             self._flows.clear()
             self._owners.clear()
             self._num_waiting = 0
-            idle = [lane.thread for lane in self._lanes if lane.entry is None and lane.thread is not None]
+            idle = [worker.thread for worker in self._threads if worker.entry is None and worker.thread is not None]
             self._changed.notify_all()
         for thread in idle:
             thread.join(JOIN_S)
@@ -226,8 +226,8 @@ class FairExecutor(Generic[J]):
         with self._changed:
             counts = self._counts
             counts.num_waiting = self._num_waiting
-            counts.num_running = sum(lane.entry is not None and not lane.is_abandoned for lane in self._lanes)
-            counts.num_abandoned = sum(lane.is_abandoned for lane in self._lanes)
+            counts.num_running = sum(worker.entry is not None and not worker.is_abandoned for worker in self._threads)
+            counts.num_abandoned = sum(worker.is_abandoned for worker in self._threads)
             return replace(counts)
 
     # Under the lock
@@ -267,25 +267,27 @@ class FairExecutor(Generic[J]):
         """Threads for those that there are none of: at first, and where one was abandoned or has ended."""
         if self._is_closed or not self._num_waiting:
             return
-        for lane in [lane for lane in self._lanes if lane.thread is not None and not lane.thread.is_alive()]:
-            self._lanes.remove(lane)
+        for worker in [
+            worker for worker in self._threads if worker.thread is not None and not worker.thread.is_alive()
+        ]:
+            self._threads.remove(worker)
             self._counts.num_restarted += 1
-            if lane.entry is not None:
-                self._tell(lane.entry, RuntimeError("the thread of the job has ended"))
-        # One lane of each kind works, besides those that are stuck in a job beyond its limit.
+            if worker.entry is not None:
+                self._tell(worker.entry, RuntimeError("the thread of the job has ended"))
+        # One worker of each kind works, besides those that are stuck in a job beyond its limit.
         for is_small in (True, False):
-            lanes = [lane for lane in self._lanes if lane.is_small == is_small]
-            num_abandoned = sum(lane.is_abandoned for lane in lanes)
-            if len(lanes) == num_abandoned <= MAX_REPLACED:
+            workers = [worker for worker in self._threads if worker.is_small == is_small]
+            num_abandoned = sum(worker.is_abandoned for worker in workers)
+            if len(workers) == num_abandoned <= MAX_REPLACED:
                 self._counts.num_restarted += num_abandoned > 0
                 self._start(is_small)
 
     def _start(self, is_small: bool) -> None:
-        lane = _Lane(is_small)
+        worker = _PoolThread(is_small)
         context = contextvars.Context()  # an empty one: a thread must not keep what its starter is in
-        lane.thread = threading.Thread(target=context.run, args=(self._serve, lane), name=self.name, daemon=True)
-        self._lanes.append(lane)
-        lane.thread.start()
+        worker.thread = threading.Thread(target=context.run, args=(self._serve, worker), name=self.name, daemon=True)
+        self._threads.append(worker)
+        worker.thread.start()
 
     def _tell(self, entry: _Entry, outcome: Any) -> None:
         if not entry.is_told:
@@ -312,34 +314,34 @@ class FairExecutor(Generic[J]):
 
     # On a thread of the queue
 
-    def _serve(self, lane: _Lane) -> None:
+    def _serve(self, worker: _PoolThread) -> None:
         try:
-            while self._next(lane):
-                self._run(lane)
+            while self._next(worker):
+                self._run(worker)
         finally:
             with self._changed:
-                if lane in self._lanes and (lane.is_abandoned or self._is_closed):
-                    self._lanes.remove(lane)
+                if worker in self._threads and (worker.is_abandoned or self._is_closed):
+                    self._threads.remove(worker)
 
-    def _next(self, lane: _Lane) -> bool:
+    def _next(self, worker: _PoolThread) -> bool:
         """Wait for a job. False: the thread is to end."""
         with self._changed:
-            while not self._is_closed and not lane.is_abandoned:
-                entry = self._pick(lane.is_small)
+            while not self._is_closed and not worker.is_abandoned:
+                entry = self._pick(worker.is_small)
                 if entry is not None:
                     entry.began = now()
-                    lane.entry = entry
+                    worker.entry = entry
                     break
                 if self._outcomes:
                     self.on_outcome()  # of jobs that were dropped
-                self._changed.wait(RETRY_S if self._num_waiting and not lane.is_small else None)
+                self._changed.wait(RETRY_S if self._num_waiting and not worker.is_small else None)
             else:
                 return False
         self.on_outcome()  # it has begun: the loop sets its timer for the limit
         return True
 
-    def _run(self, lane: _Lane) -> None:
-        entry = lane.entry
+    def _run(self, worker: _PoolThread) -> None:
+        entry = worker.entry
         assert entry is not None
         try:
             outcome = entry.job.run()
@@ -347,9 +349,9 @@ class FairExecutor(Generic[J]):
             # A panic of a native library, too: it is the outcome of this job and of no other.
             outcome = error
         with self._changed:
-            lane.entry = None
-            if lane.is_abandoned:
-                self._lanes.remove(lane)
+            worker.entry = None
+            if worker.is_abandoned:
+                self._threads.remove(worker)
             self._tell(entry, outcome)
             self._changed.notify_all()
         self.on_outcome()

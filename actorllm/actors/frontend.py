@@ -197,7 +197,7 @@ class FrontendActor(Actor):
         self._error: BaseException | None = None
         self.last_rid = last_rid
         self.observer: OutputObserver | None = None
-        self._num_finished = 0
+        self._num_finished = self._num_finished_tokens = 0
         self._num_repeated = 0
         self._num_asking = 0
         self._unsent: deque[Submit | Abort | _UnsentAsk] = deque()
@@ -221,6 +221,11 @@ class FrontendActor(Actor):
     def num_open(self) -> int:
         """Sequences that have not ended."""
         return len(self._journal)
+
+    @property
+    def finished(self) -> tuple[int, int]:
+        """Sequences that have ended, and their tokens."""
+        return self._num_finished, self._num_finished_tokens
 
     @property
     def is_linked(self) -> bool:
@@ -268,7 +273,7 @@ class FrontendActor(Actor):
         submit = self._made(lambda: replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32)), consumers)
         if submit is None:
             return
-        record = DeathRecord()  # one for all of them
+        record = DeathRecord(rids=tuple(rids))  # one for all of them
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
             self._journal[sequence.rid] = JournalEntry(sequence, consumer, record=record)
             consumer.note_version(0, self.weights.version)
@@ -398,7 +403,7 @@ class FrontendActor(Actor):
         """Before a new scheduler gets a request it is told what the last one knew."""
         try:
             if self._has_timeline:
-                await self.ask(link, "start_timeline", math.inf, lost=lost, lost_at=self._lost_at)
+                await self.ask(link, "start_timeline", math.inf, lost=lost, lost_for_s=now() - self._lost_at)
             if self._pause_mode is not None:
                 # What "abort" had to end has ended; a caller that was about to pause asks again (`ask_scheduler`).
                 mode = "wait" if self._pause_mode == "wait" else "keep"
@@ -556,7 +561,7 @@ class FrontendActor(Actor):
             case Begun():
                 for rid in message.rids.tolist():
                     if rid in self._journal:
-                        self._journal[rid].record.is_begun = True
+                        self._journal[rid].record.begun.add(rid)
             case _:
                 super().on_message(link, message)
 
@@ -626,7 +631,7 @@ class FrontendActor(Actor):
                 entry.first_token = emitted_at
             # A new token shows that the request does not kill schedulers: deaths before it do not count.
             if new and (entry.num_recoveries or entry.record.num_deaths):
-                entry.record.clear()
+                entry.record.prove(rid, journal)
             # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:
@@ -639,6 +644,7 @@ class FrontendActor(Actor):
                 end = ends[row]
                 del journal[rid]
                 self._num_finished += 1
+                self._num_finished_tokens += len(emitted)
                 if entry.num_recoveries:
                     end = _with_recoveries(end, entry)
                 if end.error is not None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import StepFailed, StepResult
-from actorllm.scheduling.router import MAX_REPLICAS
+from actorllm.scheduling.router import MAX_REPLICAS, LearntSteps
 from actorllm.scheduling.step_time import StepTime, features_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from actorllm.scheduling.scheduler import Scheduler
 
 NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
-NUM_COLUMNS = WEIGHTS + 4
+RATES = WEIGHTS + 4
+NUM_COLUMNS = RATES + 4
 MAX_PROGRAMS = 256
 """That have rows of their own; of more, some share one, and routers know less."""
 MAX_BUCKETS = 1 << 18
@@ -85,19 +86,16 @@ class LoadBoard:
         """What the scheduler of a replica knows now."""
         cells = self._table[row]
         cells[NUM_FREE_BLOCKS] = num_free_blocks
-        cells[WEIGHTS:] = times.weights
+        cells[WEIGHTS:RATES] = times.weights
+        cells[RATES:] = times.rates
         cells[NUM_STEPS] = times.num_steps
 
-    def read(self, row: int) -> tuple[int, tuple[float, float, float, float]] | None:
-        """Free blocks, and what a step costs: fixed, for a prompt token, a decode row, a token of context, in seconds.
-
-        None: not enough steps have been seen.
-        """
-        free, num_steps, *weights = self._table[row].tolist()
-        if num_steps < StepTime.MIN_STEPS or not all(-1e6 < weight < 1e6 for weight in weights):
+    def read(self, row: int) -> tuple[int, LearntSteps] | None:
+        """Free blocks, and what is known of its steps. None: not enough steps have been seen."""
+        free, num_steps, *learnt = self._table[row].tolist()
+        if num_steps < StepTime.MIN_STEPS or not all(-1e9 < number < 1e9 for number in learnt):
             return None
-        fixed, prompt, decode, context = weights
-        return int(free), (fixed, prompt, decode, context)
+        return int(free), LearntSteps(tuple(learnt[:4]), tuple(learnt[4:]))
 
     # Programs
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.adapters import AdapterLoading
 from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.detokenization import Outgoing, Renderer
+from actorllm.actors.engine_thread import serves_loops
 from actorllm.actors.link import Link
 from actorllm.actors.load_board import LoadPublisher
 from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, PoisonIsolation, hooks
@@ -125,6 +126,9 @@ class SchedulerActor(Actor):
         *("sleep", "wake_up"),
     )
 
+    WARMS_UP = True
+    """Whether grammars are got ready at the start where the first one would hold an event loop of the application."""
+
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
         super().__init__(name, rank)
         self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
@@ -174,7 +178,7 @@ class SchedulerActor(Actor):
             self._tokenizer = Tokenizer(config.model.tokenizer)
         return {}
 
-    def on_configure(self, config: EngineConfig) -> None:
+    def on_configure(self, config: EngineConfig) -> Awaitable[None] | None:
         self._num_workers, self._reporting_rank = config.num_workers, config.reporting_rank
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
@@ -213,6 +217,11 @@ class SchedulerActor(Actor):
         self._after_result = hooks(parts, "after_result")
         self._deadlines: tuple[Callable[[], float], ...] = hooks(parts, "next_deadline")
         self._renderer = Renderer(self._tokenizer, self._counters, self.scheduler.finish)
+        # llguidance reads a vocabulary without giving the interpreter back: a second for 150,000 tokens. In a process that has
+        # an event loop of the application, that belongs to the start, and not between the tokens of other requests.
+        if self.WARMS_UP and config.topology == "inline" and config.model.pooler is None and serves_loops():
+            return self._warm_up_grammars()
+        return None
 
     def _build(self, config: EngineConfig) -> Scheduler:
         eos_token_ids = self._eos_token_ids(config)
@@ -643,12 +652,11 @@ class SchedulerActor(Actor):
             self._timeline.updated(result, began, now())
         return events
 
-    async def _warm_up_grammars(self) -> bool:
+    async def _warm_up_grammars(self) -> None:
         """What the first request with a grammar would wait for."""
         is_done = anyio.Event()
         self.work_aside(self._constraints.warm_up, lambda _: is_done.set())
         await is_done.wait()
-        return True
 
     # Outputs
 
@@ -728,8 +736,9 @@ class SchedulerActor(Actor):
             case "start_timeline":
                 self._timeline = Timeline()
                 if arguments.get("lost"):
-                    self._timeline.mark("scheduler lost", arguments["lost_at"], reason=arguments["lost"])
-                    self._timeline.mark("scheduler linked", now())
+                    at = now()  # the frontend may have another clock, so it tells how long ago that was
+                    self._timeline.mark("scheduler lost", at - arguments["lost_for_s"], reason=arguments["lost"])
+                    self._timeline.mark("scheduler linked", at)
                 return True
             case "take_timeline":
                 events = self._timeline.events() if self._timeline is not None else []

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.giving_way import GivingWay
 from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
 from actorllm.actors.pipeline import Pipeline
@@ -138,6 +139,8 @@ class WorkerActor(Actor):
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
         self.runner.tell_drafts = self._tell_drafts
+        if config.topology == "inline" and self.waker() is not None:
+            self.runner.between_layers = GivingWay().between_layers
         self._budget = StepBudget(config.step_timeout_s)
         if self._is_replacement and (error := self._why_unable()) is not None:
             raise error

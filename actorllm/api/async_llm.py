@@ -390,6 +390,7 @@ class AsyncLLM:
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         reasoning_ended: None = None,
+        data_parallel_rank: int | None = None,
         **extras: Any,
     ) -> PoolingStream:
         """A vector of a prompt, as the one output of a stream. The engine must pool (runner="pooling").
@@ -402,6 +403,7 @@ class AsyncLLM:
             lora_request: as in `generate`. reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
             trace_headers: which trace the span of this request belongs to, such as {'traceparent': ...}.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
+            data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
             extras: as in `generate`.
 
         Raises:
@@ -413,14 +415,19 @@ class AsyncLLM:
         """
         if isinstance(prompt, Mapping) and "data" in prompt:
             raise InvalidParameterError("{'data': ...} is for a plug-in: await encode_data(data), or give a prompt")
-        idle = {"lora_request": lora_request, "trace_headers": trace_headers, "reasoning_ended": reasoning_ended}
+        of_vllm = {
+            "lora_request": lora_request,
+            "trace_headers": trace_headers,
+            "reasoning_ended": reasoning_ended,
+            "data_parallel_rank": data_parallel_rank,
+        }
         return self._engine.encode(
             prompt,
             pooling_params,
             request_id,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
-            vllm_arguments=idle,
+            vllm_arguments=of_vllm,
             **extras,
         )
 

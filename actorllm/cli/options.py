@@ -125,6 +125,10 @@ class EngineFlags:
     node_timeout_s: float | None = None
     node_ca_file: str | None = None
     ready_replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    target_attainment: float | None = None
+    autoscaling: str | None = None
     router: str | None = None
     enable_lora: bool | None = None
     max_loras: int | None = None

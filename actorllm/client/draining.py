@@ -98,7 +98,7 @@ class Draining:
             self._resolve(False)
 
     def _on_turn(self, handed_over: Future[None]) -> None:
-        """On a lane: every request of before has been handed to the loop, or has ended. Or the engine was shut down."""
+        """On a worker: every request of before has been handed to the loop, or has ended. Or the engine was shut down."""
         if handed_over.exception() is not None:
             self._resolve(False)
         elif self._engine._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it

@@ -1,6 +1,6 @@
 """`Engine`: what both front doors share. Intake of requests, the engine thread, start and shutdown.
 
-A request goes from the caller's thread to a lane of the intake (`actorllm.intake`). The lane starts the engine if need be,
+A request goes from the caller's thread to a tokenizer worker (`actorllm.intake`). The worker starts the engine if need be,
 tokenizes, and checks against the model. From there the request goes to the frontend actor on the engine thread, and then to the
 scheduler. So the caller's loop never waits for a tokenizer, and a bad prompt fails its own request only.
 """
@@ -57,12 +57,12 @@ from actorllm.errors import (
     InvalidParameterError,
     shown,
 )
-from actorllm.intake.job import FunctionJob, Job, JobLane, Reading
+from actorllm.intake.job import FunctionJob, Job, JobPlace, Reading
 from actorllm.intake.job_queue import JobQueue
-from actorllm.intake.lanes import Lanes
 from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
+from actorllm.intake.tokenizer_pool import TokenizerPool
 from actorllm.messages import Submit
 from actorllm.scheduling.pause import check_pause_mode
 from actorllm.supervision.death import ActorDeath
@@ -122,7 +122,7 @@ class Engine:
 
     Its threads keep it alive, so it does not end by being dropped; a caller that wants that keeps a `new_hold`.
 
-    is_synchronous: the submitting thread tokenizes and checks, there are no lanes; and with topology="inline" the
+    is_synchronous: the submitting thread tokenizes and checks, there is no pool of threads for it; and with topology="inline" the
     engine computes in the calls of its `stepper`, on no thread of its own.
     """
 
@@ -159,7 +159,7 @@ class Engine:
         self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
-        self._lanes = self._new_lanes()
+        self._tokenizer_pool = self._new_tokenizer_pool()
         self.prompts.media = self._new_media()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
@@ -183,11 +183,11 @@ class Engine:
             self._supervisor = self._new_supervisor()
             self._thread = self._new_thread()
 
-    def _new_lanes(self) -> Lanes | None:
+    def _new_tokenizer_pool(self) -> TokenizerPool | None:
         if self._is_synchronous:
             return None
         max_characters = self.config.model.max_prompt_characters
-        return Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+        return TokenizerPool(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
 
     def _new_media(self) -> MediaReader | None:
         """What reads prompts with images; None: they are not taken."""
@@ -289,7 +289,7 @@ class Engine:
             self.stat_recorder.log()
 
     def start_in_background(self) -> Future[None]:
-        """As `start`, on a lane. A caller that does not wait for it any more says so with `give_up_start`."""
+        """As `start`, on a tokenizer worker. A caller that does not wait for it any more says so with `give_up_start`."""
         call = FunctionJob(self._start, lambda: self._give_up_wanting(call.future))
         with self._lock:
             self._wanting.add(call.future)
@@ -301,13 +301,13 @@ class Engine:
             self._wanting.discard(future)
 
     def token_ids_of(self, prompt: str | Conversation, add_special_tokens: bool) -> Future[list[int]]:
-        """The token ids of a text, or of a conversation, however many. Read on a lane; the engine need not run.
+        """The token ids of a text, or of a conversation, however many. Read on a tokenizer worker; the engine need not run.
 
         Raises EngineShutdownError; the future raises what is wrong with the prompt.
         """
 
-        def read(lane: JobLane | None) -> list[int]:
-            return self.prompts.ids_of(prompt, add_special_tokens, lane)
+        def read(worker: JobPlace | None) -> list[int]:
+            return self.prompts.ids_of(prompt, add_special_tokens, worker)
 
         reading = Reading(read, self.prompts.is_large(prompt))
         self._enqueue(reading)
@@ -353,16 +353,16 @@ class Engine:
                 if self.is_new:
                     return
                 self._check_idle()
-                lanes, self._lanes = self._lanes, self._new_lanes()
+                pool, self._tokenizer_pool = self._tokenizer_pool, self._new_tokenizer_pool()
                 self._has_started = self._is_start_asked = False
-            # A request that comes from here on is read on the new lanes, whose first job waits for the lock to start the engine.
+            # A request that comes from here on is read by the new pool, whose first job waits for the lock to start the engine.
             try:
-                if lanes is not None:
-                    lanes.close()
+                if pool is not None:
+                    pool.close()
                 self._thread.stop(timeout)
                 self._meeting_place.close()
                 CACHE_MEMORY.release(self)
-                for job in [] if lanes is None else lanes.join(timeout):
+                for job in [] if pool is None else pool.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
             finally:
@@ -389,8 +389,8 @@ class Engine:
             return
         with self._lock:
             self._is_shut_down = True
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._tokenizer_pool is not None:
+            self._tokenizer_pool.close()
         self.prompts.close()
         with self._giving_up:
             thread, meeting_place = self._thread, self._meeting_place
@@ -400,8 +400,8 @@ class Engine:
         self.weight_transfer.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
-        if self._lanes is not None:
-            for job in self._lanes.join(timeout):
+        if self._tokenizer_pool is not None:
+            for job in self._tokenizer_pool.join(timeout):
                 job.end(error)
         with self._lock:
             streams = list(self._streams.values())
@@ -487,14 +487,18 @@ class Engine:
             health = replace(health, state="stopped")
         if not health.replicas:
             health = replace(health, replicas=[ReplicaHealth.of(health, self.pids, self._frontend.num_open)])
-        return health if self._lanes is None else replace(health, threads={"intake": self._lanes.health()})
+        return (
+            health
+            if self._tokenizer_pool is None
+            else replace(health, threads={"intake": self._tokenizer_pool.health()})
+        )
 
     def check_health(self) -> None:
         """Raise what a request would: EngineDeadError, EngineShutdownError, ForkedProcessError, or EngineError where no
         prompt can be read."""
         self._check()
-        if self._lanes is not None and self._lanes.failure is not None:
-            raise EngineError(self._lanes.failure)
+        if self._tokenizer_pool is not None and self._tokenizer_pool.failure is not None:
+            raise EngineError(self._tokenizer_pool.failure)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -556,7 +560,7 @@ class Engine:
         if params is None:
             params = self.default_sampling_params()
         elif isinstance(params, SamplingParams):
-            params = params.checked_copy()  # the caller may change its own while a lane works
+            params = params.checked_copy()  # the caller may change its own while a tokenizer worker reads
         else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
@@ -814,8 +818,8 @@ class Engine:
     def _abort_mailbox(self, mailbox: Mailbox) -> None:
         """Also from `__del__`: only posts, and finds nothing wrong with an engine that is gone."""
         if os.getpid() != self._pid or not mailbox.rids:
-            if self._lanes is not None and os.getpid() == self._pid:
-                self._lanes.look()  # not submitted yet
+            if self._tokenizer_pool is not None and os.getpid() == self._pid:
+                self._tokenizer_pool.look()  # not submitted yet
             return
         try:
             self._thread.post(self._abort_on_loop, mailbox)
@@ -826,8 +830,8 @@ class Engine:
         with self._lock:
             is_taken = not self._is_shut_down
             self._is_start_asked |= is_taken
-        if is_taken and self._lanes is not None:
-            is_taken = self._lanes.submit(job, put)
+        if is_taken and self._tokenizer_pool is not None:
+            is_taken = self._tokenizer_pool.submit(job, put)
         elif is_taken:
             job.run(None)
         if not is_taken:
@@ -874,14 +878,14 @@ class Engine:
     # Weights
 
     def read_weights(self, read: Callable[[], NewWeights], version: object, running: object) -> Future[NewWeights]:
-        """What a caller has brought, looked at on a lane. Raises InvalidParameterError, at once or in the future."""
+        """What a caller has brought, looked at on a tokenizer worker. Raises InvalidParameterError, at once or in the future."""
         self._check()
         check_update(version, running)
         if self.config.model.module is not None:
             raise InvalidParameterError(
                 "the weights of module= are the application's own, and this engine computes with them; change them in place"
             )
-        reading = Reading(lambda lane: read(), is_heavy=True)
+        reading = Reading(lambda worker: read(), is_heavy=True)
         self._enqueue(reading)
         return reading.future
 
@@ -949,13 +953,13 @@ class Engine:
     # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
 
     def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
-        """The content of a folder, read on a lane; the number of the request stands for it from now on."""
+        """The content of a folder, read on a tokenizer worker; the number of the request stands for it from now on."""
         self._check()
         checked = self._submits.checked_adapter(lora_request)
         if checked is None:
             raise InvalidParameterError("lora_request=None must be a LoRARequest")
 
-        def read(lane: JobLane | None) -> Adapter:
+        def read(worker: JobPlace | None) -> Adapter:
             adapter = self._submits.adapter_of(checked)
             assert adapter is not None
             return adapter
@@ -1027,7 +1031,7 @@ class Engine:
         return {
             "num_requests": self._num_requests,
             "encoder": {} if self.prompts.media is None else self.prompts.media.encoder.statistics(),
-            "intake": {} if self._lanes is None else self._lanes.statistics(),
+            "intake": {} if self._tokenizer_pool is None else self._tokenizer_pool.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
         }

@@ -111,6 +111,11 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
     if "num_recoveries" in supervisor:  # else the owner counts them and did not answer, and 0 would be a reset
         counter("recoveries", "Times that a process of the engine died and ran again.", supervisor["num_recoveries"])
         counter("recovery_seconds", "From those deaths until everything ran again.", supervisor["recovery_s"])
+    if (scaling := supervisor.get("scaling")) is not None:
+        gauge("replicas_wanted", "Replicas that the demand asks for, within their bounds.", scaling["num_wanted"])
+        gauge("replicas_needed", "Of them, the part of each that the target needs.", scaling["num_needed"])
+        told = "Share of requests whose promises the wanted number keeps."
+        gauge("replicas_predicted_attainment", told, scaling["predicted_attainment"])
     if stats["scheduler"] is None:
         return families
     scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]

@@ -90,7 +90,7 @@ class Mailbox:
         self.replica: int | None = None
         """The replica that it is pinned to; None: any."""
 
-    # On the engine thread or a lane of the intake
+    # On the engine thread or a tokenizer worker
 
     def note_cached(self, num_tokens: int) -> None:
         self.num_cached = num_tokens
@@ -367,15 +367,25 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while True:
-            output = self.take()
-            if output is not None:
-                return output
-            if self._is_over:
-                raise StopAsyncIteration
-            if self._is_late:
-                return self._expire()
-            await self.wait()
+        mailbox = self._mailbox
+        try:
+            while True:
+                # Most often the task is back before anything else has come, and finds one delta when it wakes.
+                if mailbox.deltas or self._ahead or mailbox.error is not None:
+                    output = self.take()
+                    if output is not None:
+                        return output
+                if self._is_over:
+                    raise StopAsyncIteration
+                if self._is_late:
+                    return self._expire()
+                if mailbox.waiter is None:
+                    self._meet_host()
+                else:
+                    self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except BaseException:
+            self.abort()  # nothing, unless the task was cancelled as it waited
+            raise
 
     async def wait(self) -> None:
         """Until there may be something to `take`; not at all where there is. Cancelled, it aborts the request."""
@@ -385,15 +395,19 @@ class RequestStream:
         if mailbox.deltas and self._kind is not RequestOutputKind.FINAL_ONLY:
             return
         if mailbox.waiter is None:
-            host = HostLoop.current()
-            mailbox.waiter = host.waiter()
-            mailbox.host = host  # after the waiter: a thread that finds the host may wake
+            self._meet_host()
             return
         try:
             self._is_late = not await mailbox.waiter.wait(self._ends_at)
         except BaseException:
             self.abort()
             raise
+
+    def _meet_host(self) -> None:
+        """From now on what comes wakes the caller's loop. It has to look once more: something may have come before."""
+        mailbox, host = self._mailbox, HostLoop.current()
+        mailbox.waiter = host.waiter()
+        mailbox.host = host  # after the waiter: a thread that finds the host may wake
 
     def on_news(self, take: Callable[[], bool] | None) -> None:
         """Call this on the loop of the consumer whenever something has come; None: no longer.

@@ -29,8 +29,8 @@ from actorllm.client.attached_engine import AttachedEngine
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, EngineShutdownError, PeerRestartedError
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of, load_of
-from actorllm.scheduling.router import LinearSteps, make_router
+from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
+from actorllm.scheduling.router import LearntSteps, make_router
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState, ReplicaHealth
@@ -77,9 +77,9 @@ class AttachedReplica:
         self._client.dispatcher.forget(self.number)
         self._client.dispatcher.move_lost(self, entries, now(), error)
 
-    def load(self) -> tuple[int, LinearSteps] | None:
+    def load(self) -> tuple[int, LearntSteps] | None:
         board = self._client.board
-        return None if board is None else load_of(board, self.number)
+        return None if board is None else board.read(self.number)
 
     @property
     def find(self) -> Callable[[bytes], int] | None:

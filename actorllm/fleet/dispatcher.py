@@ -70,6 +70,8 @@ class Dispatcher:
         self._others: list[Journal] = []
         self._published_at = -math.inf
         self._num_published = 0
+        self.on_arrival: Callable[[Routable, Sequence[ReplicaView]], None] | None = None
+        """Hears of each request that is routed, and of the replicas that it may go to."""
         self._trial_replica: int | None = None
         self._trial_until = -math.inf
         self.num_moved = 0
@@ -226,13 +228,16 @@ class Dispatcher:
         if not candidates:
             self._refuse(consumer, self._error or EngineDeadError("no replica of the engine runs"))
             return None, make_submit
-        if len(candidates) == 1:
+        if len(candidates) == 1 and self.on_arrival is None:
             return self._note(candidates[0]), make_submit
         try:
             submit = make_submit(0)
         except Exception:  # of this request: the frontend makes it again, and tells its consumer
             return self._note(candidates[0]), make_submit
-        number = self._choose(routable_of(submit, num_sequences), candidates)
+        request = routable_of(submit, num_sequences)
+        if self.on_arrival is not None:
+            self.on_arrival(request, self._views_of(candidates))
+        number = self._choose(request, candidates)
         return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid)
 
     def _candidates(self, without: RoutedReplica | None = None) -> list[RoutedReplica]:
@@ -258,6 +263,11 @@ class Dispatcher:
         view = next(view for view in views if view.number == number)
         view.add(request)
         return number
+
+    def views(self) -> list[ReplicaView]:
+        """Of the replicas that take requests now, with what all programs have there."""
+        ready = [one for one in self._replicas.values() if one.takes_requests and one.frontend.is_linked]
+        return self._views_of(ready)
 
     def _views_of(self, candidates: Sequence[RoutedReplica]) -> list[ReplicaView]:
         """Those of a moment ago, which count what was sent since: a burst does not look at every journal for each request."""

@@ -43,6 +43,7 @@ from actorllm.errors import (
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
+from actorllm.fleet.scaling import DemandScaling
 from actorllm.model.threads import num_threads
 from actorllm.nodes.ray_cluster import RayPlacement
 from actorllm.scheduling.router import MAX_REPLICAS, make_router
@@ -99,7 +100,11 @@ class Fleet:
         self._recorded: RecordedRouter | None = None
         self._observer_of: Callable[[int], OutputObserver] | None = None
         self._num_wanted = config.data_parallel_size
-        self._num_divided = config.data_parallel_size
+        self._num_divided = max(config.data_parallel_size, config.max_replicas)
+        self._scaling: DemandScaling | None = None
+        if config.max_replicas:
+            self._scaling = DemandScaling(config, self.dispatcher, self._replicas, self._resize_for_demand)
+        self._resizing: anyio.Lock  # made on the loop
         for _ in range(config.data_parallel_size):
             self._add()
         self._tasks: TaskGroup | None = None
@@ -143,6 +148,8 @@ class Fleet:
     def _add(self) -> Replica:
         number = next(n for n in range(len(self._replicas) + 1) if n not in self._replicas)
         config = replica_config(self._given, number, self._num_divided, self._board_file.path)
+        if self._num_divided > self._num_wanted and self._given.num_threads is None:  # memory alone is kept for more
+            config = _with_share(config, replica_config(self._given, number, self._num_wanted, "").cpu_share)
         replica = Replica(
             number,
             config,
@@ -171,11 +178,16 @@ class Fleet:
             self._recorded = RecordedRouter(self.dispatcher.router, self._given.router, self._given.record)
             self.dispatcher.router = self._recorded
         self._over, self._is_ready, self._on_ready = anyio.Event(), anyio.Event(), on_ready
+        self._resizing = anyio.Lock()
         async with anyio.create_task_group() as self._tasks:
             for replica in list(self._replicas.values())[self._is_first_held :]:
                 self._spawn(replica)
+            if self._scaling is not None:
+                self._tasks.start_soon(self._scale_by_demand, self._scaling)
             await self._over.wait()
             self._is_ready.set()
+            if self._scaling is not None:
+                self._scaling.stop()
             for replica in self._replicas.values():
                 replica.request_stop(self._stop_timeout_s)
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
@@ -364,19 +376,41 @@ class Fleet:
         Returns when the new ones are ready and the others have ended. Raises InvalidParameterError, EngineStartError.
         """
         check_num_replicas(num_replicas)
+        if self._scaling is not None:
+            least, most = self._given.min_replicas, self._given.max_replicas
+            if not least <= num_replicas <= most:
+                raise InvalidParameterError(
+                    f"num_replicas={num_replicas} must be from min_replicas={least} to max_replicas={most} of this engine"
+                )
+            self._scaling.autoscaler.set_wanted(num_replicas, now())
+        for replica in await self._resize(num_replicas):
+            await self._settled(replica)
+
+    async def _resize(self, num_replicas: int) -> list[Replica]:
+        """As `scale`, without waiting for those that start: they are returned."""
         if self._tasks is None or self._is_over:
             raise EngineShutdownError("the engine is not running")
-        self._num_wanted = num_replicas
-        self._num_divided = max(self._num_divided, num_replicas)
-        added = []
-        while len(self._replicas) < num_replicas:
-            added.append(self._add())
-            self._spawn(added[-1])
-        for number in sorted(self._replicas)[num_replicas:]:
-            await self._remove(self._replicas[number])
-        await self._divide_cores(num_replicas)
-        for replica in added:
-            await self._settled(replica)
+        async with self._resizing:
+            self._num_wanted = num_replicas
+            self._num_divided = max(self._num_divided, num_replicas)
+            added = []
+            while len(self._replicas) < num_replicas:
+                added.append(self._add())
+                self._spawn(added[-1])
+            for number in sorted(self._replicas)[num_replicas:]:
+                await self._remove(self._replicas[number])
+            await self._divide_cores(num_replicas)
+        return added
+
+    async def _resize_for_demand(self, num_replicas: int) -> None:
+        if self._placement is not None:
+            await to_thread.run_sync(self._placement.want, num_replicas, abandon_on_cancel=True)
+        await self._resize(num_replicas)
+
+    async def _scale_by_demand(self, scaling: DemandScaling) -> None:
+        await self._is_ready.wait()
+        if not self._is_over:
+            await scaling.run()
 
     async def start_first(self) -> None:
         """Replica 0 was held, and may start now; returns when it is ready. Raises EngineDeadError."""
@@ -420,6 +454,8 @@ class Fleet:
         replica.request_stop(self._stop_timeout_s)
         if replica.events is not None:
             await replica.events.has_ended.wait()
+        if self._placement is not None and replica.is_remote:
+            await to_thread.run_sync(self._placement.release, replica.number, abandon_on_cancel=True)
         del self._replicas[replica.number]
 
     async def drain(self, number: int, is_draining: bool = True) -> None:
@@ -479,6 +515,7 @@ class Fleet:
             "actors": named,
             **{name: sum(one[name] for one in found.values()) for name in sums},
             "max_recovery_s": max((one["max_recovery_s"] for one in found.values()), default=0.0),
+            "scaling": None if self._scaling is None else self._scaling.statistics(),
             "replicas": found,
         }
 

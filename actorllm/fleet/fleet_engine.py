@@ -46,7 +46,7 @@ class FleetEngine(Engine):
 
     def _make(self) -> None:
         self._fleet = None
-        if self.config.data_parallel_size == 1 and not self.config.nodes:
+        if self.config.data_parallel_size == 1 and not self.config.nodes and not self.config.max_replicas:
             super()._make()
             return
         fleet = Fleet(self.config, self._last_rid, self._on_end)

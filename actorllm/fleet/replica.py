@@ -27,7 +27,7 @@ from actorllm.errors import EngineShutdownError
 from actorllm.fleet.pacing import size
 from actorllm.nodes.hosts import Located, place_of
 from actorllm.nodes.remote import RemoteReplica
-from actorllm.scheduling.router import LinearSteps
+from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
@@ -217,7 +217,7 @@ class RoutedReplica(Protocol):
     def takes_requests(self) -> bool: ...
     @property
     def state(self) -> ReplicaState: ...
-    def load(self) -> tuple[int, LinearSteps] | None: ...
+    def load(self) -> tuple[int, LearntSteps] | None: ...
 
 
 def limits_of(config: EngineConfig) -> dict[str, Any]:
@@ -225,16 +225,8 @@ def limits_of(config: EngineConfig) -> dict[str, Any]:
     return {
         "block_size": config.cache.block_size,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler.max_num_seqs,
     }
-
-
-def load_of(board: LoadBoard, number: int) -> tuple[int, LinearSteps] | None:
-    """The free blocks of a replica's cache, and what its steps take; None: not known yet."""
-    known = board.read(number)
-    if known is None:
-        return None
-    free, weights = known
-    return free, LinearSteps(weights)
 
 
 class ReplicaEvents:
@@ -354,9 +346,9 @@ class Replica:
         self._given = change(self._given)
         self.supervisor.change_config(change)
 
-    def load(self) -> tuple[int, LinearSteps] | None:
-        """As `load_of`."""
-        return load_of(self._board, self.number)
+    def load(self) -> tuple[int, LearntSteps] | None:
+        """As `LoadBoard.read`."""
+        return self._board.read(self.number)
 
     def request_stop(self, timeout: float) -> None:
         """Stop its processes, and begin no other life."""

@@ -128,7 +128,7 @@ def _request_from_tree(tree: dict[str, Any]) -> Routable:
 
 VIEW_FIELDS = (
     *("number", "num_running", "num_waiting", "num_waiting_tokens", "num_context", "num_free_blocks"),
-    *("block_size", "max_num_batched_tokens", "is_on_trial", "seen"),
+    *("block_size", "max_num_batched_tokens", "max_num_seqs", "is_on_trial", "seen"),
 )
 
 

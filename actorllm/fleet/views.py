@@ -8,7 +8,7 @@ from actorllm.actors.load_board import Journal
 from actorllm.clock import now
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.messages import Submit
-from actorllm.scheduling.router import ReplicaView, Routable
+from actorllm.scheduling.router import LearntSteps, ReplicaView, Routable, steps_alike
 from actorllm.types.objective import SLO
 
 
@@ -26,16 +26,18 @@ def routable_of(submit: Submit, num_sequences: int) -> Routable:
 
 def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
     """In the order of their numbers. Exact for this program, but for what schedulers have done since their last outputs."""
-    return [_view_of(replica) for replica in sorted(replicas, key=lambda replica: replica.number)]
-
-
-def _view_of(replica: RoutedReplica) -> ReplicaView:
-    view = ReplicaView(replica.number, seen=now(), is_on_trial=replica.frontend.has_suspects, **replica.limits)
-    view.find = replica.find
-    if (load := replica.load()) is not None:
-        view.num_free_blocks, view.step_seconds = load
-    add_journal(view, journal_of(replica))
-    return view
+    views: list[ReplicaView] = []
+    learnt: dict[int, LearntSteps] = {}
+    for replica in sorted(replicas, key=lambda replica: replica.number):
+        view = ReplicaView(replica.number, seen=now(), is_on_trial=replica.frontend.has_suspects, **replica.limits)
+        view.find = replica.find
+        if (load := replica.load()) is not None:
+            view.num_free_blocks, learnt[len(views)] = load
+        add_journal(view, journal_of(replica))
+        views.append(view)
+    for at, steps in zip(learnt, steps_alike([*learnt.values()]), strict=True):
+        views[at].step_seconds = steps
+    return views
 
 
 def journal_of(replica: RoutedReplica) -> Journal:

@@ -1,5 +1,6 @@
-"""From the caller to the scheduler: prompts are read on lanes, off every event loop.
+"""From the caller to the scheduler: prompts are read by tokenizer workers, off every event loop.
 
-`job` is what a lane does for one request, `job_queue` decides which job comes next. `lanes` has the threads and what watches
-them. `lane_process` (and its program, `lane_program`) reads what may take long, because a process can be killed.
+`job` is what a tokenizer worker does for one request, `job_queue` decides which job comes next. `tokenizer_pool` has these
+threads and what watches them. `intake_process` (and its program, `intake_program`) reads what may take long, because a
+process can be killed.
 """

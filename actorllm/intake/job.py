@@ -1,4 +1,4 @@
-"""`Job`: one thing that a lane does, mostly reading the prompt of one request."""
+"""`Job`: one thing that a tokenizer worker does, mostly reading the prompt of one request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from actorllm.intake.tokenization import Workplace
 T = TypeVar("T")
 
 
-class JobLane(Workplace, Protocol):
-    """Where a job is done, and where its texts are read: a `lanes.Lane`."""
+class JobPlace(Workplace, Protocol):
+    """Where a job is done, and where its texts are read: a `tokenizer_pool.TokenizerWorker`."""
 
     def begin(self) -> None:
         """The work of its job begins: from now on its time counts."""
@@ -25,15 +25,15 @@ class Job(ABC):
     """One job. It ends once: by what `run` does, or by `end`, which may be called beside it from another thread."""
 
     submitter: str | None = None
-    """Whose it is: lanes are shared evenly among submitters."""
+    """Whose it is: tokenizer workers are shared evenly among submitters."""
     is_heavy = False
     """It may take long."""
     since: float | None = None
     """When its work began, in monotonic seconds; None: it waits, also for the start of the engine."""
 
     @abstractmethod
-    def run(self, lane: JobLane | None) -> None:
-        """Do it, on a lane; without one on the caller's thread."""
+    def run(self, worker: JobPlace | None) -> None:
+        """Do it, on a tokenizer worker; without one on the caller's thread."""
 
     @abstractmethod
     def end(self, error: BaseException | None) -> None:
@@ -55,7 +55,7 @@ class FunctionJob(Job):
         self._turns = iter((True,))
         """The thread that takes the one turn runs the function, or ends it."""
 
-    def run(self, lane: JobLane | None) -> None:
+    def run(self, worker: JobPlace | None) -> None:
         if not next(self._turns, False):
             return
         if not self.future.set_running_or_notify_cancel():
@@ -63,7 +63,7 @@ class FunctionJob(Job):
             return  # the caller that asked has gone
         try:
             self._function()
-        except BaseException as error:  # it is the outcome of this call, and the lane goes on
+        except BaseException as error:  # it is the outcome of this call, and the tokenizer worker goes on
             self._on_end()
             self.future.set_exception(without_frames(error))
         else:
@@ -80,7 +80,7 @@ class FunctionJob(Job):
 class Reading(Job, Generic[T]):
     """A prompt that a caller only wants to know something of. One that does not wait any more cancels the future."""
 
-    def __init__(self, function: Callable[[JobLane | None], T], is_heavy: bool) -> None:
+    def __init__(self, function: Callable[[JobPlace | None], T], is_heavy: bool) -> None:
         self.future: Future[T] = Future()
         self.is_heavy = is_heavy
         self._function = function
@@ -88,10 +88,10 @@ class Reading(Job, Generic[T]):
     def is_gone(self, now: float) -> bool:
         return self.future.cancelled()
 
-    def run(self, lane: JobLane | None) -> None:
-        if lane is not None:
-            lane.begin()
-        result = self._function(lane)
+    def run(self, worker: JobPlace | None) -> None:
+        if worker is not None:
+            worker.begin()
+        result = self._function(worker)
         with contextlib.suppress(InvalidStateError):  # it has been given up meanwhile
             self.future.set_result(result)
 

@@ -1,9 +1,9 @@
-"""`JobQueue`: which job a lane does next. Pure: no time, no threads; its user holds a lock.
+"""`JobQueue`: which job a tokenizer worker does next. Pure: no time, no threads; its user holds a lock.
 
 1. The jobs of one submitter are done in order, the light ones and the heavy ones each for themselves: one at a time. A job
    that has run for longer than ORDER_GRACE_S loses its place, and the next one overtakes it.
 2. Submitters take turns.
-3. Light jobs come before heavy ones. One lane is never given a heavy job, and after LIGHT_IN_A_ROW light jobs a heavy one has
+3. Light jobs come before heavy ones. One worker is never given a heavy job, and after LIGHT_IN_A_ROW light jobs a heavy one has
    its turn: neither kind starves the other.
 4. A barrier comes when every job that was there before it has ended. A control waits for the light ones of before only, and not for
    one that has lost its place; then it goes before everything.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError, without_frames
-from actorllm.intake.job import Job, JobLane
+from actorllm.intake.job import Job, JobPlace
 from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.types.params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from actorllm.intake.lanes import Lanes
     from actorllm.intake.tokenization import Prompt, PromptReader
+    from actorllm.intake.tokenizer_pool import TokenizerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RequestEngine(Protocol):
     """What the job of a request asks of its engine, an `Engine`."""
 
     prompts: PromptReader
-    _lanes: Lanes | None
+    _tokenizer_pool: TokenizerPool | None
 
     def _start(self) -> None: ...
     def _settle(
@@ -76,27 +76,27 @@ class RequestJob(Job):
         deadline = self._carried["deadline"]
         return self._mailbox.is_aborted or (deadline is not None and deadline <= now)
 
-    def run(self, lane: JobLane | None) -> None:
+    def run(self, worker: JobPlace | None) -> None:
         has_started = False
         try:
             self._engine._start()
             has_started = True
-            if lane is not None:
+            if worker is not None:
                 if self.is_gone(now()):
                     self.end(None)
                     return
-                lane.begin()
-            self._read(lane)
+                worker.begin()
+            self._read(worker)
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.end(without_frames(_told(error) if has_started else error))
-            if lane is None and isinstance(error, KeyboardInterrupt | SystemExit):
+            if worker is None and isinstance(error, KeyboardInterrupt | SystemExit):
                 raise  # on the caller's thread
 
-    def _read(self, lane: JobLane | None) -> None:
+    def _read(self, worker: JobPlace | None) -> None:
         """Tokenize, check, hand over."""
         began = now()
         asked, engine = self._asked, self._engine
-        tokenized = engine.prompts.tokenize(self._prompt, workplace=lane, **asked.tokenization)
+        tokenized = engine.prompts.tokenize(self._prompt, workplace=worker, **asked.tokenization)
         make_submit = asked.make_maker(tokenized, number=self._number, arrival=self._arrival, carried=self._carried)
         stream = self._stream()
         if stream is not None:
@@ -107,8 +107,8 @@ class RequestJob(Job):
         if self._mailbox.is_aborted:  # while it was read
             self.end(None)
             return
-        if engine._settle(self._mailbox, asked.num_sequences, make_submit) and engine._lanes is not None:
-            engine._lanes.note_read(began - self._submitted, now() - began)
+        if engine._settle(self._mailbox, asked.num_sequences, make_submit) and engine._tokenizer_pool is not None:
+            engine._tokenizer_pool.note_read(began - self._submitted, now() - began)
 
     def end(self, error: BaseException | None) -> None:
         if not self._engine._settle(self._mailbox, self._asked.num_sequences):
@@ -117,8 +117,8 @@ class RequestJob(Job):
             is_late = not self._mailbox.is_aborted
             self._mailbox.end_unsent(now(), DEADLINE_PASSED if is_late else None)
             self._engine._wake(self._mailbox)
-            if self._engine._lanes is not None:
-                self._engine._lanes.note_dropped()
+            if self._engine._tokenizer_pool is not None:
+                self._engine._tokenizer_pool.note_dropped()
         else:
             self._engine._fail(self._mailbox, error)
 

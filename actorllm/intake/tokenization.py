@@ -1,7 +1,7 @@
 """`PromptReader`: a prompt as its user writes it, as token ids that are checked against the model.
 
 Text, token ids, vLLM's mappings (`types.prompts`) and conversations all become a `TokenizedPrompt`. Works on any thread. The
-engine's lanes (`actorllm.intake`) hand in a `Workplace` for what may take long; without one, everything is done here.
+engine's tokenizer workers (`actorllm.intake`) hand in a `Workplace` for what may take long; without one, everything is done here.
 Texts are bounded before they are tokenized, by `max_prompt_characters` and by what the model has room for.
 """
 

@@ -8,6 +8,7 @@ the number of rows. Called by the runner only; nothing here is torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ class StepInputs:
     draft_tokens: I64 | None = None  # [drafts.counts.sum()] which tokens of the step they are
     token_slots: I32 = field(default_factory=no_i32)
     """[num_decodes] the slots of the decode rows in the order of the tokens, padding included."""
+    between_layers: Callable[[], object] = bool
+    """Called before each layer; see `ModelRunner.between_layers`."""
 
 
 class Drafts(NamedTuple):

@@ -149,6 +149,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """Attributes that `close` lets go of."""
 
     batch: PersistentBatch
+    between_layers: Callable[[], object] = bool
+    """Called between two layers of a step, where the backend computes on the thread that calls it."""
     tell_drafts: Callable[[Drafted], None] | None = None
     """Hears what late rows try before their forward runs, once for each plan with late rows and drafts; None: they try nothing."""
     scheme: str | None = None

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import ssl
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -207,6 +208,7 @@ def _listening(address: NodeAddress) -> socket.socket:
         if address.host.startswith("/"):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
+                _remove_stale(address.host)
                 sock.bind(address.host)
                 os.chmod(address.host, 0o600)
                 sock.listen(MAX_STRANGERS)
@@ -220,6 +222,21 @@ def _listening(address: NodeAddress) -> socket.socket:
         raise ConfigError(f"listen={str(address)!r} cannot be listened on: {error.strerror or error}") from error
     sock.setblocking(False)
     return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of an agent that was killed, on which nothing listens. Another file, and a living agent's, are left."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except OSError:  # it listens, and has no room for one more
+                return
 
 
 class Tenant:
@@ -247,6 +264,8 @@ class Tenant:
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._reader: LoadReader | None = None
         self._place: EngineConfig | None = None
+        self._changed: EngineConfig | None = None
+        """What the owner's configuration became while the replica was prepared."""
         self._preparing = anyio.CancelScope()
 
     async def live(self) -> None:
@@ -307,6 +326,8 @@ class Tenant:
 
     async def _run(self, config: EngineConfig, board: LoadBoard) -> None:
         log = StartLog(self._resolve)
+        if self._changed is not None:  # meanwhile
+            config = self._as_here(self._changed, config)
 
         def make_relay(spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> RelayChild:
             self._relay = RelayChild(spec, on_end, self.stream)
@@ -361,11 +382,11 @@ class Tenant:
                     self._wake()
                 case "stop":
                     self.request_stop(min(float(frame["timeout"]), 60.0))
-                case "config" if self._supervisor is not None:
-                    changed = EngineConfig.from_json(frame["config"])
-                    self._supervisor.change_config(lambda now: replace(self._as_here(changed, now)))
                 case "config":
-                    pass
+                    changed = EngineConfig.from_json(frame["config"])
+                    self._changed = None if self._wanted is None else changed  # what comes before "start" is in that
+                    if self._supervisor is not None:
+                        self._supervisor.change_config(lambda now: self._as_here(changed, now))
                 case op:
                     raise ValueError(f"{op!r} is not expected now")
         except (KeyError, TypeError, ValueError, ActorLLMError) as error:

@@ -114,10 +114,15 @@ class RayPlacement:
         self._config = config
         self._key = secrets.token_hex(32).encode()
         self._lock = threading.Lock()
-        self._group: Any = None
-        self._is_ours = self._is_closed = False
-        self._bundles: list[int] = []
+        self._is_closed = False
+        self._places: list[tuple[Any, int]] | None = None
+        """Of the replicas that there always are: groups, and bundles of them."""
+        self._more: dict[int, Any] = {}
+        """The groups of others, by index."""
+        self._ours: list[Any] = []
+        """Groups that are removed at the end."""
         self._agents: dict[int, Any] = {}
+        self._has_asked = False
 
     def locate(self, number: int) -> Located:
         """An agent for the number-th replica. Raises ConfigError, EngineStartError."""
@@ -126,12 +131,8 @@ class RayPlacement:
             self._check_open()
             self._prepare(ray)
             index = number - self._config.data_parallel_size_local
-            if index >= len(self._bundles):
-                raise ConfigError(
-                    f"replica {number} has no place: Ray was asked for {len(self._bundles)}; data_parallel_size says how many"
-                )
             self._end(ray, index)
-            agent = self._agents[index] = self._start(ray, self._bundles[index])
+            agent = self._agents[index] = self._start(ray, *self._place(ray, index))
         began = told_at = time.monotonic()
         found = agent.listen.remote()
         while True:
@@ -154,13 +155,14 @@ class RayPlacement:
         return Located(NodeAddress(host, port), self._key, lambda told: _when_over(agent, told))
 
     def _prepare(self, ray: Any) -> None:
-        """The placement group, once."""
-        if self._group is not None:
+        """Places for the replicas that there always are, once."""
+        if self._places is not None:
             return
         if not ray.is_initialized():
             ray.init(address=self._config.ray_address or "auto", log_to_driver=False)
         bundle = bundle_of(self._config)
-        number = self._config.data_parallel_size - self._config.data_parallel_size_local
+        size = self._config.min_replicas or self._config.data_parallel_size
+        number = max(0, size - self._config.data_parallel_size_local)
         group = ray.util.get_current_placement_group()
         if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
             fitting = [
@@ -169,9 +171,23 @@ class RayPlacement:
                 if all(has.get(name, 0.0) >= asked for name, asked in bundle.items())
             ]
             check_fit(bundle, number, [group.bundle_specs[index] for index in fitting])
-            self._group, self._bundles = group, fitting[:number]
+            self._places = [(group, index) for index in fitting]
             return
         check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        made = self._placed(ray, bundle, number) if number else None
+        self._places = [(made, index) for index in range(number)]
+
+    def _place(self, ray: Any, index: int) -> tuple[Any, int]:
+        """That of a replica; one that there is not always has a group of its own, which is given back with it."""
+        assert self._places is not None
+        if index < len(self._places):
+            return self._places[index]
+        if index not in self._more:
+            self._more[index] = self._placed(ray, bundle_of(self._config), 1)
+        return self._more[index], 0
+
+    def _placed(self, ray: Any, bundle: dict[str, float], number: int) -> Any:
+        """A group of so many bundles, once Ray has room for it. Raises EngineStartError, EngineShutdownError."""
         strategy = {"spread": "SPREAD", "pack": "PACK"}[self._config.placement]
         made = ray.util.placement_group([bundle] * number, strategy=strategy)
         began = told_at = time.monotonic()
@@ -191,16 +207,28 @@ class RayPlacement:
         if self._is_closed:  # by a thread that did not wait for this one
             ray.util.remove_placement_group(made)
             self._check_open()
-        self._group, self._bundles, self._is_ours = made, list(range(number)), True
+        self._ours.append(made)
+        return made
+
+    def want(self, num_replicas: int) -> None:
+        """Ask the autoscaler of the cluster for room for so many replicas in all; it adds nodes, and takes them away."""
+        ray = _ray()
+        self._has_asked = True
+        bundle = bundle_of(self._config)
+        number = max(0, num_replicas - self._config.data_parallel_size_local)
+        try:
+            importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[bundle] * number)
+        except ray.exceptions.RayError as error:  # its head is away: places are asked for when replicas start
+            logger.warning("Ray was not asked for %d x %s: %s", number, bundle, error)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineShutdownError("the engine was shut down while Ray placed its replicas")
 
-    def _start(self, ray: Any, bundle: int) -> Any:
+    def _start(self, ray: Any, group: Any, bundle: int) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         where = strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+            placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
         )
         asked = bundle_of(self._config)
         kind = ray.remote(RayAgent).options(
@@ -225,15 +253,35 @@ class RayPlacement:
         """End all agents, and what waits for places. Idempotent; from any thread."""
         self._is_closed = True
         with self._lock:  # what holds it looks at `_is_closed`
-            group, self._group = self._group, None
-        if group is None:
+            groups, self._ours = self._ours, []
+        if not groups and not self._agents:
             return
         ray = _ray()
         for index in list(self._agents):
             self._end(ray, index)
-        if self._is_ours:
-            with contextlib.suppress(Exception):  # Ray's head is gone, and the group with it
-                ray.util.remove_placement_group(group)
+        for group in groups:
+            self._remove(ray, group)
+        if self._has_asked:
+            with contextlib.suppress(Exception):  # as below
+                importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[])
+
+    @staticmethod
+    def _remove(ray: Any, group: Any) -> None:
+        with contextlib.suppress(Exception):  # Ray's head is gone, and the group with it
+            ray.util.remove_placement_group(group)
+
+    def release(self, number: int) -> None:
+        """The number-th replica has ended, and will not come back: what was held for it alone is free again."""
+        with self._lock:
+            index = number - self._config.data_parallel_size_local
+            if index not in self._agents or self._is_closed:
+                return
+            ray = _ray()
+            self._end(ray, index)
+            group = self._more.pop(index, None)
+            if group is not None:
+                self._ours.remove(group)
+                self._remove(ray, group)
 
 
 def _when_over(agent: Any, told: Callable[[str], object]) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,31 @@ class LinearSteps:
         return seconds if seconds > 0.0 else 0.0
 
 
+class LearntSteps(NamedTuple):
+    """What a replica has learnt of its steps."""
+
+    weights: tuple[float, ...]
+    """As of LinearSteps. Each alone may be far off, even negative: rows and context come and go together."""
+    rates: tuple[float, ...]
+    """Means of what its last steps did in a second: steps, prompt tokens, decode rows, tokens of context."""
+
+
+def steps_alike(learnt: Sequence[LearntSteps]) -> list[LinearSteps]:
+    """What steps of replicas of one model take: of one shape, the mean of what they have learnt, each at its own speed.
+
+    With weights of its own, a replica would seem to be quick at what it has seldom done. A burst would go there, for the errors of
+    weights are large beside what a short prompt takes. The speed is what its last steps took, as a multiple of that shape.
+    """
+    shape = [max(0.0, sum(column) / len(learnt)) for column in zip(*[one.weights for one in learnt], strict=True)]
+    found = []
+    for one in learnt:
+        expected = sum(weight * rate for weight, rate in zip(shape, one.rates, strict=True))
+        speed = 1.0 / expected if expected > 0.0 else 1.0
+        fixed, prompt, decode, context = [weight * speed for weight in shape]
+        found.append(LinearSteps((fixed, prompt, decode, context)))
+    return found
+
+
 @dataclass(slots=True)
 class ReplicaView:
     """A replica that takes requests, as it was a moment ago, with what it was sent since."""
@@ -60,6 +85,8 @@ class ReplicaView:
     """Tokens of a block."""
     max_num_batched_tokens: int = 2048
     """Of a step."""
+    max_num_seqs: int = 256
+    """Sequences that run at a time."""
     step_seconds: StepSeconds | None = None
     """None: not known yet."""
     find: Callable[[bytes], int] | None = None

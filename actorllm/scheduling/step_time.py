@@ -67,6 +67,7 @@ class StepTime:
         self._forgetting = forgetting
         self._weights = np.zeros(4)
         self._covariance = np.eye(4) * 1e4
+        self._rates = np.zeros(4)
         self.num_steps = 0
 
     def observe(self, p: float, d: float, decode_context: float, seconds: float) -> None:
@@ -76,6 +77,7 @@ class StepTime:
         row = np.array([1.0, p, d, decode_context]) * self.SCALE / seconds
         gain = self._covariance @ row / (self._forgetting + row @ self._covariance @ row)
         self._weights += gain * (1.0 - row @ self._weights)
+        self._rates += max(1 - self._forgetting, 1 / self.num_steps) * (row - self._rates)
         covariance = (self._covariance - np.outer(gain, row @ self._covariance)) / self._forgetting
         self._covariance = np.clip((covariance + covariance.T) / 2, -1e6, 1e6)  # what is not excited must not blow up
 
@@ -84,6 +86,12 @@ class StepTime:
         """Seconds: of a step, of a prompt token, of a decode row, of a token of its context: [4]."""
         weights: F64 = self._weights * self.SCALE
         return weights
+
+    @property
+    def rates(self) -> F64:
+        """What the last steps did in a second, as means: steps, prompt tokens, decode rows, tokens of context: [4]."""
+        rates: F64 = self._rates / self.SCALE
+        return rates
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0

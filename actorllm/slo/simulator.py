@@ -35,6 +35,7 @@ from actorllm.errors import ConfigError
 from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
+from actorllm.scheduling.autoscaler import Autoscaler
 from actorllm.scheduling.batch import Batch, Rows
 from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.events import End
@@ -51,6 +52,7 @@ from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.slo.closed_loop import ClosedLoop, Contexts
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
+from actorllm.slo.scaling import SimulatedScaling
 from actorllm.slo.stages import StageClocks
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
@@ -519,6 +521,7 @@ class SimulatedReplica:
             num_free_blocks=kv.num_free,
             block_size=kv.block_size,
             max_num_batched_tokens=scheduler.limits.max_tokens,
+            max_num_seqs=scheduler.limits.max_seqs,
             step_seconds=self._step_seconds,
             find=None if self._hashes is None else self._hashes.find,
             seen=now,
@@ -698,6 +701,10 @@ class SimulatedRun:
     warnings: tuple[str, ...]
     bubbles: tuple[tuple[float, ...], ...] = ()
     """By replica and stage, the share of the time in which a stage of a pipeline waited (`slo.stages`)."""
+    sizes: tuple[tuple[float, int], ...] = ()
+    """With an autoscaler: when it wanted how many replicas."""
+    replica_seconds: float = math.nan
+    """How long replicas were there, all together."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -725,6 +732,7 @@ class _Outcomes:
         """The first one that failed a request."""
         self.num_failed = 0
         self.now: Callable[[int], float] = lambda replica: math.nan
+        self.on_ends: Callable[[Iterable[End]], None] = lambda ends: None
 
     def cut(self, num: int) -> None:
         """Only so many requests were sent."""
@@ -733,6 +741,8 @@ class _Outcomes:
                 setattr(self, name, column[:num])
 
     def write(self, replica: int, ends: Iterable[End]) -> None:
+        ends = list(ends)
+        self.on_ends(ends)
         for end in ends:
             sequence = end.sequence
             row = sequence.key[1]
@@ -774,6 +784,8 @@ def simulate(
     on_plan: Callable[[int, StepPlan], None] | None = None,
     make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None,
     max_concurrency: int | None = None,
+    autoscaler: Autoscaler | None = None,
+    start_s: float = 60.0,
 ) -> SimulatedRun:
     """Run a workload through `num_replicas` engines of one shape.
 
@@ -782,15 +794,15 @@ def simulate(
     are exact. until: cut the run off at this time; what comes later is left out. skip: make steady decode steps many at a
     time; not with on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of
     `EngineShape.scheduler` (a `RecordedScheduler`, say). max_concurrency: requests under way at a time; others are sent,
-    and arrive, when one has ended. Raises what a policy raises, with its name.
+    and arrive, when one has ended. autoscaler: decides how many replicas there are, num_replicas being 1 then; each
+    takes requests start_s after it was wanted (`slo.scaling`). Raises what a policy raises, with its name.
 
     Of a workload with turns, requests arrive when they are sent, and are numbered in that order. Those whose turn never came
     are in no row of the run.
     """
     # What is simulated: the requests that come in time, and the client that sends those which wait for others.
     admission = shape.admission if admission is None else admission
-    if num_replicas < 1:
-        raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
+    num_replicas = most_replicas(num_replicas, autoscaler)
     num_given, workload = len(workload), workload.before(until)
     outcomes = _Outcomes(len(workload))
     ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
@@ -801,6 +813,8 @@ def simulate(
     replicas: list[SimulatedReplica] = []
     clocks: list[StageClocks | None] = []
     shape = replace(shape, enable_prefix_caching=has_prefixes)
+    # Every replica that there may be is made, each with a policy and with random numbers of its own. With an autoscaler they
+    # come and go (`slo.scaling`).
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
         if admission is not None:
@@ -835,14 +849,16 @@ def simulate(
     # Requests with turns are sent when others end, all others when they are due.
     outcomes.now = lambda replica: replicas[replica].scheduler.now
     route = make_router(router, seed) if isinstance(router, str) else router
-    sender = _Sender(workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends)
+    scaling = SimulatedScaling.of(autoscaler, replicas, start_s)
+    sender = _Sender(
+        workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends, scaling
+    )
     num_unsent = 0
     try:
         if client is None:
             for row, at in enumerate(workload.arrival.tolist()):
                 sender.send(row, row, at)
-            for replica in replicas:
-                replica.run_until(until)
+            sender.run_to_end(until)
         else:
             sent, arrival = _run_closed_loop(workload, client, sender, replicas, outcomes, until, model.deliver_s)
             num_unsent = 0 if until < math.inf else len(workload) - sent.size
@@ -852,12 +868,30 @@ def simulate(
         beside = "" if admission is None else f" and the admission policy {admission!r}"
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
+    # What came of it, and what it cost: replicas count while they start, and those that always are to the last end.
     run = _collect(workload, replicas, outcomes, model, policy)
     cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
     if num_unsent:
         cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
     bubbles = tuple(one.bubbles for one in clocks if one is not None)
-    return replace(run, warnings=(*cut, *run.warnings), bubbles=bubbles)
+    run = replace(run, warnings=(*cut, *run.warnings), bubbles=bubbles)
+    last = float(np.nanmax(run.timeline.end, initial=0.0))
+    if scaling is None:
+        return replace(run, replica_seconds=num_replicas * last)
+    return replace(run, sizes=tuple(scaling.decisions), replica_seconds=scaling.replica_seconds(last))
+
+
+def most_replicas(num_replicas: int, autoscaler: Autoscaler | None) -> int:
+    """How many replicas there may be. Raises ConfigError."""
+    if num_replicas < 1:
+        raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
+    if autoscaler is None:
+        return num_replicas
+    if num_replicas != 1:
+        raise ConfigError(
+            f"num_replicas={num_replicas} and an autoscaler both say how many there are; give one of them"
+        )
+    return autoscaler.max_replicas
 
 
 class _Sender:
@@ -874,8 +908,13 @@ class _Sender:
         has_prefixes: bool,
         submit_s: float,
         ends: I64 | None,
+        scaling: SimulatedScaling | None,
     ) -> None:
-        """ends: is filled with how many tokens a request has at its end, by its number."""
+        """ends: is filled with how many tokens a request has at its end, by its number. scaling: says which replicas there are;
+        None: all."""
+        self._scaling = scaling
+        if scaling is not None:
+            outcomes.on_ends = scaling.note_ends
         self._replicas = replicas
         self._router = router
         self._outcomes = outcomes
@@ -886,6 +925,8 @@ class _Sender:
         self._class_ids = workload.class_ids.tolist()
         self._num_prompt = workload.num_prompt.tolist()
         self._num_output = workload.num_output.tolist()
+        asked = workload.max_tokens
+        self._lengths = self._num_output if asked is None else np.minimum(workload.num_output, asked).tolist()
         self._slos = [kind.slo for kind in workload.classes]
         # A router looks at hashes also where engines do not.
         needs_hashes = has_prefixes or len(replicas) > 1
@@ -893,7 +934,7 @@ class _Sender:
         self._block_size = shape.block_size
         self.contexts = Contexts(workload, shape.block_size) if needs_hashes and workload.turns is not None else None
         self._has_prefixes = has_prefixes
-        self._needs_views = getattr(router, "needs_views", True)
+        self._needs_views = getattr(router, "needs_views", True) or scaling is not None
         self._views: list[ReplicaView] = []
         self._next_view_at = -math.inf
         self._ends = ends
@@ -903,6 +944,24 @@ class _Sender:
         if workload.max_tokens is not None:
             asked = np.minimum(workload.num_output, workload.max_tokens)
             self._last = (workload.num_prompt.astype(np.int64) + asked).tolist()
+
+    @property
+    def next_tick(self) -> float:
+        """When the number of replicas is decided next."""
+        return math.inf if self._scaling is None else self._scaling.next_tick
+
+    def run_to_end(self, until: float) -> None:
+        """All requests were sent: run the replicas to their end, or up to this time."""
+        if self._scaling is not None:
+            self._scaling.run_to_end(until)
+        for replica in self._replicas:
+            replica.run_until(until)
+
+    def tick(self) -> None:
+        """Decide it now."""
+        assert self._scaling is not None
+        self._scaling.tick()
+        self._next_view_at = -math.inf
 
     def send(self, row: int, number: int, at: float) -> None:
         """Send a request; number: by which the replicas know it."""
@@ -915,12 +974,15 @@ class _Sender:
         if self._ends is not None:
             self._ends[number] = self._last[row]
         chosen = 0
-        if len(replicas) > 1:
+        if len(replicas) > 1 or self._scaling is not None:
+            if self._scaling is not None and self._scaling.run_before(at):
+                self._next_view_at = -math.inf  # there may be others now
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if at >= self._next_view_at and (self._needs_views or not self._views):
                 for replica in replicas:
                     replica.run_until(at)
-                self._views = [replica.view(at) for replica in replicas]
+                those = replicas if self._scaling is None else self._scaling.ready(at)
+                self._views = [replica.view(at) for replica in those]
                 self._next_view_at = at + self._view_interval_s
             request = Routable(
                 self._num_prompt[row],
@@ -928,12 +990,15 @@ class _Sender:
                 max_tokens=self._num_output[row],
                 slo=self._slos[self._class_ids[row]],
             )
+            if self._scaling is not None:
+                self._scaling.note(number, self._lengths[row], request, self._views, at)
             chosen = self._router.route(request, self._views)
-            if not 0 <= chosen < len(replicas):
+            view = next((view for view in self._views if view.number == chosen), None)
+            if view is None:
                 raise ConfigError(
-                    f"router {type(self._router).__name__} sent a request to replica {chosen} of {len(replicas)}"
+                    f"router {type(self._router).__name__} sent a request to replica {chosen} of {len(self._views)}"
                 )
-            self._views[chosen].add(request)
+            view.add(request)
         replica = replicas[chosen]
         there = at + self._submit_s
         replica.run_until(there)
@@ -979,19 +1044,23 @@ def _run_closed_loop(
     for replica in replicas:
         replica.on_ends = on_ends
     while True:
-        due = min(client.next_at, until)
+        due = min(client.next_at, until, sender.next_tick)
         is_waiting = True
         # The replica at which something happens next runs alone, up to what happens at another one.
         while (first := min(replicas, key=lambda replica: replica.next_event_at)).next_event_at < due:
             others = min((r.next_event_at for r in replicas if r is not first), default=math.inf)
             first.horizon = math.inf
             first.run_until(min(due, max(others, math.nextafter(first.next_event_at, math.inf))))
-            due = min(client.next_at, until)
+            due = min(client.next_at, until, sender.next_tick)
         is_waiting = False
         for replica in replicas:
             replica.horizon = math.inf
-        if due >= until:
+        is_over = client.next_at == math.inf and all(replica.next_event_at == math.inf for replica in replicas)
+        if due >= until or is_over:
             break
+        if due < client.next_at:
+            sender.tick()
+            continue
         row = client.pop()
         sent.append(row)
         arrival.append(due)

@@ -155,8 +155,8 @@ class ScriptedEngine(Engine):
         return has_ended or self._frontend.is_paused or self._time.delays(self._script)
 
     def _is_taking_in(self) -> bool:
-        lanes = self._lanes
-        return bool(self._wanting) or (lanes is not None and lanes.is_busy)
+        pool = self._tokenizer_pool
+        return bool(self._wanting) or (pool is not None and pool.is_busy)
 
 
 def _engine(answers: Answers, time: VirtualTime | None, model: str | os.PathLike[str], options: Any) -> ScriptedEngine:

@@ -20,6 +20,8 @@ from actorllm.testing.virtual_time import RealTime, VirtualTime, due_of
 class ScriptedSchedulerActor(SchedulerActor):
     """A scheduler of one life."""
 
+    WARMS_UP = False
+
     def __init__(self, script: Script, time: RealTime | VirtualTime) -> None:
         super().__init__()
         self._script, self._time = script, time

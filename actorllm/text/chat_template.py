@@ -2,8 +2,8 @@
 
 Owns what a conversation may look like (`Conversation`, checked when it is made) and the template of a model folder
 (`ChatTemplate`). Rendering is that of transformers' `apply_chat_template`, reached below the tokenizer classes, so that
-the process of the application loads no torch for it. Called where prompts are tokenized: on the engine's lanes, and in the
-lane process (`actorllm.intake`). The text already holds its special tokens, so it is encoded without adding any.
+the process of the application loads no torch for it. Called where prompts are tokenized: by tokenizer workers, and in the intake
+process (`actorllm.intake`). The text already holds its special tokens, so it is encoded without adding any.
 """
 
 from __future__ import annotations

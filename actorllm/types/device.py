@@ -88,6 +88,24 @@ class BackendRules:
         return None
 
 
+class CudaRules(BackendRules):
+    """Those of CUDA know more of quantized weights."""
+
+    def why_not(self, options: Mapping[str, Any], *, pools: bool) -> str | None:
+        reason = super().why_not(options, pools=pools)
+        if reason is not None or options.get("quantization") is None:
+            return reason
+        for name, taken in (
+            ("tensor_parallel_size", (None, 1)),
+            ("quantization_twin", (None, False)),
+            ("model_impl", (None, "auto", "vllm")),
+        ):
+            if options.get(name) not in taken:
+                told = f"quantization={options['quantization']!r} is not supported on {self.title} with"
+                return f"{told} {name}={options[name]!r} yet; leave one of them out"
+        return None
+
+
 OWN_RULES = {
     "cpu": BackendRules(
         dtypes=("float32", "bfloat16", "float16"),
@@ -97,11 +115,12 @@ OWN_RULES = {
         adapts=True,
         drafts=True,
     ),
-    "cuda": BackendRules(
+    "cuda": CudaRules(
         dtypes=("bfloat16", "float16"),
         block_size=64,
         block_multiple=64,
         makes_vectors=True,
+        quantizes=True,
         has_own_memory=True,
         title="CUDA",
     ),

@@ -65,6 +65,7 @@ def _check_combinations(given: Mapping[str, Any]) -> None:
     for name, unused in (
         ("pipeline_parallel_size", (1,)),
         ("data_parallel_size", (1,)),
+        ("max_replicas", (None,)),
         ("enable_lora", (None, False)),
         ("enable_sleep_mode", (None, False)),
         ("name", (None,)),

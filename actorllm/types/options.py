@@ -64,8 +64,8 @@ class EngineOptions(VLLMOptions, total=False):
         Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf"] | None,
         None,
     ]
-    """'int8', 'int4': round the weights to so many bits while they are read, on a CPU; 'int4-g64', 'int4-g128': in larger groups;
-    'compressed-tensors', 'gptq', 'awq', 'fp8', 'gguf': the files are quantized; None: as config.json says."""
+    """'int8', 'int4': round the weights to so many bits while they are read; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to
+    floats, on CUDA; or, as 'compressed-tensors', 'gptq', 'awq', 'gguf': the files are quantized; None: as config.json says."""
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
     False also keeps rows of prompts in bfloat16 where float32 is faster for them."""
@@ -189,6 +189,14 @@ class EngineOptions(VLLMOptions, total=False):
     """The engine is ready when so many of data_parallel_size are; the others start behind."""
     pipeline_layer_partition: Annotated[Sequence[int] | str | None, None]
     """Layers of each stage, such as [3, 5], or '3,5'. None: so that they take equally long, the head in the last one included."""
+    max_replicas: Annotated[int | None, None]
+    """Up to so many replicas, as the demand asks for; data_parallel_size is the number at the start. None: that number stays."""
+    min_replicas: Annotated[int | None, None]
+    """Never fewer than these; None: one. Needs max_replicas."""
+    target_attainment: Annotated[float, 0.99]
+    """Share of the requests whose objectives max_replicas is to let be kept, above 0 and below 1."""
+    autoscaling: Annotated[Mapping[str, float] | None, None]
+    """When the number changes: fields of `actorllm.scheduling.autoscaler.ScalingPolicy`, such as {'window_s': 120}."""
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""

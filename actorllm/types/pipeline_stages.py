@@ -37,10 +37,12 @@ def read_stages(given: Mapping[str, Any], hf: Mapping[str, Any], device: str, ha
     num_layers = hf.get("num_hidden_layers")
     if isinstance(num_layers, bool) or not isinstance(num_layers, int):
         raise ConfigError(f"pipeline_parallel_size={size}: config.json does not say how many layers the model has")
-    if size > min(num_layers, MAX_STAGES):
+    if size > MAX_STAGES:
+        raise ConfigError(f"pipeline_parallel_size={size} is more than the {MAX_STAGES} stages that an engine may have")
+    if size > num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={size}: the model has {num_layers} layers, and a stage has one at least; use "
-            f"{min(num_layers, MAX_STAGES)} or less"
+            f"{num_layers} or less"
         )
     if partition is None:
         return balanced(num_layers, size, head_in_layers(hf))

@@ -16,7 +16,7 @@ COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", 
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
-"""Methods that round the weights of a plain model while it is loaded."""
+"""Methods that round the weights of a plain model while it is loaded; on CUDA, FP8 does as well."""
 METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF)
 
 NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
@@ -311,7 +311,8 @@ def _unknown(field: str, found: Any, wanted: Any, method: str = COMPRESSED_TENSO
 def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | None:
     """How the weights of a model are quantized: by `quantization=`, or None there and by its config.json.
 
-    Raises ConfigError for a value that is not known, or that contradicts the checkpoint.
+    Raises ConfigError for a value that is not known, or that contradicts the checkpoint. FP8 of a plain model is for the device
+    to take or to refuse (`not_quantized`).
     """
     if wanted is not None and wanted not in METHODS:
         known = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
@@ -321,11 +322,8 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
     method: str | None = wanted
     tree = hf.get("quantization_config")
     if tree is None:
-        if wanted in READERS:
-            raise ConfigError(
-                f"quantization={wanted!r}: config.json has no quantization_config, so the weights are not quantized; use "
-                f"{INT8!r}, or leave it at None"
-            )
+        if wanted in READERS and wanted != FP8:
+            raise not_quantized(method)
         return method
     found = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
     if wanted in ROUNDING:
@@ -335,3 +333,11 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
     if wanted is not None and wanted != found:
         raise ConfigError(f"quantization={wanted!r}: config.json says {found!r}; leave it at None")
     return found if found in READERS else None
+
+
+def not_quantized(method: str | None) -> ConfigError:
+    """The method reads quantized weights, and these are plain."""
+    return ConfigError(
+        f"quantization={method!r}: config.json has no quantization_config, so the weights are not quantized; use {INT8!r}, or "
+        f"leave it at None"
+    )

@@ -1,13 +1,17 @@
-"""What the machine can do: memory bandwidth by size, bfloat16 products, and the cost of one more kernel in a graph."""
+"""What the machine can do: memory bandwidth by size, bfloat16 products, and the cost of one more launch in a graph and outside."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from actorllm_kernels.launcher import launch
 
 from .clock import Bench
 
@@ -44,22 +48,40 @@ def run(bench: Bench) -> dict[str, Any]:
     word, chain = torch.zeros(1, device=bench.device), bench.pick(200, 3)
 
     def nodes(pdl: bool) -> None:
-        launch = {"launch_pdl": True} if pdl and not bench.is_check else {}
+        options = {"launch_pdl": True} if pdl and not bench.is_check else {}
         for _ in range(chain):
-            nothing_kernel[(1,)](word, PDL=pdl and not bench.is_check, **launch)
+            nothing_kernel[(1,)](word, PDL=pdl and not bench.is_check, **options)
 
     nodes_us = {
         "us per node": bench.seconds(lambda: nodes(False)) / chain * 1e6,
         "us per dependent node": bench.seconds(lambda: nodes(True)) / chain * 1e6,
+    }
+    launches_us = {
+        "us per launch by Triton": host_seconds(bench, lambda: nothing_kernel[(1,)](word, PDL=False)) * 1e6,
+        "us per launch as kept": host_seconds(bench, lambda: launch(nothing_kernel, (1,), (word,), PDL=False)) * 1e6,
     }
     large = [row for row in bandwidth if row["MB"] >= bench.pick(512, 1)]  # less may be in the second-level cache
     return {
         "bandwidth": bandwidth,
         "matmul": matmul,
         "nodes": [nodes_us],
+        "launches": [launches_us],
         "read_bytes_per_s": max(row["read, GB/s"] for row in large) * 1e9,
         "flops": max(row["TFLOP/s"] for row in matmul) * 1e12,
     }
+
+
+def host_seconds(bench: Bench, once: Callable[[], Any]) -> float:
+    """Of the host, for one launch outside of a graph: the best of some rounds, each too short to fill the queue of launches."""
+    rounds, count = bench.pick((20, 200), (1, 2))
+    taken = []
+    for _ in range(rounds):
+        bench.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            once()
+        taken.append((time.perf_counter() - began) / count)
+    return min(taken)
 
 
 def rates(bench: Bench, count: int) -> dict[str, float]:

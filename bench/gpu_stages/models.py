@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actorllm import shapes
+from actorllm.bundled import shapes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str) -> Shape:
-        """One of those that the package knows (`actorllm.shapes`), whose weights `load_format="dummy"` draws."""
+        """One of those that the package knows (`actorllm.bundled.shapes`), whose weights `load_format="dummy"` draws."""
         config = json.loads((shapes.FOLDER / name / "config.json").read_text())
         heads = config["num_attention_heads"]
         return cls(

@@ -24,6 +24,7 @@ from actorllm.model.cuda.decoder import StepTokens
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm_kernels import cost
+from actorllm_kernels.ahead import MAX_BYTES
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.configs import target
 from actorllm_kernels.cost import MACHINES, Machine, Work
@@ -127,17 +128,22 @@ def filtering(rows: int, vocab: int, machine: Machine) -> list[Predicted]:
 
 def _predicted(calls: list[Any], machine: Machine, *, kv_tokens: int, prompt_pairs: float = 0.0) -> list[Predicted]:
     found: list[Predicted] = []
+    asked = 0.0  # bytes of the next weight, by the launch before
     for call in calls:
         assert isinstance(call, functools.partial)
         name = getattr(call.func, "__name__", "")
         if name in PRODUCTS:
             x, weight = call.args[:2]
             work = cost.of_product(len(x), weight.shape[0], weight.shape[1], machine)
+            if asked:
+                work = cost.asked_for(work, asked, found[-1].work, machine)
+            asked = 0.0
             found.append(Predicted("cuBLAS", replace(work, programs=machine.multiprocessors)))
             continue
         with recording() as launches:
             call()
-        moved = float(sum(_bytes(argument) for argument in (*call.args, *call.keywords.values())))
+        arguments = (*call.args, *(value for key, value in call.keywords.items() if key != "ahead"))
+        moved = float(sum(_bytes(argument) for argument in arguments))
         if not launches:
             found.append(Predicted(name, cost.of_moves(moved, False)))
         for launch in launches:
@@ -145,6 +151,7 @@ def _predicted(calls: list[Any], machine: Machine, *, kv_tokens: int, prompt_pai
             work = cost.of_launch(launch, machine, kv_tokens=kv_tokens, prompt_pairs=prompt_pairs)
             if name in SMALL:
                 work = cost.of_moves(moved, work.is_dependent)
+            asked = min(_bytes(call.keywords["ahead"]), MAX_BYTES) if launch.constants.get("HAS_AHEAD") else 0.0
             found.append(Predicted(name, work))
     return found
 
@@ -182,7 +189,12 @@ def by_kernel(steps: list[Predicted], machine: Machine) -> dict[str, tuple[int, 
 
 def table(machine: Machine, models: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Steps, prompts and filters, as rows for a table."""
-    found: dict[str, list[dict[str, Any]]] = {"steps": [], "prompts": [], "filters": []}
+    found: dict[str, list[dict[str, Any]]] = {
+        "wanted": wanted(machine, models),
+        "steps": [],
+        "prompts": [],
+        "filters": [],
+    }
     for name in models:
         shape = MODELS[name]
         with runner_of(shape) as runner:
@@ -197,6 +209,76 @@ def table(machine: Machine, models: list[str]) -> dict[str, list[dict[str, Any]]
         steps = filtering(rows, 151_936, machine)
         found["filters"].append({"rows": rows, **_row(steps, machine, 0.0)})
     return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A figure that the model is held against before a device measures it."""
+
+    machine: str
+    what: str
+    """steps, prompts or filters: the table that has it."""
+    model: str
+    size: int
+    """Sequences, tokens of a prompt or rows."""
+    at_least: float | None = None
+    """Share of the limit."""
+    at_most_ms: float | None = None
+
+
+WANTED = (
+    *(Wanted("H200", "steps", "Qwen3-0.6B", batch, share) for batch, share in ((1, 0.5), (32, 0.75), (256, 0.85))),
+    *(Wanted("H200", "steps", "Llama-3.1-8B", batch, share) for batch, share in ((1, 0.85), (32, 0.82), (256, 0.85))),
+    *(Wanted("H200", "prompts", model, PROMPT, 0.6) for model in ("Qwen3-0.6B", "Llama-3.1-8B")),
+    *(Wanted("H200", "filters", "", rows, at_most_ms=0.025) for rows in (1, 32)),
+    Wanted("H100", "steps", "Llama-3.2-1B", 1, at_most_ms=0.98),
+)
+
+
+def _named(one: Wanted) -> str:
+    names = {
+        "steps": f"decode step of {one.model}, batch {one.size}",
+        "prompts": f"prompt of {one.size} tokens, {one.model}",
+        "filters": f"top_k and top_p, {one.size} {'rows' if one.size > 1 else 'row'}",
+    }
+    return f"{names[one.what]}, {'ms' if one.at_least is None else 'share of the limit'}"
+
+
+def wanted(machine: Machine, models: list[str]) -> list[dict[str, Any]]:
+    """What is wanted of this GPU beside what the model says, as rows for a table."""
+    rows = []
+    for one in WANTED:
+        if one.machine != machine.name or (one.model and one.model not in models):
+            continue
+        steps, limit = _of(one, machine)
+        value, short, long = between(steps, machine)
+        if one.at_least is None:
+            values, is_reached = [1e3 * time for time in (value, short, long)], 1e3 * value <= (one.at_most_ms or 0.0)
+        else:
+            values, is_reached = [limit / time for time in (value, long, short)], limit / value >= one.at_least
+        predicted, low, high = (f"{number:.{2 if one.what != 'filters' else 3}f}" for number in values)
+        rows.append(
+            {
+                "figure": f"{machine.name}: {_named(one)}",
+                "wanted": f"{one.at_most_ms if one.at_least is None else one.at_least:g}",
+                "predicted": predicted,
+                "interval": f"{low} to {high}",
+                "reached in the model": "yes" if is_reached else "no",
+            }
+        )
+    return rows
+
+
+def _of(one: Wanted, machine: Machine) -> tuple[list[Predicted], float]:
+    """The launches, and the least time that they can take."""
+    if one.what == "filters":
+        return filtering(one.size, 151_936, machine), 0.0
+    shape = MODELS[one.model]
+    with runner_of(shape) as runner:
+        if one.what == "prompts":
+            return prompt_step(runner, one.size, machine), shape.prefill_flops(one.size) / machine.flops
+        limit = shape.decode_limit_s(one.size, CONTEXT, machine.bandwidth, machine.flops)
+        return decode_step(runner, one.size, CONTEXT, machine), limit
 
 
 def _row(steps: list[Predicted], machine: Machine, limit: float) -> dict[str, Any]:

@@ -234,7 +234,9 @@ def ablations(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _both(name: str, value: int) -> Iterator[None]:
-    with trying("skinny_gemm", **{name: value}), trying("lm_head_sample", **{name: value}):
+    with contextlib.ExitStack() as stack:
+        for kernel in ("skinny_gemm", "lm_head_sample", "rmsnorm", "activation_mul"):
+            stack.enter_context(trying(kernel, **{name: value}))
         yield
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.plan_decode import first_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -334,25 +335,29 @@ def attn_decode(
     if page % tile:
         raise ValueError(f"block_size={page} is no multiple of the tile of {tile} keys")
     queries, dim_block = min(4, triton.next_power_of_2(q_len * group)), triton.next_power_of_2(dim)
-    attn_decode_kernel[(programs,)](
-        q,
-        keys,
-        values,
-        rows,
-        table,
-        seq_lens,
-        ends,
-        quota,
-        arrivals,
-        q if sinks is None else sinks,
-        out,
-        partials,
-        partial_lse,
-        num_rows,
-        table.stride(0),
-        keys.stride(0),
-        values.stride(0),
-        scale * 1.4426950408889634,
+    launch(
+        attn_decode_kernel,
+        (programs,),
+        (
+            q,
+            keys,
+            values,
+            rows,
+            table,
+            seq_lens,
+            ends,
+            quota,
+            arrivals,
+            q if sinks is None else sinks,
+            out,
+            partials,
+            partial_lse,
+            num_rows,
+            table.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            scale * 1.4426950408889634,
+        ),
         NUM_KV=num_kv_heads,
         GROUP=group,
         Q_LEN=q_len,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from actorllm_kernels.attn_decode import LOG2_E, LOWEST, capped
 from actorllm_kernels.configs import Config, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit
@@ -266,23 +267,27 @@ def attn_prefill(
         config["TILE"] = tile
     if page % config["TILE"]:
         raise ValueError(f"block_size={page} is no multiple of the tile of {config['TILE']} keys")
-    attn_prefill_kernel[(tiles.shape[0], num_kv_heads)](
-        q,
-        keys,
-        values,
-        rows,
-        table,
-        seq_lens,
-        starts,
-        tiles,
-        q if sinks is None else sinks,
-        out,
-        num_tokens,
-        keys.shape[0],
-        table.stride(0),
-        keys.stride(0),
-        values.stride(0),
-        scale * 1.4426950408889634,
+    launch(
+        attn_prefill_kernel,
+        (tiles.shape[0], num_kv_heads),
+        (
+            q,
+            keys,
+            values,
+            rows,
+            table,
+            seq_lens,
+            starts,
+            tiles,
+            q if sinks is None else sinks,
+            out,
+            num_tokens,
+            keys.shape[0],
+            table.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            scale * 1.4426950408889634,
+        ),
         NUM_KV=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         DIM=dim,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from actorllm_kernels.configs import lookup
+from actorllm_kernels.launcher import launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,20 @@ def edit_logits(logits: torch.Tensor, edits: Edits, penalties: Penalties) -> Non
     """In place. logits: [num_rows, vocab_size], contiguous. First the bias is added, then come the penalties, as in vLLM."""
     num_edits = edits.row.shape[0]
     config = lookup("edit_logits", "*", logits.device)
-    edit_logits_kernel[(triton.cdiv(num_edits, config["BLOCK"]),)](
-        logits,
-        edits.row,
-        edits.id,
-        edits.bias,
-        edits.count,
-        penalties.presence,
-        penalties.frequency,
-        penalties.repetition,
-        num_edits,
+    launch(
+        edit_logits_kernel,
+        (triton.cdiv(num_edits, config["BLOCK"]),),
+        (
+            logits,
+            edits.row,
+            edits.id,
+            edits.bias,
+            edits.count,
+            penalties.presence,
+            penalties.frequency,
+            penalties.repetition,
+            num_edits,
+        ),
         VOCAB=logits.shape[1],
         **config,
     )

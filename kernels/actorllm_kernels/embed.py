@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit
@@ -41,6 +42,11 @@ def embed(ids: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: float
     """
     num_tokens, size = y.shape
     config = lookup("embed", "*", ids.device)
-    embed_kernel[(num_tokens, triton.cdiv(size, config["BLOCK"]))](
-        ids, weight, y, weight.shape[0], scale, SIZE=size, **dependent(pdl, ids.device), **config
+    launch(
+        embed_kernel,
+        (num_tokens, triton.cdiv(size, config["BLOCK"])),
+        (ids, weight, y, weight.shape[0], scale),
+        SIZE=size,
+        **dependent(pdl, ids.device),
+        **config,
     )

@@ -31,9 +31,11 @@ ALL_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 MAX_REGISTERS = 255
 MAX_NARROW = 0.1
-LOADS_AHEAD = ("attn_decode", "attn_prefill", "skinny_gemm", "lm_head_sample")
+MAX_NARROW_OF_4_BITS = 0.2
+"""The scales of a tile are too few for 16 bytes a thread, and its codes are few as well."""
+LOADS_AHEAD = ("attn_decode", "attn_prefill", "skinny_gemm", "quantized_gemm", "lm_head_sample")
 """Kernels whose loops are nothing if their loads are not under way before they are needed."""
-READS_WEIGHTS = ("skinny_gemm", "lm_head_sample")
+READS_WEIGHTS = ("skinny_gemm", "quantized_gemm", "lm_head_sample")
 """Kernels that take as long as it takes to read a weight: all multiprocessors must ask for it."""
 WARPGROUP = ("attn_prefill",)
 
@@ -61,7 +63,7 @@ def _violations(name: str, compiled: Compiled, architecture: str) -> list[str]:
     if compiled.shared > MAX_SHARED[part]:
         messages.append(f"takes {compiled.shared} bytes of shared memory, and there are {MAX_SHARED[part]}")
     if name.startswith(LOADS_AHEAD) and "-tma" not in name:
-        messages += _loop_violations(compiled, architecture)
+        messages += _loop_violations(compiled, MAX_NARROW_OF_4_BITS if "-int4" in name else MAX_NARROW)
     if name.startswith(READS_WEIGHTS):
         with target(part):
             wanted = num_multiprocessors(torch.device("meta"))
@@ -79,7 +81,7 @@ def _violations(name: str, compiled: Compiled, architecture: str) -> list[str]:
     return messages
 
 
-def _loop_violations(compiled: Compiled, architecture: str) -> list[str]:
+def _loop_violations(compiled: Compiled, max_narrow: float) -> list[str]:
     messages: list[str] = []
     if not compiled.loops:
         messages.append("has no loop with products")
@@ -90,7 +92,7 @@ def _loop_violations(compiled: Compiled, architecture: str) -> list[str]:
             messages.append("waits for all its loads in its main loop")
         if loop.num_loads:
             messages.append(f"has {loop.num_loads} loads in its main loop that it waits for at once")
-    if compiled.narrow_copies > MAX_NARROW:
+    if compiled.narrow_copies > max_narrow:
         messages.append(f"copies {compiled.narrow_copies:.0%} of its bytes in pieces of less than 16")
     return messages
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit(do_not_specialize=["num_layers"])
@@ -20,7 +21,7 @@ def kv_clear_kernel(
     slots_ptr,
     is_finite_ptr,
     num_layers,
-    layer_stride,
+    layer_stride: tl.int64,
     block_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -51,13 +52,10 @@ def kv_clear(pool: torch.Tensor, slots: torch.Tensor, is_finite: torch.Tensor, *
     integers, block * block_size + offset, or -1 for a token that was not written. is_finite: [num_tokens] integers.
     """
     num_layers, _, two, num_kv_heads, page, dim = pool.shape
-    kv_clear_kernel[(slots.shape[0],)](
-        pool,
-        slots,
-        is_finite,
-        num_layers,
-        pool.stride(0),
-        pool.stride(1),
+    launch(
+        kv_clear_kernel,
+        (slots.shape[0],),
+        (pool, slots, is_finite, num_layers, pool.stride(0), pool.stride(1)),
         HEADS=two * num_kv_heads,
         DIM=dim,
         PAGE=page,

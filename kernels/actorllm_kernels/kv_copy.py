@@ -9,10 +9,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from actorllm_kernels.configs import lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit
-def kv_copy_kernel(pool_ptr, pairs_ptr, layer_stride, block_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def kv_copy_kernel(pool_ptr, pairs_ptr, layer_stride: tl.int64, block_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     pair = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -43,4 +44,10 @@ def launch_kv_copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     size = pool[0, 0].numel()
     config = lookup("kv_copy", "*", pool.device)
     grid = (pairs.shape[0], pool.shape[0], triton.cdiv(size, config["BLOCK"]))
-    kv_copy_kernel[grid](pool, pairs, pool.stride(0), pool.stride(1), SIZE=size, **config)
+    launch(
+        kv_copy_kernel,
+        grid,
+        (pool, pairs, pool.stride(0), pool.stride(1)),
+        SIZE=size,
+        **config,
+    )

@@ -45,9 +45,10 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.uint8: "*u8",
     torch.bool: "*i1",
 }
 
@@ -76,7 +77,8 @@ def recording() -> Iterator[list[Launch]]:
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                # A parameter with a type of its own has one build for small numbers and for large ones.
+                signature[name] = parameter.annotation_type or ("i32" if -(2**31) <= value < 2**31 else "i64")
                 if is_specialized and value % 16 == 0:
                     divisible.append(name)
         options = {k: v for k, v in kwargs.items() if k not in names and (v or k != "launch_pdl")}

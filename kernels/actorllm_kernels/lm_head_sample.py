@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.sample_pick import Offers, SamplingState, tile_offer
 from actorllm_kernels.skinny_gemm import columns_ahead, prefetch_rows
 
@@ -116,24 +117,28 @@ def lm_head_sample(
         raise ValueError(f"{num_rows} rows are too many for lm_head_sample, which takes 64")
     vocab_size = weight.shape[0]
     num_tiles = offers.id.shape[1]
-    launch = dependent(pdl, x.device)
+    waiting = dependent(pdl, x.device)
     config = dict(lookup("lm_head_sample", "few" if num_rows <= 16 else "many", x.device))
-    prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
+    prefetches = bool(config.pop("PREFETCH", 1)) and waiting["PDL"] and x.element_size() == 2
     block_m = max(16, min(MAX_BLOCK_M, triton.next_power_of_2(num_rows)))
-    lm_head_sample_kernel[(triton.cdiv(num_rows, block_m), num_tiles)](
-        x,
-        weight,
-        x if norm is None else norm,
-        rows,
-        state.temperature,
-        state.seed,
-        state.sample_index,
-        state.token_index,
-        offers.highest,
-        offers.weight,
-        offers.id,
-        num_rows,
-        eps,
+    launch(
+        lm_head_sample_kernel,
+        (triton.cdiv(num_rows, block_m), num_tiles),
+        (
+            x,
+            weight,
+            x if norm is None else norm,
+            rows,
+            state.temperature,
+            state.seed,
+            state.sample_index,
+            state.token_index,
+            offers.highest,
+            offers.weight,
+            offers.id,
+            num_rows,
+            eps,
+        ),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         K=size,
@@ -141,6 +146,6 @@ def lm_head_sample(
         HAS_NORM=norm is not None,
         UPCAST=x.device.type == "cpu",
         AHEAD=columns_ahead(num_tiles, 256, x.device) if prefetches else 0,
-        **launch,
+        **waiting,
         **config,
     )

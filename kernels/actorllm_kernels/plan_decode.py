@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit
@@ -70,12 +71,10 @@ def plan_decode(
     how many keys a token sees, itself included; 0: all. num_programs, tile: those of `attn_decode.division`.
     """
     num_rows = seq_lens.shape[0]
-    plan_decode_kernel[(1,)](
-        seq_lens,
-        ends,
-        quota,
-        num_rows,
-        num_programs,
+    launch(
+        plan_decode_kernel,
+        (1,),
+        (seq_lens, ends, quota, num_rows, num_programs),
         NUM_KV=num_kv_heads,
         Q_LEN=q_len,
         WINDOW=window,

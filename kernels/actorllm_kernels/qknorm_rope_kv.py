@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit
@@ -130,20 +131,10 @@ def qknorm_rope_kv(
     weight_q, weight_k = norms if norms is not None else (cos, cos)
     config = lookup("qknorm_rope_kv", "few" if num_tokens <= 32 else "many", qkv.device)
     grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, config["HEADS"]))
-    qknorm_rope_kv_kernel[grid](
-        qkv,
-        positions,
-        slots,
-        cos,
-        sin,
-        weight_q,
-        weight_k,
-        q,
-        keys,
-        values,
-        keys.stride(0),
-        values.stride(0),
-        eps,
+    launch(
+        qknorm_rope_kv_kernel,
+        grid,
+        (qkv, positions, slots, cos, sin, weight_q, weight_k, q, keys, values, keys.stride(0), values.stride(0), eps),
         NUM_Q=num_heads,
         NUM_KV=num_kv_heads,
         DIM=dim,

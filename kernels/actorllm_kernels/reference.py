@@ -178,6 +178,19 @@ def fused_linear(
     return y if residual is None else y + residual
 
 
+def dequantized(codes: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
+    """The weight that `quantized_gemm` multiplies with, float32 [out_features, in_features]."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return codes.float() / 256 * scales.unsqueeze(1)
+    if codes.dtype == torch.int8:
+        return codes.float() * scales.unsqueeze(1)
+    pieces = codes.view(len(codes), -1, 1, 16)
+    numbers = torch.cat((pieces & 15, pieces >> 4), 2).view(len(codes), scales.shape[0], scales.shape[2] // 2, -1)
+    scale, zero = scales.float().transpose(0, 1).unflatten(2, (-1, 2)).unsqueeze(3).unbind(4)
+    weight: torch.Tensor = (numbers.float() - 8) * scale + zero
+    return weight.flatten(1)[:, :in_features]
+
+
 def embed(ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rows of the table; zeros where an id is outside of it."""
     known = (ids >= 0) & (ids < len(weight))

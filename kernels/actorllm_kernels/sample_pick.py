@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.philox import ID_DOMAIN, TILE_DOMAIN, four_in_a_row, gumbel, noise_words
 
 TILE = 256
@@ -143,16 +144,20 @@ def sample_pick(
     rows: int32 [num_rows] slots, or -1. last_token and token_index of the state are advanced.
     """
     num_rows, num_tiles = offers.id.shape
-    sample_pick_kernel[(num_rows,)](
-        offers.highest,
-        offers.weight,
-        offers.id,
-        rows,
-        state.temperature,
-        state.token_index,
-        state.last_token,
-        tokens,
-        is_finite,
+    launch(
+        sample_pick_kernel,
+        (num_rows,),
+        (
+            offers.highest,
+            offers.weight,
+            offers.id,
+            rows,
+            state.temperature,
+            state.token_index,
+            state.last_token,
+            tokens,
+            is_finite,
+        ),
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),
         **dependent(pdl, tokens.device),

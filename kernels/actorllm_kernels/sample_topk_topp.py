@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from actorllm_kernels.configs import lookup
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.nucleus import (
     CAPACITY,
     GROUP,
@@ -392,12 +393,16 @@ def tile_maxima(
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
     config = lookup("tile_maxima", "*", logits.device)
-    tile_maxima_kernel[(num_rows, triton.cdiv(num_tiles, config["TILES"]))](
-        logits,
-        scratch.order if masks is None else masks,
-        scratch.order if mask_rows is None else mask_rows,
-        scratch.highest,
-        scratch.mass,
+    launch(
+        tile_maxima_kernel,
+        (num_rows, triton.cdiv(num_tiles, config["TILES"])),
+        (
+            logits,
+            scratch.order if masks is None else masks,
+            scratch.order if mask_rows is None else mask_rows,
+            scratch.highest,
+            scratch.mass,
+        ),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         NUM_WORDS=-(-vocab_size // 32),
@@ -411,8 +416,8 @@ def find_cutoffs(
     logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
 ) -> None:
     """Fills scratch.cutoff; scratch.highest must be there. Three launches."""
-    for launch in (weigh, collect, cut):
-        launch(logits, rows, state, filters, scratch)
+    for step in (weigh, collect, cut):
+        step(logits, rows, state, filters, scratch)
 
 
 def weigh(
@@ -422,11 +427,10 @@ def weigh(
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
     config = lookup("weigh", "*", logits.device)
-    weigh_kernel[(num_rows, triton.cdiv(vocab_size, config["IDS"]))](
-        logits,
-        scratch.highest,
-        scratch.nucleus.bins,
-        *_wishes(rows, state, filters),
+    launch(
+        weigh_kernel,
+        (num_rows, triton.cdiv(vocab_size, config["IDS"])),
+        (logits, scratch.highest, scratch.nucleus.bins, *_wishes(rows, state, filters)),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),
@@ -440,11 +444,10 @@ def collect(
     """The second."""
     num_rows, vocab_size = logits.shape
     num_tiles, nucleus = scratch.highest.shape[1], scratch.nucleus
-    collect_kernel[(num_rows, nucleus.counts.shape[1])](
-        logits,
-        scratch.highest,
-        *_found(nucleus),
-        *_wishes(rows, state, filters),
+    launch(
+        collect_kernel,
+        (num_rows, nucleus.counts.shape[1]),
+        (logits, scratch.highest, *_found(nucleus), *_wishes(rows, state, filters)),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),
@@ -461,13 +464,10 @@ def cut(
     """The third, which decides."""
     num_rows, vocab_size = logits.shape
     num_tiles, nucleus = scratch.highest.shape[1], scratch.nucleus
-    cutoff_kernel[(num_rows,)](
-        logits,
-        scratch.highest,
-        scratch.order,
-        scratch.cutoff,
-        *_found(nucleus),
-        *_wishes(rows, state, filters),
+    launch(
+        cutoff_kernel,
+        (num_rows,),
+        (logits, scratch.highest, scratch.order, scratch.cutoff, *_found(nucleus), *_wishes(rows, state, filters)),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),
@@ -493,18 +493,22 @@ def draw_tiles(
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
     config = lookup("draw_tiles", "*", logits.device)
-    draw_tiles_kernel[(num_rows, triton.cdiv(num_tiles, config["TILES"]))](
-        logits,
-        scratch.highest,
-        scratch.cutoff,
-        rows,
-        state.temperature,
-        state.seed,
-        state.sample_index,
-        state.token_index,
-        offers.highest,
-        offers.weight,
-        offers.id,
+    launch(
+        draw_tiles_kernel,
+        (num_rows, triton.cdiv(num_tiles, config["TILES"])),
+        (
+            logits,
+            scratch.highest,
+            scratch.cutoff,
+            rows,
+            state.temperature,
+            state.seed,
+            state.sample_index,
+            state.token_index,
+            offers.highest,
+            offers.weight,
+            offers.id,
+        ),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         BLOCK=triton.next_power_of_2(num_tiles),

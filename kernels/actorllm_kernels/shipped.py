@@ -21,6 +21,7 @@ from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
+from actorllm_kernels.quantized_gemm import dequantize, quantized_gemm
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, collect, cut, draw_tiles, tile_maxima, weigh
@@ -40,15 +41,16 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _rmsnorm(size: int, has_residual: bool, pdl: bool) -> None:
+def _rmsnorm(size: int, has_residual: bool, pdl: bool, ahead: torch.Tensor | None = None) -> None:
     x, residual = _meta(32, size), _meta(32, size) if has_residual else None
-    rmsnorm(x, _meta(size, dtype=F32), 1e-6, x, residual, pdl=pdl)
+    rmsnorm(x, _meta(size, dtype=F32), 1e-6, x, residual, ahead=ahead, pdl=pdl)
 
 
 for size in (1024, 1536, 2048, 4096):
     SHIPPED[f"rmsnorm-{size}-residual-pdl"] = partial(_rmsnorm, size, True, True)
 SHIPPED["rmsnorm-4096-residual"] = partial(_rmsnorm, 4096, True, False)
 SHIPPED["rmsnorm-4096"] = partial(_rmsnorm, 4096, False, False)
+SHIPPED["rmsnorm-4096-residual-ahead-pdl"] = lambda: _rmsnorm(4096, True, True, _meta(6144, 4096))
 SHIPPED["rmsnorm-4096-pdl"] = partial(_rmsnorm, 4096, False, True)
 
 
@@ -75,6 +77,9 @@ SHIPPED["qknorm_rope_kv-33-32x8x80"] = partial(_qknorm_rope_kv, 33, 32, 8, 80, F
 SHIPPED["qknorm_rope_kv-32-12x2x128"] = partial(_qknorm_rope_kv, 32, 12, 2, 128, False)  # Qwen2.5-1.5B
 SHIPPED["activation_mul-3072-silu"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072))
 SHIPPED["activation_mul-14336-silu-pdl"] = lambda: activation_mul(_meta(64, 28672), _meta(64, 14336), pdl=True)
+SHIPPED["activation_mul-14336-silu-ahead-pdl"] = lambda: activation_mul(
+    _meta(64, 28672), _meta(64, 14336), ahead=_meta(4096, 14336), pdl=True
+)
 SHIPPED["activation_mul-3072-gelu_tanh"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072), "gelu_tanh")
 SHIPPED["embed-1024-pdl"] = lambda: embed(_meta(32, dtype=I32), _meta(151936, 1024), _meta(32, 1024), pdl=True)
 
@@ -224,6 +229,53 @@ for rows, outputs, inputs, what in (
     (16, 1536, 1024, "norm-gated"),  # narrow
 ):
     SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)
+
+
+def _quantized(kind: str, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales. kind: "int8", "fp8", or "int4g" and the size of the groups."""
+    if kind.startswith("int4"):
+        blocks, groups = -(-num_inputs // 128), 128 // int(kind.removeprefix("int4g"))
+        return _meta(num_outputs, blocks * 64, dtype=torch.uint8), _meta(blocks, num_outputs, 2 * groups)
+    codes = _meta(num_outputs, num_inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    return codes, _meta(num_outputs, dtype=F32)
+
+
+def _quantized_gemm(kind: str, num_rows: int, num_outputs: int, num_inputs: int, what: str) -> None:
+    x = _meta(num_rows, num_inputs)
+    y = _meta(num_rows, num_outputs, dtype=F32 if what == "head" else torch.bfloat16)
+    quantized_gemm(
+        x,
+        *_quantized(kind, 2 * num_outputs if "gated" in what else num_outputs, num_inputs),
+        y,
+        norm=_meta(num_inputs, dtype=F32) if "norm" in what else None,
+        bias=_meta(num_outputs) if "bias" in what else None,
+        residual=y if "residual" in what else None,
+        activation="silu" if "gated" in what else "",
+        scratch=SplitScratch.empty(x.device),
+        pdl=True,
+    )
+
+
+for kind, rows, outputs, inputs, what in (
+    *((kind, 16, 4096, 1024, "norm") for kind in ("int8", "fp8", "int4g32", "int4g64", "int4g128")),  # Qwen3-0.6B
+    *((kind, 16, 1024, 3072, "residual") for kind in ("int8", "int4g32")),
+    *((kind, 16, 3072, 1024, "norm-gated") for kind in ("fp8", "int4g32")),
+    *((kind, 32, 14336, 4096, "norm-gated") for kind in ("int8", "int4g128")),  # Llama-3.1-8B
+    *((kind, 16, 1536, 1024, "norm-gated") for kind in ("int8", "int4g32")),  # narrow
+    ("int4g128", 16, 8192, 8192, "bias-residual"),  # wide, as in larger models
+    ("int8", 32, 128256, 4096, "head"),
+):
+    SHIPPED[f"quantized_gemm-{rows}-{outputs}x{inputs}-{kind}-{what}-pdl"] = partial(
+        _quantized_gemm, kind, rows, outputs, inputs, what
+    )
+
+
+def _dequantize(kind: str, num_outputs: int, num_inputs: int) -> None:
+    dequantize(*_quantized(kind, num_outputs, num_inputs), _meta(num_outputs // 2, num_inputs), 0)
+
+
+for kind in ("fp8", "int4g32"):
+    SHIPPED[f"dequantize-6144x4096-{kind}"] = partial(_dequantize, kind, 6144, 4096)
 
 
 def _state() -> SamplingState:

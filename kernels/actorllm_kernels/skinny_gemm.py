@@ -27,6 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import Config, dependent, lookup, num_multiprocessors, table
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS, activate
 
 MAX_ROWS = 64
@@ -311,8 +312,8 @@ def skinny_gemm(
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
     config = _config(out_features, bool(activation), x.device)
     del config["MAX_ROWS"]
-    launch = dependent(pdl, x.device)
-    prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
+    waiting = dependent(pdl, x.device)
+    prefetches = bool(config.pop("PREFETCH", 1)) and waiting["PDL"] and x.element_size() == 2
     num_tiles = triton.cdiv(out_features, config["BLOCK_N"])
     num_rows_read = config["BLOCK_N"] * (2 if activation else 1)
     if scratch is None:
@@ -320,17 +321,21 @@ def skinny_gemm(
     elif split is None:
         most = triton.cdiv(in_features, config["BLOCK_K"])
         split = min(triton.cdiv(num_multiprocessors(x.device), num_tiles), most)
-    skinny_gemm_kernel[(num_tiles, split)](
-        x,
-        weight,
-        x if norm is None else norm,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        y,
-        x if scratch is None else scratch.partials,
-        x if scratch is None else scratch.counters,
-        num_rows,
-        eps,
+    launch(
+        skinny_gemm_kernel,
+        (num_tiles, split),
+        (
+            x,
+            weight,
+            x if norm is None else norm,
+            x if bias is None else bias,
+            x if residual is None else residual,
+            y,
+            x if scratch is None else scratch.partials,
+            x if scratch is None else scratch.counters,
+            num_rows,
+            eps,
+        ),
         N=out_features,
         K=in_features,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
@@ -341,6 +346,6 @@ def skinny_gemm(
         ACTIVATION=activation,
         UPCAST=x.device.type == "cpu",
         AHEAD=columns_ahead(num_tiles * split, num_rows_read, x.device) if prefetches else 0,
-        **launch,
+        **waiting,
         **config,
     )

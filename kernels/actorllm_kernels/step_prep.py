@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.launcher import launch
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -74,17 +75,21 @@ def step_prep(
     """
     num_rows = rows.shape[0]
     config = lookup("step_prep", "*", rows.device)
-    step_prep_kernel[(triton.cdiv(num_rows, config["BLOCK"]),)](
-        rows,
-        last_token,
-        num_computed,
-        block_table,
-        block_table.stride(0),
-        ids,
-        positions,
-        kv_slots,
-        seq_lens,
-        num_rows,
+    launch(
+        step_prep_kernel,
+        (triton.cdiv(num_rows, config["BLOCK"]),),
+        (
+            rows,
+            last_token,
+            num_computed,
+            block_table,
+            block_table.stride(0),
+            ids,
+            positions,
+            kv_slots,
+            seq_lens,
+            num_rows,
+        ),
         PAGE=page,
         KEEPS_PADDING=keeps_padding,
         **dependent(pdl, rows.device),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from actorllm_kernels.configs import lookup
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.sample_topk_topp import FilterScratch
 
 
@@ -103,13 +104,10 @@ def launch_top_logprobs(
     """All but the ranks."""
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
-    top_logprobs_kernel[(num_rows,)](
-        logits,
-        scratch.highest,
-        scratch.mass,
-        tokens,
-        ids,
-        logprobs,
+    launch(
+        top_logprobs_kernel,
+        (num_rows,),
+        (logits, scratch.highest, scratch.mass, tokens, ids, logprobs),
         VOCAB=vocab_size,
         NUM_TILES=num_tiles,
         NUM_TOP=ids.shape[1] - 1,
@@ -123,6 +121,11 @@ def launch_ranks(logits: torch.Tensor, tokens: torch.Tensor, scratch: FilterScra
     num_rows, vocab_size = logits.shape
     num_tiles = scratch.highest.shape[1]
     config = lookup("ranks", "*", logits.device)
-    rank_kernel[(num_rows, triton.cdiv(num_tiles, config["TILES"]))](
-        logits, scratch.highest, tokens, ranks, VOCAB=vocab_size, NUM_TILES=num_tiles, **config
+    launch(
+        rank_kernel,
+        (num_rows, triton.cdiv(num_tiles, config["TILES"])),
+        (logits, scratch.highest, tokens, ranks),
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        **config,
     )

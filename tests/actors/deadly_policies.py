@@ -12,6 +12,9 @@ DEADLY = 4092
 """A token of a prompt that schedulers die of."""
 COMES, STARTS, HAS_A_TOKEN, WAITS = MOMENTS = (4086, 4087, 4088, 4089)
 """Tokens of prompts that schedulers with the policy `AtItsMoment` die of, each at another moment."""
+SIBLING = 4085
+"""A token of prompts whose second sequence kills them when it is `SIBLING_AT` tokens long, and the first one does not."""
+SIBLING_AT = 20
 
 
 def die() -> None:
@@ -21,6 +24,11 @@ def die() -> None:
 def die_of(sequence: Any, deadly: int = DEADLY) -> None:
     if deadly in sequence.submit.prompt:
         die()
+
+
+def length_of(sequence: Any, view: Any) -> int:
+    """Tokens of its output that are computed."""
+    return int(view.batch.num_computed[sequence.slot]) - sequence.num_prompt
 
 
 class WhenItComes(KeyPolicy):
@@ -55,6 +63,8 @@ class AtItsMoment(KeyPolicy):
     def on_step(self, done: Any, view: Any) -> None:
         for sequence in view.running():
             die_of(sequence, HAS_A_TOKEN)
+            if sequence.submit.fork_of is not None and length_of(sequence, view) >= SIBLING_AT:
+                die_of(sequence, SIBLING)
         for sequence in view.waiting():
             die_of(sequence, WAITS)
 

@@ -153,7 +153,7 @@ def test_the_time_of_what_all_need_does_not_count() -> None:
     gate.put(job)
     while not gate.queue.statistics().num_running:
         pass
-    (entry,) = [lane.entry for lane in gate.queue._lanes if lane.entry is not None]
+    (entry,) = [one.entry for one in gate.queue._threads if one.entry is not None]
     entry.began -= 1000.0
     assert gate.queue.take_outcomes() == []
     job.is_timed = True

@@ -207,7 +207,10 @@ async def test_the_timeline_tells_of_it(llm: AsyncLLM) -> None:
         await tokens_of(llm, PROMPT, max_tokens=4)
         await kill(llm, victim)
     await tokens_of(llm, PROMPT, max_tokens=4)
-    marks = [event["name"] for event in ask("take_timeline").result(10) if event["ph"] == "i"]
+    events = [event for event in ask("take_timeline").result(10) if event["ph"] == "i"]
+    at = {event["name"]: event["ts"] for event in events}
+    assert 0 < at["scheduler linked"] - at["scheduler lost"] < 60e6, "by one clock"
+    marks = [event["name"] for event in events]
     assert marks[-1] == "workers linked"
     marks = [mark for mark in marks if mark != "workers linked"]  # those of the first time may be from before it began
     assert marks == ["scheduler lost", "scheduler linked", "workers lost"]

@@ -20,7 +20,7 @@ from actorllm import LLM, AsyncLLM, EmbedsPrompt, LLMEngine, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, InvalidPromptError
 
-STORYTELLER = Path(actorllm.__file__).parent / "storyteller"
+STORYTELLER = Path(actorllm.__file__).parent / "bundled" / "storyteller"
 WIDTH = 256
 TEXT = "Once upon a time there was a little fox who lived in a large and very dark wood with his mother and a bear. "
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

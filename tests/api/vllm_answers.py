@@ -1,7 +1,7 @@
 """Writes vllm_answers.json: what a vLLM answers to requests whose answer does not depend on chance, and which parameters it
 takes.
 
-    VLLM_TARGET_DEVICE=cpu .../vllm/bin/python tests/api/vllm_answers.py actorllm/storyteller
+    VLLM_TARGET_DEVICE=cpu .../vllm/bin/python tests/api/vllm_answers.py actorllm/bundled/storyteller
 
 Run with the interpreter of that vLLM; the file that it makes is all that tests need. The model is small and in float32: the
 tokens of two correct engines are the same, and log-probabilities agree to a few digits. Nothing is drawn: where the

@@ -1,6 +1,6 @@
 """Writes vllm_program_runs.json: what the programs of `vllm_programs/shared` print with vLLM.
 
-    VLLM_TARGET_DEVICE=cpu .../vllm/bin/python tests/api/vllm_program_runs.py actorllm/storyteller
+    VLLM_TARGET_DEVICE=cpu .../vllm/bin/python tests/api/vllm_program_runs.py actorllm/bundled/storyteller
 
 Run with the interpreter of that vLLM; the file that it makes is all that tests need. All programs run in one process, and those
 that ask for the same engine get the same one: to start an engine takes longer than a program. With names of programs behind the

@@ -11,7 +11,7 @@ import pytest
 
 from actorllm import cli
 from actorllm.config import BUNDLED_MODELS
-from actorllm.intake.lanes import Lane
+from actorllm.intake.tokenizer_pool import TokenizerWorker
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer
 
@@ -34,13 +34,15 @@ class Terminal:
             self.conversations.append(conversation)
             return render(template, conversation)
 
-        def note_brought(lane: Lane, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
+        def note_brought(
+            worker: TokenizerWorker, tokenizer: Tokenizer, conversation: Conversation, most: int
+        ) -> str | None:
             self.conversations.append(conversation)
-            return render_brought(lane, tokenizer, conversation, most)
+            return render_brought(worker, tokenizer, conversation, most)
 
-        render_brought = Lane.render
+        render_brought = TokenizerWorker.render
         monkeypatch.setattr(ChatTemplate, "render", note)
-        monkeypatch.setattr(Lane, "render", note_brought)
+        monkeypatch.setattr(TokenizerWorker, "render", note_brought)
 
     def run(self, *arguments: str, typed: str = "") -> int:
         self._monkeypatch.setattr("sys.stdin", io.StringIO(typed))

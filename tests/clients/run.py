@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 home = ROOT / "build" / "clients"
-STORYTELLER = ROOT / "actorllm" / "storyteller"
+STORYTELLER = ROOT / "actorllm" / "bundled" / "storyteller"
 
 REQUIREMENTS = {
     "openai-python": ["openai"],

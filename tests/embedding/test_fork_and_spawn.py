@@ -36,7 +36,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("method", "topology", "is_daemon"),
-    [("spawn", "process", True), ("fork", "process", False), ("forkserver", "inline", True)],
+    [
+        ("spawn", "process", True),
+        ("fork", "process", False),
+        ("forkserver", "inline", True),
+        ("fork", "inline", False),
+        pytest.param("spawn", "inline", True, marks=pytest.mark.slow(reason="as forkserver: a new interpreter")),
+        pytest.param("forkserver", "process", True, marks=pytest.mark.slow(reason="as spawn: a new interpreter")),
+    ],
 )
 def test_each_child_has_an_engine_of_its_own(method: str, topology: str, is_daemon: bool, tmp_path: Path) -> None:
     script = tmp_path / "children.py"

@@ -29,7 +29,7 @@ def wait_for_ever():
 wait_for_ever()
 """
 WEIGHTS = "model-00001-of-00001.safetensors"
-STORYTELLER = Path(actorllm.__file__).parent / "storyteller"
+STORYTELLER = Path(actorllm.__file__).parent / "bundled" / "storyteller"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.client.stream import RequestStream
-from actorllm.intake import job_queue, lanes
+from actorllm.intake import job_queue, tokenizer_pool
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
 from tests.actors.scripted_topology import with_workers
@@ -342,8 +342,8 @@ async def test_what_was_read_before_the_end_was_seen_is_not_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The intake looks for requests that have gone; here it looks too late."""
-    monkeypatch.setattr(lanes, "WATCH_INTERVAL_S", 60)
-    monkeypatch.setattr(lanes.Lanes, "look", lambda _: None)
+    monkeypatch.setattr(tokenizer_pool, "WATCH_INTERVAL_S", 60)
+    monkeypatch.setattr(tokenizer_pool.TokenizerPool, "look", lambda _: None)
     async with engine_of(tmp_path, "inline") as engine:
         frontend = engine.llm._engine._frontend
         last = frontend.last_rid

@@ -55,18 +55,42 @@ print("now", flush=True)
 time.sleep(60)
 """
 
-LOADING = """
+CHILDREN = """
+from pathlib import Path
+children = lambda: [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+"""
+
+INLINE = (
+    CHILDREN
+    + """
+llm = LLM("storyteller", topology="inline", num_threads=1)
+text = "once upon a time there was a girl " * 50_000
+few = {"truncate_prompt_tokens": 10}
+def generate():  # long texts are read in a process of their own
+    while True:
+        llm.generate([text], SamplingParams(max_tokens=1), use_tqdm=False, tokenization_kwargs=few)
+threading.Thread(target=generate, daemon=True).start()
+while len(children()) < 2:
+    time.sleep(0.01)
+print("pids", *[pid for pid in children() if pid != other.pid], flush=True)
+print("now", flush=True)
+time.sleep(60)
+"""
+)
+
+LOADING = (
+    CHILDREN
+    + """
 def start():
     LLM("storyteller", num_threads=1)
 threading.Thread(target=start, daemon=True).start()
-from pathlib import Path
-children = lambda: [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 while len(children()) < 3:
     time.sleep(0.01)
 print("pids", *[pid for pid in children() if pid != other.pid], flush=True)
 print("now", flush=True)
 time.sleep(60)
 """
+)
 
 THREAD_ENDED = """
 made = []
@@ -87,16 +111,17 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     "doing",
-    [IDLE, STREAMING, LONG_STEP, LOADING, THREAD_ENDED],
-    ids=["idle", "streaming", "long step", "loading", "after the thread that started it"],
+    [IDLE, STREAMING, LONG_STEP, LOADING, THREAD_ENDED, INLINE],
+    ids=["idle", "streaming", "long step", "loading", "after the thread that started it", "inline, reading a text"],
 )
 def test_an_owner_that_is_killed_leaves_nothing(doing: str) -> None:
     light = "" if doing in (LONG_STEP, LOADING) else LIGHT_WORKERS  # those two are about the model's process
+    least = 1 if doing is INLINE else 2
     with running_host("-c", light + HEAD + doing) as host:
         other = int(host.read_until("other ").split()[1])
         try:
             host.read_until("now")
-            assert len(host.engine_pids) >= 2
+            assert len(host.engine_pids) >= least
             assert not any(map(is_gone, host.engine_pids)), "the engine has ended before its owner"
             host.process.send_signal(signal.SIGKILL)
             host.process.wait()

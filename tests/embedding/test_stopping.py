@@ -11,8 +11,10 @@ from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import PRINT_PIDS, assert_gone, run_host, running_host
 
 HEAD = f"""
-import asyncio, os, signal, sys
+import asyncio, logging, os, signal, sys
 import anyio
+# asyncio's debug mode tells which callbacks took long; on a busy machine any may
+logging.getLogger("asyncio").addFilter(lambda record: not str(record.msg).startswith("Executing"))
 from actorllm import AsyncLLM, SamplingParams
 {PRINT_PIDS}
 topology = sys.argv[1]

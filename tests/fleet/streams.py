@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import anyio
@@ -14,7 +13,6 @@ import pytest
 
 from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.types.structured_outputs import StructuredOutputsParams
-from tests import conftest
 
 NUM_TOKENS = 90
 PROMPTS = [f"Once upon a time, in forest number {number}," for number in range(6)]
@@ -109,13 +107,3 @@ async def all_run(llm: AsyncLLM) -> None:
 
 def moved(llm: AsyncLLM) -> int:
     return int(llm._engine.statistics()["frontend"]["num_moved"])
-
-
-@contextmanager
-def no_leak() -> Iterator[None]:
-    """For modules whose tests restart processes of one engine: what is left is counted at the end of all of them."""
-    children = conftest._children()
-    yield
-    conftest._wait_until(lambda: conftest._children() <= children)
-    assert conftest._children() <= children, "left a child process"
-    assert not {name for name in conftest._shared_memory_names() if "actorllm" in name}

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -30,29 +30,14 @@ from tests.fleet.streams import (
     assert_same,
     kill,
     moved,
-    no_leak,
     params,
     run_all,
     until,
 )
 
+pytestmark = pytest.mark.leaks_by_module
+
 GUEST = Path(__file__).parents[1] / "attach" / "guest.py"
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """As in test_moves: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
 
 
 def new_owner(name: str) -> AsyncLLM:

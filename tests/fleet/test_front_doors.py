@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,18 +10,17 @@ from typing import Any
 
 import anyio
 import httpx
+import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from actorllm.cli.commands import ps
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError
 from actorllm.server.app import create_app
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+TWO = {"data_parallel_size": 2, "ready_replicas": 2}
 
 
 @pytest.fixture
@@ -78,6 +78,46 @@ def test_llm_uses_every_replica() -> None:
         assert labels == {"0", "1"}
         llm.scale(1)
         assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
+
+
+@pytest.mark.anyio
+async def test_beams_profiles_and_listings_are_those_of_a_fleet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beams are the same wherever their steps run; each replica writes a profile; `actorllm ps` counts replicas and requests."""
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    async with AsyncLLM("storyteller", dtype="float32", num_threads=1) as one:
+        wanted = await last_of(one.beam_search("Once upon a time", params=beams))
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    options: dict[str, Any] = {"name": "listed", "router": "round-robin", "profiler_config": profiler}
+    async with AsyncLLM("storyteller", dtype="float32", num_threads=1, **TWO, **options) as llm:
+        found = await last_of(llm.beam_search("Once upon a time", params=beams))
+        assert [one.token_ids for one in found.outputs] == [one.token_ids for one in wanted.outputs]
+        routed = llm._engine.statistics()["frontend"]["num_routed"]
+        assert min(routed[0], routed[1]) > 2, "beams are on both replicas"
+        await llm.start_profile("mine")
+        streams = [
+            llm.generate("Once", SamplingParams(max_tokens=400, ignore_eos=True), data_parallel_rank=n) for n in (0, 1)
+        ]
+        for stream in streams:
+            await anext(stream)
+        ps(json=True)
+        (listed,) = [engine for engine in orjson.loads(capsys.readouterr().out) if engine["name"] == "listed"]
+        assert (listed["num_replicas"], listed["num_running"], listed["state"]) == (2, 2, "running")
+        ps()
+        assert "REPLICAS" in capsys.readouterr().out
+        for stream in streams:
+            stream.abort()
+            async for _ in stream:
+                pass
+        await llm.stop_profile()
+    names = sorted(os.listdir(tmp_path))
+    assert names == ["mine_replica0_rank0.json", "mine_replica1_rank0.json"]
+
+
+async def last_of(stream: AsyncIterator[Any]) -> Any:
+    *_, last = [output async for output in stream]
+    return last
 
 
 def test_a_start_that_fails_everywhere_is_told(tmp_path: Path) -> None:

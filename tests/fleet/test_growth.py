@@ -14,12 +14,6 @@ from actorllm.errors import EngineDrainingError, EngineError, InvalidParameterEr
 from actorllm.fleet.replica import ReplicaFrontend
 from tests.fleet.streams import PROMPTS, REQUESTS, Told, assert_same, moved, params, run_all
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "enable_prompt_embeds": True, "standby_worker": False}
 
 

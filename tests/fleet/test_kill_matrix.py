@@ -1,12 +1,14 @@
 """What is killed of a fleet, against every kind of request: the caller has the tokens and log-probabilities of an undisturbed run.
 
-Rows are the events below. Each happens while requests of all kinds run at the same time: those of `streams.REQUESTS`, the same
-pinned to the replica that it happens to, one that is aborted, and one with a deadline. Pooling has an engine of its own.
+Rows are the events below, a replica that is lost, and one that dies while it starts. Each happens while requests of all kinds
+run at the same time: those of `streams.REQUESTS`, the same pinned to the replica that it happens to, one that is aborted, and one
+with a deadline. Pooling has an engine of its own, and all rows. `test_moves` has a sample that takes seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -26,34 +28,20 @@ from tests.fleet.streams import (
     assert_same,
     kill,
     moved,
-    no_leak,
     params,
     run_all,
     until,
 )
 
-pytestmark = pytest.mark.slow(reason="kills whole replicas for minutes; test_moves has a cell of each row and column")
+pytestmark = [
+    pytest.mark.slow(reason="kills whole replicas for minutes; test_moves has a cell of each row and column"),
+    pytest.mark.leaks_by_module,
+]
 
 LONG = params(11, max_tokens=1500)
 NUM_BEFORE_ABORT = 60
 DEADLINE_S = 3.0
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2, "standby_worker": False}
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """As in test_moves: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +60,10 @@ async def start(**more: Any) -> AsyncLLM:
     return llm
 
 
+async def start_pooling() -> AsyncLLM:
+    return await start(runner="pooling", max_num_seqs=4)
+
+
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[AsyncLLM]:
     llm = await start(enable_prompt_embeds=True)
@@ -81,7 +73,7 @@ async def fleet() -> AsyncIterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 async def pooling() -> AsyncIterator[AsyncLLM]:
-    llm = await start(runner="pooling", max_num_seqs=4)
+    llm = await start_pooling()
     yield llm
     llm.shutdown()
 
@@ -136,9 +128,14 @@ async def long_tokens(fleet: AsyncLLM) -> list[int]:
 
 
 async def run_every_kind(
-    llm: AsyncLLM, strike: Strike, undisturbed: dict[str, Told], long_tokens: list[int], at_token: int
+    llm: AsyncLLM,
+    strike: Strike,
+    undisturbed: dict[str, Told],
+    long_tokens: list[int],
+    at_token: int,
+    victim: int = 0,
 ) -> None:
-    """Requests of all kinds at once; the event comes when one of them has so many tokens."""
+    """Requests of all kinds at once; the event comes when one of them has so many tokens. victim: the replica of the pinned."""
     last: dict[str, RequestOutput] = {}
     pinned: dict[str, Told] = {}
 
@@ -150,18 +147,18 @@ async def run_every_kind(
                 stream.abort()
 
     async def read_pinned() -> None:
-        pinned.update(await run_all(llm, data_parallel_rank=0))
+        pinned.update(await run_all(llm, data_parallel_rank=victim))
 
     with anyio.fail_after(240):
         async with anyio.create_task_group() as group:
             group.start_soon(read_pinned)
-            for rank in (None, 0):
+            for rank in (None, victim):
                 group.start_soon(partial(read, f"aborted {rank}", data_parallel_rank=rank))
                 group.start_soon(partial(read, f"deadline {rank}", data_parallel_rank=rank, timeout=DEADLINE_S))
             found = await run_all(llm, at_token, lambda: strike(llm))
     assert_same(found, undisturbed)
     assert_same(pinned, undisturbed)
-    assert {"aborted None", "aborted 0"} <= set(last), "a deadline may pass before the first token"
+    assert {"aborted None", f"aborted {victim}"} <= set(last), "a deadline may pass before the first token"
     for name, output in last.items():
         (end,) = output.outputs
         assert end.token_ids == long_tokens[: len(end.token_ids)], name
@@ -179,42 +176,49 @@ async def test_every_kind_of_request_outlives(
     await run_every_kind(fleet, EVENTS[event], undisturbed, long_tokens, at_token)
 
 
-@pytest.mark.anyio
-async def test_every_kind_outlives_a_replica_that_is_lost(
-    undisturbed: dict[str, Told], long_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its supervisor gives it up with the first death; what is pinned waits until it is made anew."""
+async def lose(llm: AsyncLLM) -> None:
+    kill(pids_of(llm, 0, "scheduler"))
+    await until(lambda: llm.health().replicas[0].state == "lost")
+
+
+@pytest.fixture
+def first_death_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor gives a replica up with its first death; what is pinned waits until it is made anew."""
     monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("first_death_is_the_last")
+async def test_every_kind_outlives_a_replica_that_is_lost(undisturbed: dict[str, Told], long_tokens: list[int]) -> None:
     llm = await start(enable_prompt_embeds=True)
-
-    async def lose(llm: AsyncLLM) -> None:
-        kill(pids_of(llm, 0, "scheduler"))
-        await until(lambda: llm.health().replicas[0].state == "lost")
-
     await run_every_kind(llm, lose, undisturbed, long_tokens, 20)
     llm.shutdown()
 
 
+@asynccontextmanager
+async def starting(llm: AsyncLLM) -> AsyncIterator[Strike]:
+    """Replica 1 starts meanwhile. Yields what kills it; it has requests that are pinned to it then, and starts once more."""
+    await all_run(llm)
+    await llm.scale(1)
+
+    async def strike(llm: AsyncLLM) -> None:
+        await until(lambda: llm.health().replicas[1].num_requests)
+        assert llm.health().replicas[1].state == "starting"
+        kill(pids_of(llm, 1))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(llm.scale, 2)
+        await until(lambda: len(llm.health().replicas) == 2 and len(pids_of(llm, 1)) == 2)
+        yield strike
+
+
 @pytest.mark.anyio
-async def test_every_kind_outlives_a_death_during_the_start(fleet: AsyncLLM, undisturbed: dict[str, Told]) -> None:
+async def test_every_kind_outlives_a_death_during_the_start(
+    fleet: AsyncLLM, undisturbed: dict[str, Told], long_tokens: list[int]
+) -> None:
     """Also requests that are pinned to the replica that starts."""
-    await all_run(fleet)
-    await fleet.scale(1)
-    pinned: dict[str, Told] = {}
-
-    async def strike() -> None:
-        async def read() -> None:
-            pinned.update(await run_all(fleet, data_parallel_rank=1))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(fleet.scale, 2)
-            await until(lambda: len(fleet.health().replicas) == 2 and len(pids_of(fleet, 1)) == 2)
-            group.start_soon(read)
-            await until(lambda: fleet.health().replicas[1].num_requests)
-            kill(pids_of(fleet, 1))
-
-    assert_same(await run_all(fleet, 5, strike), undisturbed)
-    assert_same(pinned, undisturbed)
+    async with starting(fleet) as strike:
+        await run_every_kind(fleet, strike, undisturbed, long_tokens, 1, victim=1)
 
 
 @pytest.fixture(scope="module")
@@ -224,25 +228,59 @@ def vectors() -> tuple[list[str], list[Any]]:
         return texts, [output.outputs.data for output in one.encode(texts, pooling_task="embed", use_tqdm=False)]
 
 
+async def run_every_vector(
+    llm: AsyncLLM, strike: Strike, vectors: tuple[list[str], list[Any]], after: int, victim: int = 0
+) -> None:
+    """Texts of all kinds at once, every second one pinned; the event comes when so many have their vectors."""
+    texts, wanted = vectors
+    found: dict[int, Any] = {}
+    codes: dict[str, str] = {}
+    is_time = anyio.Event()
+
+    async def encode(number: int) -> None:
+        pin = {"data_parallel_rank": victim} if number % 2 else {}
+        async for output in llm.encode(texts[number], **pin):
+            found[number] = output.outputs.data
+        if len(found) == after:
+            is_time.set()
+
+    async def end_early(kind: str, **more: Any) -> None:
+        async for output in llm.encode(texts[0], request_id=kind, data_parallel_rank=victim, **more):
+            codes[kind] = "none" if output.error is None else output.error.code
+
+    with anyio.fail_after(240):
+        async with anyio.create_task_group() as group:
+            for number in range(len(texts)):
+                group.start_soon(encode, number)
+            group.start_soon(end_early, "aborted")
+            group.start_soon(partial(end_early, "late", timeout=0.01))
+            await is_time.wait()
+            await strike(llm)
+            await llm.abort("aborted")
+    for number, vector in enumerate(wanted):
+        assert np.allclose(found[number], vector, atol=1e-4), number
+    assert codes["aborted"] in ("abort", "none"), "it may have its vector before"
+    assert codes["late"] in ("deadline", "none")
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("event", EVENTS)
 async def test_vectors_outlive(pooling: AsyncLLM, vectors: tuple[list[str], list[Any]], event: str) -> None:
     await all_run(pooling)
-    texts, wanted = vectors
-    found: dict[int, Any] = {}
-    is_time = anyio.Event()
+    await run_every_vector(pooling, EVENTS[event], vectors, after=5)
 
-    async def encode(number: int) -> None:
-        async for output in pooling.encode(texts[number]):
-            found[number] = output.outputs.data
-        if len(found) == 5:
-            is_time.set()
 
-    with anyio.fail_after(120):
-        async with anyio.create_task_group() as group:
-            for number in range(len(texts)):
-                group.start_soon(encode, number)
-            await is_time.wait()
-            await EVENTS[event](pooling)
-    for number, vector in enumerate(wanted):
-        assert np.allclose(found[number], vector, atol=1e-4), number
+@pytest.mark.anyio
+@pytest.mark.usefixtures("first_death_is_the_last")
+async def test_vectors_outlive_a_replica_that_is_lost(vectors: tuple[list[str], list[Any]]) -> None:
+    llm = await start_pooling()
+    await run_every_vector(llm, lose, vectors, after=5)
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_vectors_outlive_a_death_during_the_start(
+    pooling: AsyncLLM, vectors: tuple[list[str], list[Any]]
+) -> None:
+    async with starting(pooling) as strike:
+        await run_every_vector(pooling, strike, vectors, after=1, victim=1)

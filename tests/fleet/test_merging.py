@@ -24,6 +24,7 @@ from actorllm.fleet.merging import merged
 from actorllm.fleet.replica import replica_config
 from actorllm.messages import Outputs, Submit
 from actorllm.model.threads import num_threads, visible_devices, worker_environment
+from actorllm.scheduling.router import steps_alike
 from actorllm.scheduling.step_time import StepTime
 from tests.actors.scheduler_bench import FakeLink
 
@@ -129,9 +130,11 @@ def test_a_board_tells_what_steps_take_once_enough_were_seen() -> None:
         other.write(3, 77, times)
     known = board.read(3)
     assert known is not None
-    free, weights = known
+    free, learnt = known
     assert free == 77
-    assert weights == pytest.approx((0.004, 0.0001, 0.0002, 1e-7), rel=0.05)
+    assert learnt.weights == pytest.approx((0.004, 0.0001, 0.0002, 1e-7), rel=0.05)
+    (steps,) = steps_alike([learnt])
+    assert steps(100, 8, 2000) == pytest.approx(0.0158, rel=0.05)
     assert board.read(2) is None
     board.clear(3)
     assert board.read(3) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,13 @@ from tests.fleet.streams import (
     assert_same,
     kill,
     moved,
-    no_leak,
     params,
     run_all,
     until,
 )
 from tests.model.adapters.lora_folders import write_adapter
 
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """Processes are killed and started again in one test after the other: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
+pytestmark = pytest.mark.leaks_by_module
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +88,20 @@ async def test_streams_outlive_the_replica_that_adopted_them(fleet: AsyncLLM, un
         kill(first.pids.values())
         await until(lambda: moved(fleet) > before)
         kill(second.pids.values())
+
+    assert_same(await run_all(fleet, 5, strike), undisturbed)
+
+
+@pytest.mark.anyio
+async def test_streams_outlive_a_replica_that_dies_while_they_leave_it(
+    fleet: AsyncLLM, undisturbed: dict[str, Told]
+) -> None:
+    await all_run(fleet)
+
+    async def strike() -> None:
+        await fleet.drain_replica(0)
+        kill(fleet.health().replicas[0].pids.values())
+        await fleet.drain_replica(0, is_draining=False)
 
     assert_same(await run_all(fleet, 5, strike), undisturbed)
 

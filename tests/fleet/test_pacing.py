@@ -17,7 +17,7 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
 from actorllm.fleet.replica import ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import LinearSteps, ReplicaView, RoundRobin
+from actorllm.scheduling.router import LearntSteps, LinearSteps, ReplicaView, RoundRobin
 from actorllm.types.objective import SLO
 from tests.fleet.fake_replica import END, FakeReplica
 
@@ -27,7 +27,7 @@ STEPS = LinearSteps((0.001, 0.0001, 0.0, 0.0))
 
 class TimedReplica(FakeReplica):
     def load(self) -> Any:
-        return 1000, STEPS
+        return 1000, LearntSteps(STEPS.weights, (1000.0, 0.0, 0.0, 0.0))
 
 
 def new_fleet() -> tuple[Dispatcher, list[TimedReplica]]:

@@ -28,11 +28,6 @@ FIRST_SEED = 200
 """Of streams without the tokens at which scripted workers sleep, fail or die."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class ByPrompt(LeastLoad):
     """Some prompts name their replica, and the others go where the fewest are."""
 

@@ -9,13 +9,10 @@ import anyio
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.errors import ConfigError
 from actorllm.fleet.route_record import record_path, replay_routes
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+from actorllm.scheduling.telemetry.recording import replay
 
 
 @pytest.mark.anyio
@@ -39,6 +36,10 @@ async def test_what_a_router_decided_it_decides_again(tmp_path: Path, router: st
     assert path.stat().st_mode & 0o777 == 0o600
     assert replay_routes(path) == (sum(routed.values()), [])
     assert sorted(os.listdir(tmp_path)) == ["run-0.rec", "run-1.rec", "run-router.rec"]
+    for number in (0, 1):  # each replica's steps are planned again as they were
+        file = tmp_path / f"run-{number}.rec"
+        plans = list(replay(read_recording(file), fresh_scheduler(file)))
+        assert len(plans) == sum(call == "update" for call, _, _ in read_recording(file))
     # A decision that was another one is told.
     lines = path.read_bytes().splitlines(keepends=True)
     lines[3] = lines[3].replace(b'"chosen":0', b'"chosen":7').replace(b'"chosen":1', b'"chosen":7')

@@ -1,4 +1,4 @@
-"""An attached program: its prompts are read in its own lanes, and a bomb of it is nothing to the owner's streams."""
+"""An attached program: its prompts are read in its own tokenizer workers, and a bomb of it is nothing to the owner's streams."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actorllm.intake.job import Job
 from actorllm.intake.job_queue import LIGHT_IN_A_ROW, ORDER_GRACE_S, JobQueue
-from actorllm.intake.lanes import Lane
+from actorllm.intake.tokenizer_pool import TokenizerWorker
 
-NUM_LANES = 3
+NUM_WORKERS = 3
 
 
 class Plain(Job):
@@ -23,7 +23,7 @@ class Plain(Job):
         self.number = number
         self.kind = "request"
 
-    def run(self, lane: Lane | None) -> None:
+    def run(self, worker: TokenizerWorker | None) -> None:
         raise AssertionError("nobody runs it here")
 
     def end(self, error: BaseException | None) -> None:
@@ -61,7 +61,7 @@ def test_light_before_heavy_and_neither_starves() -> None:
     assert [number for number in numbers if number < 100] == sorted(range(2 * LIGHT_IN_A_ROW + 2))
 
 
-def test_one_lane_is_never_given_a_heavy_job() -> None:
+def test_one_worker_is_never_given_a_heavy_job() -> None:
     queue = JobQueue(2)
     for number in range(3):
         queue.put(Plain(str(number), True, number))
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = type(self).make(NUM_LANES - 1)
+        self.queue = type(self).make(NUM_WORKERS - 1)
         self.now = 0.0
         self.number = 0
         self.waiting: list[Plain] = []
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         self.waiting.append(job)
         self.queue.put_control(job)
 
-    @precondition(lambda self: len(self.running) < NUM_LANES)
+    @precondition(lambda self: len(self.running) < NUM_WORKERS)
     @rule(is_serial=st.booleans())
     def take(self, is_serial: bool) -> None:
         could = [job for job in self.waiting if self.may_run(job)] if not (is_serial and self.running) else []
@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         # a later one that overtook is running, too
         if any(one in self.running and not self.is_late(one) for one in same):
             return False
-        return not job.is_heavy or sum(one.is_heavy for one in self.running) < NUM_LANES - 1
+        return not job.is_heavy or sum(one.is_heavy for one in self.running) < NUM_WORKERS - 1
 
     def is_late(self, job: Plain) -> bool:
         return job.since is not None and self.now - job.since >= ORDER_GRACE_S

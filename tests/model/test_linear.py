@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu import layers
-from actorllm.model.cuda import linear as device_linear
 from actorllm.model.cuda.linear import DeviceDense
+from actorllm.model.cuda.quantized import Workspaces
+from actorllm.model.cuda.quantized import linear as device_linear
 from actorllm.model.linear import Linear
 from actorllm.model.linear.dense import Dense
 from actorllm.model.weights import DummyWeights
 
+on_device = partial(device_linear, workspaces=Workspaces(torch.float32, torch.device("cpu")))
 X = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
 
 
@@ -24,7 +27,7 @@ def random_dense(num_outputs: int, has_bias: bool = True) -> Dense:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("backend", [layers.linear, device_linear.linear])
+@pytest.mark.parametrize("backend", [layers.linear, on_device])
 def test_every_backend_computes_the_product(backend: Callable[[Any], Linear], has_bias: bool) -> None:
     dense = random_dense(7, has_bias)
     made = backend(dense)
@@ -52,7 +55,7 @@ def test_shares_of_ranks_are_the_whole() -> None:
 
 
 def test_a_device_writes_where_it_is_told() -> None:
-    made, out = device_linear.linear(random_dense(7)), torch.empty(5, 7)
+    made, out = on_device(random_dense(7)), torch.empty(5, 7)
     assert isinstance(made, DeviceDense)
     assert made(X, out) is out
     wide = torch.empty(5, 7)
@@ -60,7 +63,7 @@ def test_a_device_writes_where_it_is_told() -> None:
     torch.testing.assert_close(wide + made.bias, out)
 
 
-@pytest.mark.parametrize(("backend", "where"), [(layers.linear, "the CPU"), (device_linear.linear, "CUDA")])
+@pytest.mark.parametrize(("backend", "where"), [(layers.linear, "the CPU"), (on_device, "CUDA")])
 def test_a_form_that_a_backend_does_not_know_is_refused_by_name(backend: Callable[[Any], Linear], where: str) -> None:
     class Packed(Linear):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:

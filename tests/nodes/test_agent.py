@@ -16,8 +16,10 @@ import pytest
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import AttachError, ConfigError, ModelNotFoundError
 from actorllm.nodes import agent as agent_module
-from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, no_leak, params, run_all, until
+from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, params, run_all, until
 from tests.nodes.agents import Agent, free_port, key_file
+
+pytestmark = pytest.mark.leaks_by_module
 
 ENGINE = {"dtype": "float32", "num_threads": 1, "standby_worker": False}
 
@@ -25,17 +27,6 @@ ENGINE = {"dtype": "float32", "num_threads": 1, "standby_worker": False}
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """Agents are killed and started again in one test after the other: what is left is counted at the end of all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with no_leak():
-        yield
 
 
 @pytest.fixture(scope="module")

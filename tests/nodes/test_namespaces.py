@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from actorllm import AsyncLLM
-from tests.fleet.streams import PROMPTS, all_run, assert_same, moved, no_leak, params, run_all, until
+from tests.fleet.streams import PROMPTS, all_run, assert_same, moved, params, run_all, until
 from tests.nodes.agents import Agent, key_file
+
+pytestmark = pytest.mark.leaks_by_module
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False}
 
@@ -32,12 +34,6 @@ AHEAD = ("unshare", "--time", "--monotonic", "5000", "--fork", "--kill-child")
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
-    with no_leak():
-        yield
 
 
 @pytest.mark.skipif(not is_allowed(*AHEAD), reason="time namespaces need root, and a kernel that has them")

@@ -147,3 +147,73 @@ async def test_a_caller_that_goes_while_a_model_is_sought_ends_its_tenant(monkey
                 stream.close()
     finally:
         may_go_on.set()
+
+
+@pytest.mark.anyio
+async def test_what_changes_while_a_replica_is_prepared_counts_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+    from dataclasses import replace
+
+    from actorllm.nodes import agent as agent_module
+
+    may_go_on, is_there = threading.Event(), threading.Event()
+    started: list[EngineConfig] = []
+
+    def localized(config: EngineConfig, board: str) -> EngineConfig:
+        is_there.set()
+        may_go_on.wait()
+        return replace(config, load_board=board)
+
+    def make_supervisor(config: EngineConfig, *_: object, **__: object) -> None:
+        started.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(agent_module, "localized", localized)
+    monkeypatch.setattr(agent_module, "make_supervisor", make_supervisor)
+    near, far = tcp_pair()
+    ended = anyio.Event()
+    try:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                tenant = Tenant(far, "the caller", 3.0)
+                group.start_soon(tenant.live)
+                stream = NodeStream(
+                    near,
+                    on_message=lambda *_: True,
+                    on_control=lambda frame, arrays: ended.set() if frame["op"] == "ended" else None,
+                )
+                stream.start()
+                stream.control("start", version=__version__, config=CONFIG.to_json().decode(), digest=None)
+                await anyio.to_thread.run_sync(is_there.wait)
+                changed = replace(CONFIG, log_statistics=True, load_board="/elsewhere")
+                stream.control("config", config=changed.to_json().decode())
+                while tenant._changed is None:
+                    await anyio.sleep(0.002)
+                may_go_on.set()
+                await ended.wait()
+                stream.close()
+    finally:
+        may_go_on.set()
+    assert started[0].log_statistics
+    assert started[0].load_board not in (None, "/elsewhere"), "the board is the one of this machine"
+
+
+@pytest.mark.anyio
+async def test_the_socket_of_a_killed_agent_is_taken_over_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "agent.socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+        killed.listen()
+    assert path.is_socket(), "as kill -9 leaves it"
+    agent, other, is_listening = NodeAgent(KEY), NodeAgent(KEY), anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(agent.run, NodeAddress(str(path), 0), lambda _: is_listening.set())
+        await is_listening.wait()
+        with pytest.raises(ConfigError, match="cannot be listened on: Address already in use"):
+            await other.run(NodeAddress(str(path), 0))
+        agent.request_stop()
+    assert not path.exists()
+    path.write_text("of somebody")
+    with pytest.raises(ConfigError, match="cannot be listened on: Address already in use"):
+        await other.run(NodeAddress(str(path), 0))
+    assert path.read_text() == "of somebody"

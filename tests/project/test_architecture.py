@@ -106,7 +106,7 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
 
 
 LAYERS = (
-    *("errors", "clock", "shapes", "types", "messages", "ring", "kvcache", "text", "scheduling", "blame", "config"),
+    *("errors", "clock", "bundled", "types", "messages", "ring", "kvcache", "text", "scheduling", "blame", "config"),
     *(
         "model",
         "actors",
@@ -145,7 +145,7 @@ def test_few_imports_go_back_up() -> None:
         f"{module} -> {imported}"
         for module, found in import_graph().items()
         for imported in found
-        if layer_of(imported) > layer_of(module) and not module.startswith("actorllm.storyteller")
+        if layer_of(imported) > layer_of(module) and not module.startswith("actorllm.bundled.storyteller")
     }
     assert back_up == BACK_UP
 
@@ -165,7 +165,7 @@ def test_the_root_has_few_entries() -> None:
     entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
     modules = {entry.name for entry in entries if entry.suffix == ".py"}
     assert modules == {"__init__.py", "__main__.py", "clock.py", "config.py", "errors.py"}
-    assert len(entries) <= 28
+    assert len(entries) <= 27
 
 
 def test_the_cache_knows_nothing_of_the_scheduler() -> None:
@@ -207,7 +207,7 @@ def test_only_who_owns_a_loop_knows_its_library() -> None:
 
 def test_nothing_travels_as_a_pickle_and_nothing_imports_the_source_root() -> None:
     files = [f for folder in (PACKAGE, KERNELS, ROOT / "examples") for f in modules_of(folder)]
-    files = [file for file in files if PACKAGE / "storyteller" not in file.parents]
+    files = [file for file in files if PACKAGE / "bundled" / "storyteller" not in file.parents]
     assert offenders(files, {"pickle", "cloudpickle", "dill", "marshal", "multiprocessing", "zmq", "kernels"}) == []
 
 

@@ -155,7 +155,7 @@ def test_the_file_for_llama_cpp_has_the_whole_tokenizer(tmp_path: Path) -> None:
     data = weights.storyteller_gguf(tmp_path / "model.gguf").read_bytes()
     magic, version, num_tensors, num_pairs = struct.unpack_from("<4sIQQ", data)
     assert (magic, version, num_tensors) == (b"GGUF", 3, 38)
-    tokenizer = json.loads((ROOT / "actorllm" / "storyteller" / "tokenizer.json").read_text())["model"]
+    tokenizer = json.loads((ROOT / "actorllm" / "bundled" / "storyteller" / "tokenizer.json").read_text())["model"]
     at = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
     assert struct.unpack_from("<IIQ", data, at) == (weights.ARRAY, weights.STRING, len(tokenizer["vocab"]))
     at = data.index(b"tokenizer.ggml.merges") + len("tokenizer.ggml.merges")
@@ -217,7 +217,7 @@ def test_the_mixed_work_is_what_its_page_says() -> None:
     bodies = [json.loads(data.partition(b"\r\n\r\n")[2]) for data in sent]
     assert sum(body.get("stream", False) for body in bodies) == mixed.STREAMS
     assert mixed.large_grammar(1) != mixed.large_grammar(2)
-    tokens = Tokenizer(ROOT / "actorllm" / "storyteller").encode(mixed.LONG)
+    tokens = Tokenizer(ROOT / "actorllm" / "bundled" / "storyteller").encode(mixed.LONG)
     assert len(tokens) >= 100_000
 
 

@@ -117,6 +117,32 @@ def test_whoever_the_workers_die_of_fails_alone(build_engine: BuildEngine) -> No
     assert num_deaths <= 7
 
 
+@pytest.mark.parametrize("budget", [8, 200])
+def test_a_sequence_of_which_workers_die_is_not_cleared_by_its_sibling(build_engine: BuildEngine, budget: int) -> None:
+    """Which has a token after each death, as its steps come first: the request would kill as often as that is long."""
+    engine = build_engine(max_num_batched_tokens=budget, num_blocks=200)
+    engine.submit(1, prompt_of(1), ignore_eos=True, max_tokens=40)
+    engine.submit(2, prompt_of(2), ignore_eos=True, max_tokens=40)
+    engine.submit(3, prompt_of(2), ignore_eos=True, max_tokens=40, fork_of=2)
+    num_deaths = 0
+    while not engine.scheduler.is_idle:
+        while len(engine.results) > 1:
+            engine.complete()  # the step before was done
+        if engine.launch() is None and not engine.results:
+            break
+        newest = engine.scheduler.ledger.newest
+        named = {s.key[1] for s in (*newest.rows.sequences, *(s for s, _ in newest.prefills))}
+        if 3 in named and len(engine.streams.get(3, [])) >= 10:
+            num_deaths += 1
+            while len(engine.results) > 1:
+                engine.complete()
+            engine.lose_workers()
+        elif engine.results:
+            engine.complete()
+    assert {rid: end.reason for rid, end in engine.ends.items()} == {1: "length", 2: "error", 3: "error"}
+    assert num_deaths <= 6
+
+
 MAX_IN_A_ROW = 5
 """Deaths without a token or a narrower search that end an engine (`supervision.restart`)."""
 

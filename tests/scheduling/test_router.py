@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.router import ROUTERS, ReplicaView, Routable, SentPrefixes, make_router
+from actorllm.scheduling.router import (
+    ROUTERS,
+    LearntSteps,
+    LinearSteps,
+    ReplicaView,
+    Routable,
+    SentPrefixes,
+    make_router,
+    steps_alike,
+)
+from actorllm.scheduling.step_time import StepTime
 from actorllm.types.objective import SLO
 
 BLOCK = 32
@@ -212,3 +223,50 @@ def test_a_name_that_is_no_router_is_refused() -> None:
         make_router("no.such:Router")
     with pytest.raises(ConfigError, match=r"has no method route\(request, views\)"):
         make_router("collections:OrderedDict")
+
+
+def learnt_from(
+    steps: Sequence[tuple[float, float, float]], slowness: float, seed: int, noise: tuple[float, float] = (0.5, 3.0)
+) -> LearntSteps:
+    """By a replica that is so many times as slow as `step_seconds`, and noise times as slow beside, from step to step."""
+    draws = np.random.default_rng(seed)
+    times = StepTime()
+    for step in steps:
+        times.observe(*step, slowness * step_seconds(*step) * float(draws.uniform(*noise)))
+    return LearntSteps(tuple(times.weights.tolist()), tuple(times.rates.tolist()))
+
+
+DECODES = [(0.0 if at % 15 else 300.0, 32.0, 32.0 * (20 + at)) for at in range(120)]
+"""Rows and context come and go together, so that what each of them takes is not known well."""
+
+
+def burst(models: Sequence[LinearSteps], num_requests: int = 64) -> list[int]:
+    """How many of so many short prompts each idle replica is sent."""
+    views = [ReplicaView(number, step_seconds=steps) for number, steps in enumerate(models)]
+    router = make_router("seconds")
+    for _ in range(num_requests):
+        views[router.route(request(10), views)].add(request(10))
+    return [view.num_waiting for view in views]
+
+
+def test_a_burst_is_shared_by_speed_and_not_by_errors_of_what_was_learnt() -> None:
+    """By its own weights each, two thirds of it would go to one."""
+    alone, together = [], []
+    for seed in range(20):
+        learnt = [learnt_from(DECODES, 1.0, 2 * seed + at) for at in range(2)]
+        alone.append(max(burst([LinearSteps((*one.weights,)) for one in learnt])))  # type: ignore[arg-type]
+        together.append(max(burst(steps_alike(learnt))))
+    assert max(together) <= 36
+    assert max(alone) > 40
+    slow = [learnt_from(DECODES, slowness, 7) for slowness in (1.0, 2.0)]
+    quick, late = burst(steps_alike(slow))
+    assert 38 <= quick <= 50, "about twice as many as the slow one, which both end at the same time"
+    assert quick + late == 64
+
+
+def test_replicas_that_have_done_different_things_are_alike() -> None:
+    prompts = [(200.0 + at, 1.0, 50.0) for at in range(120)]
+    learnt = [learnt_from(steps, 1.0, 1, (0.9, 1.1)) for steps in (DECODES, prompts)]
+    one, other = steps_alike(learnt)
+    assert min(*one.weights, *other.weights) >= 0
+    assert one(0, 32, 1000) == pytest.approx(other(0, 32, 1000), rel=0.5)

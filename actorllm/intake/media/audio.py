@@ -1,6 +1,6 @@
 """Recordings as callers give them: arrays, files in base64 and addresses, as float32 in one channel at the model's rate.
 
-Bytes and seconds are bounded before anything is decoded. Runs on a lane of the intake.
+Bytes and seconds are bounded before anything is decoded. Runs on a tokenizer worker.
 """
 
 from __future__ import annotations

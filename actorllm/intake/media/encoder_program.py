@@ -1,6 +1,6 @@
 """The main program of the encoder's process: it loads a model's tower and encodes images, one after the other.
 
-Run by `intake.lane_program`, with its frames. A request is a JSON list, ["encode", configuration, arrays], with
+Run by `intake.intake_program`, with its frames. A request is a JSON list, ["encode", configuration, arrays], with
 [name, dtype, shape] of each array; the bytes of the arrays follow it. Started by `media_encoder` only.
 """
 
@@ -13,7 +13,7 @@ import socket
 from functools import lru_cache
 from typing import Any
 
-from actorllm.intake.lane_program import BEGUN, exactly, send
+from actorllm.intake.intake_program import BEGUN, exactly, send
 
 PROCESS_NAME = "actor:encoder"
 NICENESS = 5

@@ -1,7 +1,7 @@
 """Images as callers give them: PIL images, arrays and addresses, as RGB images of bounded size.
 
-Bytes and pixels are bounded before anything is decoded. Only still images in a few formats are taken. Runs on a lane of the
-intake, as decoding takes milliseconds.
+Bytes and pixels are bounded before anything is decoded. Only still images in a few formats are taken. Runs on a tokenizer
+worker, as decoding takes milliseconds.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineShutdownError, InvalidPromptError, RequestFailedError, without_frames
-from actorllm.intake.lane_process import LaneProcess, ProcessEndedError
+from actorllm.intake.intake_process import IntakeProcess, ProcessEndedError
 from actorllm.intake.media import encoder_program
 from actorllm.messages import U8
 
@@ -239,7 +239,7 @@ class TowerProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         try:
-            self._process = LaneProcess(MAX_ROW_BYTES, encoder_program.__name__, LOAD_TIMEOUT_S)
+            self._process = IntakeProcess(MAX_ROW_BYTES, encoder_program.__name__, LOAD_TIMEOUT_S)
         except OSError as error:
             raise RequestFailedError(f"no process can be started that encodes images: {error}") from error
         self._config = config.to_json().decode()

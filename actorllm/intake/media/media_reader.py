@@ -1,7 +1,7 @@
 """`MediaReader`: a text with placeholders and its images or recordings, as token ids and the rows of these items.
 
 The model's own processor repeats each placeholder for as many rows as its item has, and makes tensors of the items. The
-encoder (`media_encoder`) makes rows of those. All runs on a lane of the intake: the request waits, and no step does. Called by
+encoder (`media_encoder`) makes rows of those. All runs on a tokenizer worker: the request waits, and no step does. Called by
 `intake.tokenization`.
 """
 

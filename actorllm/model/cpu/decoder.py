@@ -303,6 +303,7 @@ class Decoder:
         if self._kinds is not None:
             self._kinds.begin(inputs)
         for layer in self.layers:
+            inputs.between_layers()
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x
 

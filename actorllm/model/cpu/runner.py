@@ -577,6 +577,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._apply(plan)
         drafts = self._drafts(plan)
         inputs = self.batch.inputs(plan, drafts)
+        inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
         hidden, logits, draft_logits = self._no_hidden, None, None
@@ -593,6 +594,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 return self._pass_on(plan, inputs, sampling, states, started)
             if drafts is not None and not self._has_finite_drafts(states, inputs):
                 drafts, inputs = None, self.batch.inputs(plan)
+                inputs.between_layers = self.between_layers
                 sampling = self._sampling_rows(inputs)
                 states = self.decoder.forward(inputs, self.cache)
             if inputs.prefill_slots:

@@ -25,11 +25,13 @@ from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
-from actorllm.model.cuda.linear import DeviceDense, DeviceLinear, linear
+from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
+from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
+from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles
 from actorllm.model.weights import Weights
@@ -291,12 +293,14 @@ class DeviceModel(Protocol):
 class DeviceLayer:
     """The weights of one layer."""
 
-    def __init__(self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor], workspaces: Workspaces
+    ) -> None:
         """window: 0: all keys. rope: cosines and sines."""
-        self.qkv, self.output = linear(tensors.qkv), linear(tensors.output)
+        self.qkv, self.output = linear(tensors.qkv, workspaces), linear(tensors.output, workspaces)
         assert tensors.gate_up is not None, "models with experts have no fused forward here"
         assert tensors.down is not None
-        self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
+        self.gate_up, self.down = linear(tensors.gate_up, workspaces), linear(tensors.down, workspaces)
         self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
         self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)
         self.qk_norms = tensors.qk_norms
@@ -344,14 +348,17 @@ class DeviceDecoder:
         max_positions: int,
         device: Device,
         collectives: Collectives | None = None,
+        form: Form = Dense,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`, which are on the device.
 
         config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
+        form: of the linear layers (`quantized.device_form`).
         """
         check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
-        tensors = DecoderTensors(config, weights, self.collectives.ranks)
+        tensors = DecoderTensors(config, weights, self.collectives.ranks, form)
+        workspaces = Workspaces(weights.dtype, device.torch_device)
         inner = self.collectives.ranks.part(config.intermediate_size)
         self.config = config = replace(  # of this rank
             config,
@@ -377,14 +384,16 @@ class DeviceDecoder:
         self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
         self.embedding = self.vocabulary.padded(tensors.embedding())
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole) for i, window in enumerate(windows)
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole, workspaces)
+            for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
         self.lm_head: DeviceLinear | None = None
         """None: prompts are pooled, and no logits are made."""
         if config.has_head:
             head = tensors.head()
-            self.lm_head = linear(Dense(self.embedding) if head is None else self.vocabulary.padded_head(head))
+            head = form.head_of(self.embedding) if head is None else self.vocabulary.padded_head(head)
+            self.lm_head = linear(head, workspaces)
         tensors.close()
         self.head: LMHead | None = None
         # With several ranks, logits are gathered before any is chosen.
@@ -478,7 +487,9 @@ class DeviceDecoder:
                 a.q, keys, values, a.out, tokens, state.block_table, scale=scale, window=layer.window, pdl=pdl
             )
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
-            stream.normed_product(layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation)
+            stream.normed_product(
+                layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation, then=layer.down
+            )
             stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
         return a.h
@@ -506,9 +517,14 @@ class ResidualStream:
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
     def normed_product(
-        self, norm: torch.Tensor | None, product: DeviceLinear, y: torch.Tensor, activation: str = ""
+        self,
+        norm: torch.Tensor | None,
+        product: DeviceLinear,
+        y: torch.Tensor,
+        activation: str = "",
+        then: DeviceLinear | None = None,
     ) -> None:
-        """y = activation(product(norm(stream)))."""
+        """y = activation(product(norm(stream))). then: the product that takes this."""
         a, eps, pdl = self._a, self._eps, self._pdl
         if product.fuses(a.num_tokens, bool(activation)):
             self.settle()
@@ -520,13 +536,13 @@ class ResidualStream:
         else:
             x = a.x
             if self._has_delta:
-                ops.rmsnorm(a.delta, norm, eps, x, a.h, pdl=pdl)
+                ops.rmsnorm(a.delta, norm, eps, x, a.h, ahead=product.ahead, pdl=pdl)
                 self._has_delta = False
             else:
-                ops.rmsnorm(a.h, norm, eps, x, pdl=pdl)
+                ops.rmsnorm(a.h, norm, eps, x, ahead=product.ahead, pdl=pdl)
         if activation:
             product(x, a.gate_up)
-            ops.activation_mul(a.gate_up, y, activation, pdl=pdl)
+            ops.activation_mul(a.gate_up, y, activation, ahead=then.ahead if then is not None else None, pdl=pdl)
         else:
             product(x, y)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from actorllm.model.philox import ID_DOMAIN, TILE_DOMAIN, gumbel_noise, round_keys
+from actorllm_kernels import reference
 from actorllm_kernels.edit_logits import Edits, Penalties
 from actorllm_kernels.sample_pick import TILE, Offers, SamplingState
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState
@@ -67,6 +68,7 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
+    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     if residual is not None:
@@ -99,7 +101,43 @@ def skinny_gemm(
     y.copy_(out if residual is None else out + residual)
 
 
-def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
+def quantized_gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "",
+    scratch: SplitScratch | None = None,
+    pdl: bool = False,
+) -> None:
+    wide = (x if norm is None else _normed(x, norm, eps)).float()
+    out = wide @ reference.dequantized(codes, scales, x.shape[1]).T
+    if bias is not None:
+        out += bias
+    if activation:
+        out = _gated(out, activation)
+    y.copy_(out if residual is None else out + residual)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first: int, *, pdl: bool = False) -> None:
+    rows = slice(first, first + len(y))
+    part = scales[:, rows] if scales.dim() == 3 else scales[rows]
+    y.copy_(reference.dequantized(codes[rows], part, y.shape[1]))
+
+
+def activation_mul(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    activation: str = "silu",
+    *,
+    ahead: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     y.copy_(_gated(x, activation))
 
 

@@ -2,7 +2,7 @@
 
 A dense product of few rows is `skinny_gemm`'s, where the table of configurations wants it. The same launch then takes its norm, its
 activation and its residual (`fuses`). Other products are cuBLAS's. Both give the same up to rounding, and the number of rows alone
-decides. Another form of weight is another `DeviceLinear`, with kernels of its own.
+decides. Another form of weight is another `DeviceLinear`, with kernels of its own (`quantized`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda import ops
-from actorllm.model.linear import Linear, LinearWeight
-from actorllm.model.linear.dense import Dense
+from actorllm.model.linear import Linear
 from actorllm_kernels.skinny_gemm import SplitScratch, is_skinny
 
 
@@ -27,6 +25,11 @@ class DeviceLinear(Linear):
     @abstractmethod
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         """Whether `launch` is to be called for so many rows, and not the plain product. is_gated: with an activation."""
+
+    @property
+    def ahead(self) -> torch.Tensor | None:
+        """What the plain product reads and a kernel in front of it may ask for."""
+        return None
 
     @abstractmethod
     def launch(
@@ -63,6 +66,10 @@ class DeviceDense(DeviceLinear):
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
         self.weight, self.bias = weight, bias
 
+    @property
+    def ahead(self) -> torch.Tensor | None:
+        return self.weight
+
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return is_skinny(num_rows, self.out_features // (1 + is_gated), is_gated, self.weight.device)
 
@@ -77,10 +84,3 @@ class DeviceDense(DeviceLinear):
 
     def wide(self, x: torch.Tensor, out: torch.Tensor) -> None:
         ops.wide_linear(x, self.weight, out)
-
-
-def linear(weight: LinearWeight) -> DeviceLinear:
-    """What computes with this weight here."""
-    if not isinstance(weight, Dense):
-        raise UnsupportedModelError(f"weights of the form {type(weight).__name__} are not supported on CUDA")
-    return DeviceDense(weight.weight, weight.bias)

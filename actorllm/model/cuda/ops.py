@@ -30,6 +30,7 @@ from actorllm_kernels import kv_copy as _kv_copy
 from actorllm_kernels import lm_head_sample as _lm_head_sample
 from actorllm_kernels import plan_decode as _plan_decode
 from actorllm_kernels import qknorm_rope_kv as _qknorm_rope_kv
+from actorllm_kernels import quantized_gemm as _quantized_gemm
 from actorllm_kernels import rmsnorm as _rmsnorm
 from actorllm_kernels import sample_pick as _sample_pick
 from actorllm_kernels import sample_topk_topp as _sample_topk_topp
@@ -129,6 +130,7 @@ def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callab
 attn_decode = _kernel(_attn_decode.attn_decode, host_ops.attn_decode)
 attn_prefill = _kernel(_attn_prefill.attn_prefill, host_ops.attn_prefill)
 activation_mul = _kernel(_silu_mul.activation_mul, host_ops.activation_mul)
+dequantize = _kernel(_quantized_gemm.dequantize, host_ops.dequantize)
 draw_tiles = _kernel(_sample_topk_topp.draw_tiles, host_ops.draw_tiles)
 edit_logits = _kernel(_edit_logits.edit_logits, host_ops.edit_logits)
 embed = _kernel(_embed.embed, host_ops.embed)
@@ -138,6 +140,7 @@ kv_copy = _kernel(_kv_copy.launch_kv_copy, host_ops.kv_copy)
 lm_head_sample = _kernel(_lm_head_sample.lm_head_sample, host_ops.lm_head_sample)
 plan_decode = _kernel(_plan_decode.plan_decode, host_ops.plan_decode)
 qknorm_rope_kv = _kernel(_qknorm_rope_kv.qknorm_rope_kv, host_ops.qknorm_rope_kv)
+quantized_gemm = _kernel(_quantized_gemm.quantized_gemm, host_ops.quantized_gemm)
 rmsnorm = _kernel(_rmsnorm.rmsnorm, host_ops.rmsnorm)
 sample_pick = _kernel(_sample_pick.sample_pick, host_ops.sample_pick)
 skinny_gemm = _kernel(_skinny_gemm.skinny_gemm, host_ops.skinny_gemm)

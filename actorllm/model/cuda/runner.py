@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineError
+from actorllm.errors import ConfigError, EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import experimental, ops
 from actorllm.model.cuda.cache import DeviceCache
@@ -53,6 +53,7 @@ from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
 from actorllm.model.cuda.mixed import MixedSteps, supports
 from actorllm.model.cuda.proof import memory, steps
 from actorllm.model.cuda.proof.self_check import SelfCheck
+from actorllm.model.cuda.quantized import ReadOnHost, device_form, open_on_device
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
@@ -60,7 +61,6 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import LayeredHead, LinearHead, read_linear
 from actorllm.model.inputs import StepInputs
 from actorllm.model.processors import processors_of
-from actorllm.model.quantization import open_weights
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
 from actorllm_kernels.configs import architecture_of, target
@@ -214,10 +214,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
         if isinstance(plan, DecoderConfig):
-            with open_weights(model, self.dtype, self._show_progress, self.device.torch_device) as weights:
+            form = device_form(model)
+            with open_on_device(model, form, self.dtype, self._show_progress, self.device.torch_device) as weights:
                 if model.pooler is not None and model.pooler.head is not None:
                     self._label_head = read_linear(model.pooler.head, plan, model, weights)
-                return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives)
+                return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives, form)
+        if model.quantization is not None:
+            raise UnsupportedModelError(
+                f"quantized weights ({model.quantization}) are not supported on CUDA for models that run through transformers; use "
+                f"the original model, or device='cpu'"
+            )
         from actorllm.model.cuda import transformers_model  # imports transformers
 
         modules = cast("TransformersPlan", plan)
@@ -225,7 +231,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
-        plan = repr(self.model_config), str(self.dtype), self.config.scheduler, self.config.cache.block_size
+        form, cache = self.config.model.quantization, self.config.cache.block_size
+        plan = repr(self.model_config), str(self.dtype), form, self.config.scheduler, cache
         key = memory.key_of(self.device.description, *plan, self.collectives.size)
         failed = memory.remembered(key)
         if failed is None:
@@ -256,12 +263,18 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _without_weights(self) -> DeviceModel:
         plan, length = self.model_config, self.config.model.max_model_len
         if isinstance(plan, DecoderConfig):
-            return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives)
+            form = device_form(self.config.model)
+            return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives, form)
         from actorllm.model.cuda import transformers_model
 
         return transformers_model.without_weights(cast("TransformersPlan", plan), self.dtype, self.device)
 
     def _rehearse(self) -> None:
+        if isinstance(device_form(self.config.model), ReadOnHost):
+            logger.info(
+                "the kernels are compiled when they are first launched: the files say which forms the layers have"
+            )
+            return
         try:
             self.rehearse()
         except Exception:  # of modules of another library

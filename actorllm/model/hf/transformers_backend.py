@@ -330,10 +330,15 @@ class TransformersStep(AttentionStep):
     """A step over the paged cache of the CPU."""
 
     def __init__(
-        self, batches: dict[int | None, AttentionBatch], layers: dict[int, tuple[int, int | None]], cache: PagedCache
+        self,
+        batches: dict[int | None, AttentionBatch],
+        layers: dict[int, tuple[int, int | None]],
+        cache: PagedCache,
+        between_layers: Callable[[], object] = bool,
     ) -> None:
         """batches: by sliding window. layers: index and window, by the identity of the calling module."""
         super().__init__()
+        self._between_layers = between_layers
         self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.dtype
 
     def attend(
@@ -348,6 +353,7 @@ class TransformersStep(AttentionStep):
         s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
+        self._between_layers()
         index, window = self._layers[id(module)]
         width, out_width = query.shape[3], value.shape[3]
         query, key, value = (widened(x[0], self._head_dim, self._dtype) for x in (query, key, value))
@@ -447,7 +453,7 @@ class TransformersDecoder:
         """The hidden states before the head, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.config.num_heads // self.config.num_kv_heads
         batches = cache.attention(inputs, fold, dict.fromkeys(window for _, window in self.layers.values()))
-        step = TransformersStep(batches, self.layers, cache)
+        step = TransformersStep(batches, self.layers, cache, inputs.between_layers)
         if self._adapters is not None:
             self._adapters.begin(inputs)
         grid = inputs.grid_positions

@@ -2,7 +2,7 @@
 
 `LinearWeight` is a weight as a checkpoint has it; `fused` puts several side by side. `Form` says which one the layers of a model
 have, and reads a rank's part of each (`sharded`). A backend makes a `Linear` of its own of it, in the layout that is fastest there
-(`model.cpu.layers.linear`, `model.cuda.linear.linear`). A new form of weight is a `LinearWeight`, and what each backend makes
+(`model.cpu.layers.linear`, `model.cuda.quantized.linear`). A new form of weight is a `LinearWeight`, and what each backend makes
 of it.
 """
 

@@ -15,23 +15,29 @@ from actorllm.config import ModelConfig
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization.checkpoint import CheckpointForm
+from actorllm.model.quantization.float8 import Fp8
 from actorllm.model.quantization.gguf import GgufForm, GgufWeights
 from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights, DummyWeights, Weights
 from actorllm.types.model_files import overridden, read_object
-from actorllm.types.quantization import GGUF, INT4_GROUPS, read_checkpoint
+from actorllm.types.quantization import FP8, GGUF, INT4_GROUPS, read_checkpoint
 
 
-def form_of(model: ModelConfig) -> Form:
-    """What the linear layers of this model are read as. Raises ModelError for a scheme that is not known."""
+def form_of(model: ModelConfig, *, keeps_floats: bool = False) -> Form:
+    """What the linear layers of this model are read as. Raises ModelError for a scheme that is not known.
+
+    keeps_floats: floats of 8 bits stay what they are; else they become integers.
+    """
     if model.quantization is None:
         return Dense
     checkpoint = read_checkpoint(overridden(read_object(Path(model.path) / "config.json"), model.overrides))
     if checkpoint is None or model.load_format == "dummy":
+        if keeps_floats and model.quantization == FP8:
+            return Fp8
         group = INT4_GROUPS.get(model.quantization)
         return Int8 if group is None else Int4Weights(group)
-    return GgufForm() if checkpoint.method == GGUF else CheckpointForm(checkpoint)
+    return GgufForm() if checkpoint.method == GGUF else CheckpointForm(checkpoint, keeps_floats=keeps_floats)
 
 
 def open_weights(

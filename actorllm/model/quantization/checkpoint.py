@@ -38,8 +38,9 @@ READERS: dict[str, Reader] = {
 class CheckpointForm:
     """The form (`model.linear.Form`) of each layer of such a checkpoint."""
 
-    def __init__(self, scheme: QuantizedCheckpoint) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: QuantizedCheckpoint, *, keeps_floats: bool = False) -> None:
+        """keeps_floats: layers of floats of 8 bits stay as they are where each output has one scale."""
+        self.scheme, self._keeps_floats = scheme, keeps_floats
 
     def of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """What is in memory has no scales, and stays as it is."""
@@ -72,6 +73,8 @@ class CheckpointForm:
         has_bias = has_bias or (self.scheme.method == "gptq" and weights.stored(f"{name}.bias") is not None)
         bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
         read = READERS[self.scheme.layout]
+        if read is fp8.read and self._keeps_floats:
+            read = fp8.read_exactly
         return read(weights, self.scheme, name, out_features, in_features, rows, columns, bias)
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:

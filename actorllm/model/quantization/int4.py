@@ -58,17 +58,19 @@ class Int4(LinearWeight):
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: int = 32) -> Self:
         """Of a weight of floats whose in_features are a multiple of the group, rounded to the nearest code."""
         num_outputs, num_inputs = weight.shape
-        codes = torch.empty(weight.shape, dtype=torch.uint8)
-        scales = torch.empty(num_outputs, num_inputs // group, dtype=torch.bfloat16)
+        where = weight.device if weight.is_meta else None
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=where)
+        scales = torch.empty(num_outputs, num_inputs // group, dtype=torch.bfloat16, device=where)
         zeros = torch.empty_like(scales)
         step = max(1, SLICE_NUMBERS // max(1, num_inputs))
         for start in range(0, num_outputs, step):
             part = slice(start, start + step)
             rows = weight[part].float().view(-1, num_inputs // group, group)
             low, high = rows.amin(2), rows.amax(2)
-            scales[part] = ((high - low) / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
-            zeros[part] = low + MIDDLE * scales[part].float()
-            exact = (rows - zeros[part].float().unsqueeze(2)) / scales[part].float().unsqueeze(2)
+            scale = ((high - low) / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny).bfloat16()
+            zero = (low + MIDDLE * scale.float()).bfloat16()
+            exact = (rows - zero.float().unsqueeze(2)) / scale.float().unsqueeze(2)
+            scales[part], zeros[part] = scale, zero
             codes[part] = exact.add_(MIDDLE).round_().clamp_(0, LARGEST).view(-1, num_inputs)
         return cls(codes, scales, zeros, bias)
 

@@ -39,8 +39,9 @@ class Int8(LinearWeight):
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
         """Of a weight of floats, rounded to the nearest code."""
-        codes = torch.empty(weight.shape, dtype=torch.int8)
-        scales = torch.empty(weight.shape[0])
+        where = weight.device if weight.is_meta else None
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=where)
+        scales = torch.empty(weight.shape[0], device=where)
         step = max(1, SLICE_NUMBERS // max(1, weight.shape[1]))
         for start in range(0, weight.shape[0], step):
             rows = weight[start : start + step].float()

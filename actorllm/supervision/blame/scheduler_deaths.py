@@ -8,7 +8,8 @@ together.
 *Suspects* (`note_death`). One death proves nothing. From the second life on, a scheduler says which of the requests
 that it was given again are in a step (`Begun`). When it dies, those among them that had no token from it are suspects.
 If there are none, and there was no token since the death before, all that it had taken on are suspects. Otherwise
-suspects are the requests that have waited without a token through `MAX_WAITED_DEATHS` deaths. A token clears a suspect.
+suspects are the requests that have waited without a token through `MAX_WAITED_DEATHS` deaths. A token of each of its sequences
+clears a suspect.
 
 *Probes* (`SchedulerBisection`). A scheduler that is given suspects holds back everything but one probe group, which it
 names first (`ProbeGroup`). A token clears a member. A member that waits through a step counts as cleared for now. It
@@ -34,7 +35,7 @@ while nothing dies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from actorllm.messages import ProbeGroup, Submit
@@ -63,15 +64,27 @@ class DeathRecord(Suspicion):
     """Since its last token: of schedulers that may have died of it."""
     num_waited_deaths: int = 0
     """Since its last token: deaths of schedulers that had taken it on."""
-    is_begun: bool = False
-    """The scheduler has it in a step, and it had no token since."""
+    rids: tuple[int, ...] = ()
+    """Its sequences, if there are several."""
+    begun: set[int] = field(default_factory=set)
+    """Those of its sequences that the scheduler has in a step, and that had no token since."""
+    proven: set[int] = field(default_factory=set)
+    """Those of several sequences that have had a token since the last death."""
     was_alone: bool = False
     """A scheduler died with nothing else in hand; `num_alone` counts deaths beside requests that were cleared, too."""
 
-    def clear(self) -> None:
-        """It had a token."""
+    def prove(self, rid: int, alive: Container[int]) -> None:
+        """One of its sequences had a token. A token of each shows that no scheduler dies of the request.
+
+        alive: the sequences that have not ended, of all requests.
+        """
+        self.begun.discard(rid)
+        if self.rids:
+            self.proven.add(rid)
+            if any(other in alive and other not in self.proven for other in self.rids):
+                return
         self.num_deaths = self.probe_size = self.num_alone = self.num_waited_deaths = 0
-        self.is_begun = self.was_alone = False
+        self.was_alone = False
 
     def probe_alone(self) -> None:
         """It is suspected, and no group with another request is to be probed: as if a pair had failed with it."""
@@ -97,7 +110,7 @@ def note_death(
     present = dict.fromkeys(record for rid, record in records.items() if rid in rids)
     for record in present:
         record.num_waited_deaths += 1
-    suspects = [record for record in dict.fromkeys(records.values()) if record.is_begun]
+    suspects = [record for record in dict.fromkeys(records.values()) if record.begun]
     if not suspects:
         is_all = probe is not None or is_second
         suspects = [record for record in present if is_all or record.num_waited_deaths >= MAX_WAITED_DEATHS]
@@ -111,7 +124,8 @@ def note_death(
             record.fail(probe.size, probe.size == 1 and is_suspect)
             record.was_alone |= probe.is_alone and is_suspect
     for record in records.values():
-        record.is_begun = False
+        record.begun.clear()
+        record.proven.clear()
 
 
 @dataclass(slots=True, eq=False)

@@ -202,7 +202,8 @@ class StepFailures:
     def on_good_step(self, sequences: NDArray[Any], now: float) -> None:
         """A step went through, and these had a token."""
         if self._worker_bisection:
-            self._worker_bisection.had_token({s.request for s in sequences})
+            unproven = {s.request for s in self._interrupted.difference(sequences)}  # a sibling may be what kills
+            self._worker_bisection.had_token({s.request for s in sequences} - unproven)
         if self._interrupted:
             for sequence in self._interrupted.intersection(sequences):
                 self._interrupted.discard(sequence)

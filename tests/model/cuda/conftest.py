@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.linear import Form
+from actorllm.model.quantization import form_of
+from tests.model.cuda.dequantized import Dequantized
 from tests.model.cuda.twins import TINY, Twins
 
 
@@ -46,6 +49,23 @@ def make_twins(folder: Callable[..., Path], make_runner: Callable[..., CudaRunne
 
     def make(differences: dict[str, Any] | None = None, **arguments: Any) -> Twins:
         path = folder(**(differences or {}))
+        cpu = CpuRunner(config_of(path, block_size=16, **arguments), show_progress=False)
+        cpu.load()
+        cpu.allocate(96)
+        return Twins(cpu, make_runner(path, **arguments))
+
+    return make
+
+
+@pytest.fixture
+def make_quantized(make_runner: Callable[..., CudaRunner], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Twins]:
+    """The same requests on the device with a quantized model, and on the CPU with its weights dequantized."""
+
+    def oracle(model: ModelConfig) -> Form:
+        return Dequantized(form_of(model, keeps_floats=True))
+
+    def make(path: Path, **arguments: Any) -> Twins:
+        monkeypatch.setattr("actorllm.model.cpu.runner.form_of", oracle)
         cpu = CpuRunner(config_of(path, block_size=16, **arguments), show_progress=False)
         cpu.load()
         cpu.allocate(96)

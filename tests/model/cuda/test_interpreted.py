@@ -20,6 +20,7 @@ from tests.kernels.conftest import interpreter as interpreter
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
+from tests.model.quantization.layouts import FP8
 
 
 @pytest.mark.timeout(200)
@@ -75,3 +76,20 @@ def test_the_self_check_suspects_no_kernel(
     (entry,) = memory.entries()
     assert entry["failed"] == {}
     assert ops.replaced() == []
+
+
+@pytest.mark.slow(reason="each kernel is interpreted; tests/kernels has the kernels, test_quantized the step")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("method", ["int4", "fp8"])
+def test_the_tokens_of_quantized_weights_are_those_of_the_oracle(
+    method: str, folder: Callable[..., Path], make_quantized: Callable[..., Twins]
+) -> None:
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    if method == "fp8":
+        shape["quantization_config"] = FP8
+    twins = make_quantized(folder(**shape), **({} if method == "fp8" else {"quantization": method}))
+    twins.add(0, prompt(70, 1), temperature=0.8, seed=7)
+    twins.step({0: 66}, decode=[])
+    twins.add(1, prompt(3, 2))
+    twins.step({0: 4, 1: 3})
+    twins.step(decode=[0, 1])

@@ -62,7 +62,8 @@ def key_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Key:
             key.append((parameter.name, value.dtype, where % ALIGNMENT == 0))
         elif isinstance(value, int):
             is_known = not parameter.do_not_specialize
-            key.append((parameter.name, value < 1 << 31, is_known and value == 1, is_known and value % 16 == 0))
+            is_narrow = value < 1 << 31 or bool(parameter.annotation_type)
+            key.append((parameter.name, is_narrow, is_known and value == 1, is_known and value % 16 == 0))
     return (*key, *sorted(values.items()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,10 @@ from actorllm.model.quantization.onednn import Int8Linear
 from actorllm.types.quantization import read_checkpoint
 from tests.model.hf.decoders import save
 
-SCHEME: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-            "output_activations": None,
-        }
-    },
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from weights import W8A8
+
+SCHEME: dict[str, Any] = W8A8 | {
     "ignore": ["lm_head", "re:.*layers\\.1\\.mlp\\.down_proj$"],
     "kv_cache_scheme": None,
     "sparsity_config": {},
@@ -103,11 +90,13 @@ def test_the_method_is_found(checkpoint: Path) -> None:
         EngineConfig.from_arguments(checkpoint, quantization="int8", skip_tokenizer_init=True)
 
 
-def test_on_a_gpu_it_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorllm.config.choose", lambda device: "cuda")
-    with pytest.raises(ConfigError, match=r"quantization='compressed-tensors' is not supported on CUDA.*device='cpu'"):
-        EngineConfig.from_arguments(checkpoint, device="cuda", skip_tokenizer_init=True)
-    assert EngineConfig.from_arguments(checkpoint, device="auto", skip_tokenizer_init=True).device == "cpu"
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"'compressed-tensors' is not supported on CUDA with tensor_parallel_size=2"):
+        EngineConfig.from_arguments(checkpoint, device="cuda", **given)
+    assert EngineConfig.from_arguments(checkpoint, device="auto", **given).device == "cpu"
+    assert EngineConfig.from_arguments(checkpoint, device="cuda", skip_tokenizer_init=True).device == "cuda"
 
 
 LAYER = "model.layers.0.self_attn.k_proj"

@@ -181,12 +181,12 @@ def test_bad_values_are_refused_by_name(arguments: dict[str, Any], told: str) ->
         EngineConfig.from_arguments("storyteller", **arguments)
 
 
-def test_a_gpu_and_an_encoder_are_refused_by_name(tmp_path: Path) -> None:
-    from actorllm.types.device import rules_of
+def test_a_backend_that_does_not_quantize_says_so() -> None:
+    from actorllm.types.device import BackendRules, rules_of
 
-    options = {"device": "cuda", "dtype": "auto", "block_size": None, "runner": "auto", "quantization": "int8"}
-    told = rules_of("cuda").why_not(options, pools=False)
-    assert told == "quantization='int8' is not supported on CUDA yet; leave it at None"
+    options = {"device": "mine", "dtype": "auto", "block_size": None, "runner": "auto", "quantization": "int8"}
+    told = BackendRules().why_not(options, pools=False)
+    assert told == "quantization='int8' is not supported on device='mine' yet; leave it at None"
     assert rules_of("cpu").why_not(options, pools=False) is None
 
 

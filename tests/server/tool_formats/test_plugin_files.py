@@ -171,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (made / f"{name}.py").write_text(source)
     model = made / "model"
     model.mkdir()
-    shipped = Path(str(resources.files("actorllm"))) / "storyteller"
+    shipped = Path(str(resources.files("actorllm"))) / "bundled" / "storyteller"
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(shipped / name, model)
     tree = json.loads((model / "tokenizer.json").read_text())

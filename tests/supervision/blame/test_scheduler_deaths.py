@@ -18,7 +18,7 @@ from actorllm.messages import ProbeGroup, Submit
 from actorllm.supervision.blame import scheduler_probes
 from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
 from tests.actors import deadly_policies
-from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
+from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, SIBLING, STARTS, WAITS
 from tests.effort import examples
 from tests.supervision.blame.lives import Caller, Killed, Lives
 
@@ -77,11 +77,11 @@ class Search:
             step = rids[first : first + SLOTS]
             for rid in step:
                 if self.num_deaths:  # those of the first life are not resumed
-                    self.records[rid].is_begun = True
+                    self.records[rid].begun.add(rid)
             if self.is_in_step and self.killers.intersection(step):
                 return True
             for rid in step:
-                self.records[rid].clear()
+                self.records[rid].prove(rid, self.records)
             self.num_losses = 0
         return False
 
@@ -153,7 +153,7 @@ def test_accidents_are_nobodys_fault() -> None:
 
 def test_who_waits_is_no_suspect_for_those_who_run() -> None:
     records = {rid: DeathRecord() for rid in range(3)}
-    records[1].is_begun = True
+    records[1].begun.add(1)
     note_death(records, None, is_second=False)
     assert [record.num_deaths for record in records.values()] == [0, 1, 0]
     note_death(records, None, is_second=False)
@@ -218,6 +218,24 @@ def test_one_of_an_attached_program_is_found_beside_a_busy_owner(
     lives.submit(1, prompt_of(lives, moment), 8, n)
     lives.rest()
     check_ends(lives)
+    assert lives.num_deaths <= 6
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [4, 16, 2048])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sequence_that_kills_is_not_cleared_by_its_siblings(
+    make_lives: Callable[..., Lives], n: int, max_num_batched_tokens: int
+) -> None:
+    """They have tokens in every life in which they are computed in steps before it: each life would be followed by another."""
+    lives = make_lives(max_num_batched_tokens=max_num_batched_tokens)
+    lives.submit(0, prompt_of(lives), 300)
+    lives.submit(0, prompt_of(lives, SIBLING), 200, n)
+    lives.rest()
+    first, *_ = callers = lives.callers
+    assert first.reason == "length"
+    for caller in callers:
+        caller.check()
+    assert all(isinstance(caller.error, RequestFailedError) for caller in callers[1:])
     assert lives.num_deaths <= 6
 
 

@@ -34,6 +34,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "embed": ("y",),
     "rmsnorm": ("y", "residual"),
     "skinny_gemm": ("y",),
+    "quantized_gemm": ("y",),
+    "dequantize": ("y",),
     "activation_mul": ("y",),
     "qknorm_rope_kv": ("q", "keys", "values"),
     "attn_decode": ("out",),
@@ -52,7 +54,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 IDS = ("offers.id", "tokens", "ids", "ranks")
 """Of these, few may be others."""
-CONSTANT = ("weight", "bias", "norm", "norms", "cos", "sin", "sinks")
+CONSTANT = ("weight", "codes", "scales", "bias", "norm", "norms", "cos", "sin", "sinks", "ahead")
 """Arguments that no operation writes: they are not copied."""
 
 

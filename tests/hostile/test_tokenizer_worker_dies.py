@@ -9,23 +9,23 @@ import pytest
 
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.errors import EngineError, RequestFailedError
-from actorllm.intake.lanes import Lane, Lanes
+from actorllm.intake.tokenizer_pool import TokenizerPool, TokenizerWorker
 from actorllm.server.app import create_app
 from tests.hostile.bystander import bystander
 
 
 async def test_it_is_started_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm, bystander(llm) as steady:
-        do_next = Lanes._do_next
+        do_next = TokenizerPool._do_next
         deaths = iter((True, True))
 
-        def die(self: Lanes, lane: Lane) -> bool:
-            goes_on = do_next(self, lane)
+        def die(self: TokenizerPool, worker: TokenizerWorker) -> bool:
+            goes_on = do_next(self, worker)
             if next(deaths, False):
                 raise SystemExit("planted")
             return goes_on
 
-        monkeypatch.setattr(Lanes, "_do_next", die)
+        monkeypatch.setattr(TokenizerPool, "_do_next", die)
         for number in range(1, 3):
             assert await steady.tokens_until_first() < 100
             while llm.health().threads["intake"].num_restarts < number:
@@ -39,16 +39,16 @@ async def test_it_is_started_again_and_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_one_that_dies_with_a_request_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm, bystander(llm) as steady:
-        dispatch = Lanes._dispatch
+        dispatch = TokenizerPool._dispatch
         deaths = iter((True,))
 
-        def die(self: Lanes) -> None:
-            jobs = [lane.job for lane in self._lanes if lane.thread is threading.current_thread()]
+        def die(self: TokenizerPool) -> None:
+            jobs = [worker.job for worker in self._workers if worker.thread is threading.current_thread()]
             if any(job is not None and job.submitter == "victim" for job in jobs) and next(deaths, False):
                 raise SystemExit("planted")
             dispatch(self)
 
-        monkeypatch.setattr(Lanes, "_dispatch", die)
+        monkeypatch.setattr(TokenizerPool, "_dispatch", die)
         with pytest.raises(RequestFailedError, match="the thread that read this prompt died: SystemExit: planted"):
             await llm.complete("One day", tenant="victim")
         assert await steady.tokens_until_first() < 100

@@ -1,6 +1,6 @@
-"""`LaneProcess`: a process that reads texts and renders templates for a lane, and that can be killed at any moment.
+"""`IntakeProcess`: a process that reads texts and renders templates for a worker, and that can be killed at any moment.
 
-The owner's side; `lane_program` is the other. It is exec'd, so that no `__main__` guard is needed. It inherits one end of a
+The owner's side; `intake_program` is the other. It is exec'd, so that no `__main__` guard is needed. It inherits one end of a
 socket and nothing else, takes no signals of the terminal, and dies with its owner. What it sends is not trusted and is checked:
 a template that breaks out of its sandbox is in there. Its memory is limited.
 """
@@ -23,8 +23,8 @@ from actorllm.actors.child import FOR_THE_OWNER
 from actorllm.actors.shortage import above_standard_streams
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError, RequestFailedError
-from actorllm.intake import lane_program
-from actorllm.intake.lane_program import BEGUN, ERROR, HEAD, RESULT
+from actorllm.intake import intake_program
+from actorllm.intake.intake_program import BEGUN, ERROR, HEAD, RESULT
 
 START_TIMEOUT_S = 120.0
 """Until it begins to work: it imports what it needs for that."""
@@ -34,8 +34,8 @@ class ProcessEndedError(Exception):
     """It has ended before it had begun with what it was asked."""
 
 
-class LaneProcess:
-    """One process. `kill` may be called from any thread, the rest belongs to one lane at a time.
+class IntakeProcess:
+    """One process. `kill` may be called from any thread, the rest belongs to one tokenizer worker at a time.
 
     The kernel kills it when the thread that made it ends.
     """
@@ -57,7 +57,7 @@ class LaneProcess:
             try:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-P", lane_program.__file__, str(theirs.fileno()), str(os.getpid())),
+                        *(sys.executable, "-P", intake_program.__file__, str(theirs.fileno()), str(os.getpid())),
                         *(str(memory_bytes), json.dumps(sys.path)),
                         *(() if module is None else (module,)),
                     ],
@@ -115,7 +115,9 @@ class LaneProcess:
         except TimeoutError:
             self.kill()
             if not has_begun:
-                raise RequestFailedError(f"the lane process did not start within {self._start_timeout_s:g} s") from None
+                raise RequestFailedError(
+                    f"the intake process did not start within {self._start_timeout_s:g} s"
+                ) from None
             raise too_long(timeout_s, limit) from None
         except (OSError, EOFError, ValueError) as error:
             if has_begun:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from actorllm import shapes
+from actorllm.bundled import shapes
 from actorllm.config import EngineConfig
 from actorllm.errors import ModelNotFoundError
 from actorllm.model.registry import decoder_config

@@ -1,6 +1,6 @@
-"""The main program of a lane process: renders conversations and tokenizes texts, one after the other, until it is killed.
+"""The main program of an intake process: renders conversations and tokenizes texts, one after the other, until it is killed.
 
-Run as `python -P lane_program.py <socket> <pid of the owner> <bytes of memory> <sys.path as JSON> [<module>]`, by path, so that
+Run as `python -P intake_program.py <socket> <pid of the owner> <bytes of memory> <sys.path as JSON> [<module>]`, by path, so that
 the owner's `__main__` is never imported. A module has an `obey` and a PROCESS_NAME of its own, and its memory is not limited.
 Without one, it loads neither torch nor an engine, and each library when it is first needed.
 
@@ -10,7 +10,7 @@ Frames: a head (kind, length), then so many bytes.
                        or ("encode" or "encode_within", folder, arguments ...]
     program → owner    BEGUN when it has loaded what it needs · then RESULT, text or int32 ids, or ERROR, "class\\nmessage"
 
-Started by `lane_process` only.
+Started by `intake_process` only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a lane process reads is what this process would read, and it ends with its owner."""
+"""What an intake process reads is what this process would read, and it ends with its owner."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def test_it_reads_the_same() -> None:
 
 OWNER = """
 import sys, threading, time
-from actorllm.intake.lane_process import LaneProcess
-process = LaneProcess(1 << 32)
+from actorllm.intake.intake_process import IntakeProcess
+process = IntakeProcess(1 << 32)
 request = ("encode", sys.argv[1], "Once upon a time", True, None)
 process.ask(request, 60.0, lambda: None)
 print(process.pid, flush=True)
