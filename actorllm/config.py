@@ -39,7 +39,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
-from actorllm.types.launch import check_launch
+from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
@@ -876,6 +876,14 @@ def _scaling(given: dict[str, Any], size: int) -> dict[str, Any]:
     return {"max_replicas": most, "min_replicas": least, "target_attainment": float(target), "autoscaling": policy}
 
 
+def _is_of_ray(given: dict[str, Any]) -> bool:
+    """Whether Ray places the replicas: it was asked for, or this process is in a group of its and has ranks, as in vLLM."""
+    if "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"]):
+        return True
+    has_ranks = given["tensor_parallel_size"] != 1 or given["pipeline_parallel_size"] != 1
+    return has_ranks and given["distributed_executor_backend"] is None and not given["nodes"] and is_placed_by_ray()
+
+
 def _nodes(given: dict[str, Any]) -> dict[str, Any]:
     """The agents of other machines, and how they are called. vLLM's arguments of other machines are held against them."""
     nodes, key_file = given["nodes"] or (), given["node_key_file"]
@@ -886,7 +894,7 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
             f"nodes={list(nodes)!r} names a node twice; data_parallel_size says how many replicas there are"
         )
     # What nodes need, and what they do not go together with.
-    is_of_ray = "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"])
+    is_of_ray = _is_of_ray(given)
     if is_of_ray and nodes:
         raise ConfigError("nodes and Ray both say where replicas are; give one of them")
     if is_of_ray:

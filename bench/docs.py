@@ -41,7 +41,7 @@ ORDER = (
     *("weight_updates", "sleep", "experts"),
     *("images", "speculation", "fleet", "nodes", "pipeline"),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
-    "policies",
+    *("policies", "autoscaling"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""

@@ -1,6 +1,7 @@
-"""How much faster is a model with int8 or int4 weights than the same in bfloat16?
+"""How much faster is a model with int8 or int4 weights than the same in bfloat16, and with a KV cache of int8?
 
-All run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights.
+All run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights. The
+rows "KV" are of a model in bfloat16, whose cache is in bfloat16 or int8, with so many sequences of so many tokens.
 Times are medians; of one thread its processor time, which a busy machine changes less.
 Run: python bench/quantization.py [--json FILE] [--threads 2] [--models 135M,0.6B]
 """
@@ -28,6 +29,8 @@ TARGETS = {"decode 1": 1.5, "decode 16": 2.0, "prefill 512": 2.5}
 """Times as fast as bfloat16, of int8."""
 
 CONTEXT, STEPS, PREFILL, PREFILLS = 128, 40, 512, 5
+KV_SIZES = ((1, 1536), (16, 512))
+"""Sequences, and tokens of each, of the steps that compare caches."""
 
 
 def measure(model: str, num_threads: int) -> dict[str, dict[str, float]]:
@@ -43,7 +46,8 @@ def measure(model: str, num_threads: int) -> dict[str, dict[str, float]]:
     runners: dict[str, CpuRunner] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
-        for side, method in SIDES.items():
+
+        def make(**options: Any) -> CpuRunner:
             config = EngineConfig.from_arguments(
                 folder,
                 load_format="dummy",
@@ -51,13 +55,18 @@ def measure(model: str, num_threads: int) -> dict[str, dict[str, float]]:
                 max_num_seqs=16,
                 max_num_batched_tokens=2048,
                 num_threads=num_threads,
-                quantization=method,
+                **options,
             )
-            runners[side] = CpuRunner(config, show_progress=False)
+            return CpuRunner(config, show_progress=False)
+
+        for side, method in SIDES.items():
+            runners[side] = make(quantization=method)
             began = clock()
             runners[side].load()
             figures.setdefault("load s", {})[side] = clock() - began
             figures.setdefault("MB read in a step", {})[side] = runners[side].weight_bytes / 1e6
+        rounded = make(kv_cache_dtype="int8")
+        rounded.load()
 
     def start(runner: CpuRunner, batch: int, prompt: int, room: int) -> None:
         per_row = -(-room // runner.config.cache.block_size)
@@ -94,6 +103,21 @@ def measure(model: str, num_threads: int) -> dict[str, dict[str, float]]:
             for side, runner in runners.items():
                 times[side].append(timed(runner, StepPlan(step=2)))
         medians(f"decode {batch}", times)
+    caches = {"bfloat16": runners["bfloat16"], "int8": rounded}
+    for batch, context in KV_SIZES:
+        rows = np.arange(batch, dtype=np.int32)
+        for runner in caches.values():
+            start(runner, batch, context, context + STEPS + 10)
+            for row in rows:
+                runner.step(
+                    StepPlan(step=1, prefill_slots=rows[row:][:1], prefill_counts=np.array([context], np.int32))
+                )
+            runner.step(StepPlan(step=2, decode_slots=rows))
+        times = {side: [] for side in caches}
+        for _ in range(STEPS):
+            for side, runner in caches.items():
+                times[side].append(timed(runner, StepPlan(step=2)))
+        medians(f"KV, decode {batch} x {context}", times)
     times = {side: [] for side in SIDES}
     one, whole = np.zeros(1, np.int32), np.full(1, PREFILL, np.int32)
     for turn in range(PREFILLS + 1):
@@ -140,12 +164,13 @@ def main() -> None:
         for figure, values in json.loads(child.stdout).items():
             row: dict[str, Any] = {"figure": f"{model}, {figure}", **values}
             row["times"] = values["bfloat16"] / values["int8"]
-            row["times_int4"] = values["bfloat16"] / values["int4"]
+            row["times_int4"] = values["bfloat16"] / values["int4"] if "int4" in values else None
             row["target"] = TARGETS.get(figure.removesuffix(" ms"))
             rows.append(row)
             goal = "" if row["target"] is None else f"   target {row['target']:g}"
-            sides = "".join(f"{values[side]:12.2f}" for side in SIDES)
-            print(f"{row['figure']:28}{sides}   {row['times']:.2f} and {row['times_int4']:.2f} times{goal}", flush=True)
+            sides = "".join(f"{values[side]:12.2f}" if side in values else " " * 12 for side in SIDES)
+            ratios = " and ".join(f"{one:.2f}" for one in (row["times"], row["times_int4"]) if one is not None)
+            print(f"{row['figure']:32}{sides}   {ratios} times{goal}", flush=True)
     if arguments.json is not None:
         data = {
             "command": command(),

@@ -51,6 +51,7 @@ BENCHES = (
     ),
     Bench("simulation", ("--requests", "300")),
     Bench("slo_statistics", ("--trials", "2")),
+    Bench("autoscaling", ("--seeds", "1", "--requests", "300")),
     Bench("fidelity", ("--quick", "--rounds", "1")),
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("urgent", ("--rounds", "3")),

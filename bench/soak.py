@@ -6,9 +6,9 @@ One engine with the bundled storyteller in float32 serves mixed requests while i
 random, programs join it and leave or are killed, memory is taken away, /dev/shm is filled and the owner runs out of
 descriptors. Every stream is held against an oracle (`tests/oracle.py`), those of the programs that leave included. Prints the
 figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and its children have grown: medians
-of the last quarter of the samples against those of the second (the first is warm-up). Fails when a stream is lost or differs,
-and when something has grown by more than GROWTH allows. With --replicas 2 or more it is a fleet: whole replicas are killed,
-also while they start, and it is drained and scaled under its streams.
+of the last quarter of the samples against those of the second (the first is warm-up), all with as many processes. Fails when a
+stream is lost or differs, and when something has grown by more than GROWTH allows. With --replicas 2 or more it is a fleet: whole
+replicas are killed, also while they start, and it is drained and scaled under its streams.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ asyncio.run(main())
 NUM_OF_GUEST = 8
 """Requests of a guest that leaves."""
 
+PROCESSES = "processes"
+"""Some are parked, for a worker that dies. Only samples with as many processes as most samples have are compared."""
 GROWTH = {
     "memory of the owner, MiB": (0.05, 10.0),
     "memory of its children, MiB": (0.05, 10.0),
@@ -138,6 +140,7 @@ class Soak:
             with contextlib.suppress(OSError):  # a process is gone, or no file can be opened now
                 self.samples.append(
                     {
+                        PROCESSES: len(pids) - 1,
                         "memory of the owner, MiB": resident_mib(pids[:1]),
                         "memory of its children, MiB": resident_mib(pids[1:]),
                         "descriptors of the owner": len(os.listdir("/proc/self/fd")),
@@ -148,11 +151,13 @@ class Soak:
 
     def growth(self) -> list[dict[str, Any]]:
         """Of every sampled quantity: the second quarter of the run against the last."""
-        quarter = len(self.samples) // 4
+        usual = statistics.mode(sample[PROCESSES] for sample in self.samples) if self.samples else 0
+        samples = [sample for sample in self.samples if sample[PROCESSES] == usual]
+        quarter = len(samples) // 4
         rows = []
-        for name in self.samples[0] if quarter else ():
-            early = statistics.median(sample[name] for sample in self.samples[quarter : 2 * quarter])
-            late = statistics.median(sample[name] for sample in self.samples[-quarter:])
+        for name in GROWTH if quarter else ():
+            early = statistics.median(sample[name] for sample in samples[quarter : 2 * quarter])
+            late = statistics.median(sample[name] for sample in samples[-quarter:])
             rows.append({"quantity": name, "early": round(early, 1), "late": round(late, 1)})
         return rows
 

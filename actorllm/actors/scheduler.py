@@ -483,7 +483,7 @@ class SchedulerActor(Actor):
         while scheduler.has_room and self.has_workers and not self._gate.is_closed:
             began = now()
             plan = scheduler.schedule(began)
-            scheduler.seconds.add_planning(now() - began)
+            scheduler.seconds.planning += now() - began
             if scheduler.has_rejected:
                 self.send_ends(scheduler.take_rejected())
             if plan is not None:
@@ -635,7 +635,7 @@ class SchedulerActor(Actor):
         except ContradictionError as contradiction:
             self._part_with_workers(link, str(contradiction))
             return NOTHING
-        self.scheduler.seconds.add_planning(now() - began)
+        self.scheduler.seconds.planning += now() - began
         if self._step_watch is not None:
             self._step_watch.done(result)
         if self._load is not None:

@@ -149,10 +149,14 @@ class TracedMailbox(Mailbox):
         self.ends: list[Any] = []
 
     def push(self, delta: Any, index: int = 0) -> None:
+        held = (
+            None if self.stream is None else self.stream()
+        )  # else a quick consumer drops it before the span has its name
         self.num_tokens += len(delta.tokens)
         if delta.end is not None:
             self.ends.append(delta.end)
         super().push(delta, index)
+        del held
 
     def _release(self) -> None:
         super()._release()

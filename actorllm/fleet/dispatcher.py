@@ -31,7 +31,7 @@ from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostErr
 from actorllm.fleet.merging import merged
 from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
-from actorllm.fleet.views import add_journal, journal_of, routable_of, views_of
+from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, routable_of, views_of
 from actorllm.messages import Submit
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 from actorllm.types.weight_version import WeightSource
@@ -466,12 +466,12 @@ class Dispatcher:
             for entry in entries.values():
                 entry.record.probe_alone()
         else:
-            chosen: dict[int, int] = {}  # the sequences of a request share a record, and go together
+            requests: dict[int, dict[int, JournalEntry]] = {}  # the sequences of one share a record, and go together
             for rid, entry in entries.items():
-                key = id(entry.record)
-                if key not in chosen:
-                    chosen[key] = self._choose(routable_of(entry.submit, 1), candidates)
-                by_target.setdefault(chosen[key], {})[rid] = entry
+                requests.setdefault(id(entry.record), {})[rid] = entry
+            for sequences in requests.values():
+                number = self._choose(moving_routable_of([*sequences.values()]), candidates)
+                by_target.setdefault(number, {}).update(sequences)
         for number, part in by_target.items():
             target, tightest_first = (
                 self._replicas[number],

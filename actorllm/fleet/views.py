@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from actorllm.actors.frontend import JournalEntry
 from actorllm.actors.load_board import Journal
 from actorllm.clock import now
 from actorllm.fleet.replica import RoutedReplica
@@ -22,6 +24,12 @@ def routable_of(submit: Submit, num_sequences: int) -> Routable:
         priority=submit.priority,
         slo=None if submit.slo is None else SLO.from_fields(submit.slo),
     )
+
+
+def moving_routable_of(sequences: Sequence[JournalEntry]) -> Routable:
+    """What is left of a request, which moves: its output is computed again as well as its prompt."""
+    num_tokens = sum(entry.submit.prompt.size + len(entry.emitted) for entry in sequences)
+    return replace(routable_of(sequences[0].submit, len(sequences)), num_prompt=num_tokens)
 
 
 def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:

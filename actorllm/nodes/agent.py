@@ -126,7 +126,7 @@ class NodeAgent:
             self._over.set()
 
     def leave(self) -> None:
-        """End when the owners have moved their requests, at most after LEAVE_TIMEOUT_S. A second call does not wait."""
+        """End when the owners have moved their requests, soon after LEAVE_TIMEOUT_S at the latest. A second call does not wait."""
         if self._is_leaving or not self.tenants:
             self.request_stop()
             return

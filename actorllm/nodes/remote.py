@@ -55,8 +55,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEAVE_TIMEOUT_S = 30.0
-"""How long the requests of a node that is told to end may take to move, or to end."""
+LEAVE_TIMEOUT_S = 20.0
+"""How long the requests of a node that is told to end may take to move, or to end. With the stop behind it that is less than the
+30 s after which Kubernetes and clouds kill."""
 
 
 def node_tls(config: EngineConfig) -> ssl.SSLContext | None:

@@ -29,8 +29,8 @@ from actorllm.scheduling.router import ReplicaView, Routable, Seconds, StepSecon
 
 NUM_PROMISES = 1024
 """Of so many of the last requests, what they were promised."""
-UNKNOWN_OUTPUT = 128.0
-"""Tokens of an answer, as long as none has ended."""
+UNKNOWN_OUTPUT, UNKNOWN_WEIGHT = 128.0, 16.0
+"""Tokens of an answer, as long as none has ended; and of how many ended answers that counts as the mean."""
 MAX_ENDS = 4096.0
 """Of more answers, the older half counts half."""
 
@@ -50,7 +50,9 @@ class ScalingPolicy:
     grow_after_s: float = 2.0
     """How long too much has to wait, before that alone asks for more replicas."""
     shrink_pause_s: float = 30.0
-    """After each change, until one replica less may be wanted."""
+    """After each change, and at the beginning, until one replica less may be wanted."""
+    lead_s: float = 20.0
+    """How far ahead a demand that rises is looked for: what a start takes."""
     patience_s: float = 2.0
     """What a first token may take of requests without a promise."""
 
@@ -143,7 +145,7 @@ class Autoscaler:
         """The share of the window's requests whose promises the wanted number keeps."""
         self._buckets: deque[Bucket] = deque()
         self._promises: deque[tuple[float, float]] = deque(maxlen=NUM_PROMISES)
-        self._num_ends = self._num_output = 0.0
+        self._num_ends = self._num_output = self._num_running_tokens = 0.0
         self._late: deque[tuple[float, float]] = deque()
         self._changed_at = -math.inf
 
@@ -175,7 +177,9 @@ class Autoscaler:
     @property
     def mean_output(self) -> float:
         """Tokens of an answer."""
-        return max(1.0, self._num_output / self._num_ends) if self._num_ends else UNKNOWN_OUTPUT
+        # The first that end are the short ones. The tokens of those that run count too, as of lengths that are cut off.
+        tokens = self._num_output + self._num_running_tokens + UNKNOWN_WEIGHT * UNKNOWN_OUTPUT
+        return max(1.0, tokens / (self._num_ends + UNKNOWN_WEIGHT))
 
     def _bucket(self, at: float) -> Bucket:
         number = math.floor(at / self.policy.period_s)
@@ -191,12 +195,17 @@ class Autoscaler:
     def decide(self, views: Sequence[ReplicaView], at: float) -> int:
         """How many replicas are wanted now. views: of the replicas that take requests. at: in seconds of their clock."""
         newest = self._bucket(at)
+        if self._changed_at == -math.inf:
+            self._changed_at = at
         newest.num_rows, newest.num_ready = sum(view.load for view in views), len(views)
+        num = max(1, sum(bucket.num_sequences for bucket in self._buckets))
+        mean_prompt = sum(bucket.num_prompt for bucket in self._buckets) / num
+        self._num_running_tokens = sum(max(0.0, view.num_context - view.num_running * mean_prompt) for view in views)
         point = self._working_point(views)
         if point is None:  # no replica knows its step times yet
             return self.wanted
         needs, weights = self._needs(point)
-        self.needed = needed = quantile(needs, weights, self.target_attainment)
+        self.needed = needed = max(quantile(needs, weights, self.target_attainment), self._ahead(needs))
         wanted = self._bounded(needed / self.policy.utilization)
         wanted = max(wanted, self._bounded(self._late_for(views, point, at)))
         if wanted > self.wanted:
@@ -285,6 +294,21 @@ class Autoscaler:
             length *= 2
         weights: F64 = np.maximum(columns[1], rows * min(1.0, period_s / answer_s))
         return needs, weights
+
+    def _ahead(self, needs: F64) -> float:
+        """What is needed when a replica that is wanted now has started, if the demand rises by more than chance."""
+        length = round(self.policy.lead_s / self.policy.period_s)
+        if not 0 < 2 * length < needs.size:
+            return 0.0
+        newest = self._buckets[-1].number  # which has just begun
+        now = before = 0
+        for bucket in self._buckets:
+            age = newest - bucket.number
+            now += bucket.num_sequences if 0 < age <= length else 0
+            before += bucket.num_sequences if length < age <= 2 * length else 0
+        if now - before <= 2.0 * math.sqrt(now + before):
+            return 0.0
+        return float(needs[-1 - length : -1].mean()) * (1.0 + 1.5 * (now - before) / now)
 
     def _late_for(self, views: Sequence[ReplicaView], point: WorkingPoint, at: float) -> float:
         """How many replicas would compute all prompts that wait in time; the least of the last `grow_after_s`."""

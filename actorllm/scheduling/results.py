@@ -144,7 +144,7 @@ class Results:
 
     def _plain_contradiction(self, result: StepResult, record: StepRecord) -> str | None:
         """As `_contradiction`, of a result that is plain (`StepResult.is_plain`)."""
-        num_rows = len(record.rows)
+        num_rows = record.rows.slots.size
         if result.tokens.size != num_rows:
             return f"{result.tokens.size} tokens for a plan of {num_rows}"
         if num_rows and np.maximum.reduce(result.tokens.view(U32_DTYPE)) >= self._vocab_size:
@@ -316,7 +316,7 @@ class Results:
         known += ONE
         batch.num_known[rows.index] = known
         self.num_output_tokens += tokens.size
-        cached = self._first_tokens(record)
+        cached = self._first_tokens(record) if record.num_decode < tokens.size else []
         ends = [
             end
             for row in self._stopping.candidates(rows, tokens, known)

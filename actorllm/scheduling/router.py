@@ -393,7 +393,7 @@ class Seconds(LeastLoad):
         slo = request.slo
         if slo is None or view.step_seconds is None:
             return False
-        if slo.ttft is not None and wait_s > slo.ttft:
+        if wait_s > slo.ttft_limit(request.num_prompt):
             return False
         step_s = view.step_seconds(0, view.num_running + 1, view.num_context + request.num_prompt)
         return not (slo.tpot is not None and step_s > slo.tpot)

@@ -400,7 +400,7 @@ class Scheduler:
         if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
             return None
         self.now = now
-        plan = self._plan_lane()
+        plan = self._plan_step() if self._lanes is None else self._plan_lane()
         if plan is None and self._step_failures.is_holding_back and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
@@ -447,7 +447,7 @@ class Scheduler:
                 self._table.preempt(victim)
         # Decode rows: all by default, fewer if the policy or a search for a poison request says so.
         rows = decode.rows
-        wanted = self._wanted_slots(decision.decode)
+        wanted = None if decision.decode is None else self._wanted_slots(decision.decode)
         if self._step_failures.is_restricting_steps:
             probed = self._step_failures.probed_slots(decode.rows.slots if wanted is None else wanted)
             wanted = wanted if probed is None else probed
@@ -460,7 +460,7 @@ class Scheduler:
         extended = (decode.growing, self.kv.extend(decode.growing)) if decode.growing.size else (NO_I32, NO_I32)
         computed = (decode.computed if rows is decode.rows else batch.num_computed[rows.index]) + ONE
         batch.num_computed[rows.index] = computed
-        num_decode = num_tokens = len(rows)
+        num_decode = num_tokens = rows.slots.size
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
         forks: Iterable[Sequence] = ()
@@ -537,10 +537,8 @@ class Scheduler:
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
+    def _wanted_slots(self, mask: NDArray[np.bool_]) -> I32 | None:
         """The decode slots that a policy's mask selects; None: all."""
-        if mask is None:
-            return None
         if mask.shape != (len(self._decode.rows),) or mask.dtype != np.bool_:
             self._num_refused += 1
             return None

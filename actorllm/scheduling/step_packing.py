@@ -196,6 +196,8 @@ class KeyPlanner:
         self._decides_on_admission = _overrides(policy, "admit")
         self._hears_of_admissions = _overrides(policy, "on_admit")
         self._hears_of_ends = _overrides(policy, "on_end")
+        self._hears_of_steps = _overrides(policy, "on_step")
+        self._wakes = _overrides(policy, "wake_at")
         self.ignores_decode_steps = type(self).plan is KeyPlanner.plan and (
             not any(_overrides(policy, hook) for hook in ("decode_mask", "wake_at", "on_step"))
             if policy.ignores_decode_steps is None
@@ -209,7 +211,7 @@ class KeyPlanner:
         mask = policy.decode_mask(view)
         if self.gatekeeper is not None:
             mask = self.gatekeeper.decode_mask(mask, view)
-        wake_at = policy.wake_at(view)
+        wake_at = policy.wake_at(view) if self._wakes else math.inf
         if not view.prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
             return Decision(decode=mask, wake_at=wake_at)  # the caller's own: a planner built on this one may change it
         decision = Decision(decode=mask, wake_at=wake_at)
@@ -424,7 +426,8 @@ class KeyPlanner:
             self._aside = [sequence for sequence in self._aside if sequence.state is State.WAITING]
 
     def on_step(self, done: StepDone, view: View) -> None:
-        self.policy.on_step(done, view)
+        if self._hears_of_steps:
+            self.policy.on_step(done, view)
 
 
 def _overrides(policy: KeyPolicy, hook: str) -> bool:

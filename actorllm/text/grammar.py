@@ -97,7 +97,7 @@ class CompileDropped(Exception):
     """The grammar is not waited for any more."""
 
 
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar, which all its matchers refer to."""
 
     __slots__ = ("__weakref__", "dropped", "key", "num_bytes", "num_uses")
@@ -118,7 +118,7 @@ class Matcher:
     ends_request = True
     """Nothing may follow where it is over."""
 
-    def __init__(self, matcher: Any, eos_ids: frozenset[int], compiled: Compiled) -> None:
+    def __init__(self, matcher: Any, eos_ids: frozenset[int], compiled: CompiledGrammar) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self.compiled = compiled
@@ -185,7 +185,7 @@ class GrammarCompiler:
         """Held for moments only: the loop takes it, too."""
         self._reading = threading.Lock()
         self._vocabulary: Any = None
-        self._alive: weakref.WeakSet[Compiled] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self.num_bytes = 0
         """Of the cache."""
         self.num_compiled = 0
@@ -269,7 +269,7 @@ class GrammarCompiler:
                 grammar.get("source", "structured_outputs"),
                 ", ".join(dropped[:MAX_TOLD]),
             )
-        compiled = Compiled(key, num_bytes_of(len(str(grammar["text"]))), dropped)
+        compiled = CompiledGrammar(key, num_bytes_of(len(str(grammar["text"]))), dropped)
         matcher = Matcher(made, self._eos_ids, compiled)
         with self._lock:
             self._alive.add(compiled)

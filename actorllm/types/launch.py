@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,14 +14,14 @@ BACKENDS = (None, "mp", "uni", "ray", EXTERNAL)
 """Of distributed_executor_backend."""
 
 
-class Launch(NamedTuple):
+class LaunchedRank(NamedTuple):
     """This process among those that were started."""
 
     rank: int
     world_size: int
 
     @classmethod
-    def of_environment(cls) -> Launch:
+    def of_environment(cls) -> LaunchedRank:
         """Raises ConfigError where no launcher has set the variables."""
         found = []
         for name in ("RANK", "WORLD_SIZE"):
@@ -39,6 +40,12 @@ class Launch(NamedTuple):
         return cls(*found)
 
 
+def is_placed_by_ray() -> bool:
+    """Whether this process runs in a placement group of Ray, as an actor or a task. Ray is not imported to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None
+
+
 def check_launch(given: dict[str, Any]) -> bool:
     """Whether the ranks are started by a launcher. Each then computes in its own process, so the topology is "inline".
 
@@ -50,20 +57,21 @@ def check_launch(given: dict[str, Any]) -> bool:
         raise ConfigError(f"distributed_executor_backend={backend!r:.80} is not supported; it may be {known}")
     if backend != EXTERNAL:
         return False
-    size, launch = given["tensor_parallel_size"], Launch.of_environment()
+    size, launch = given["tensor_parallel_size"], LaunchedRank.of_environment()
     if launch.world_size != size or launch.rank >= launch.world_size:
         raise ConfigError(
             f"distributed_executor_backend={EXTERNAL!r}: tensor_parallel_size={size}, and the launcher has started "
             f"WORLD_SIZE={launch.world_size} ranks; make them one number"
         )
     _check_combinations(given)
-    given["topology"] = "inline"
+    given["topology"], given["device"] = "inline", "cpu"
     return True
 
 
 def _check_combinations(given: Mapping[str, Any]) -> None:
     for name, unused in (
         ("pipeline_parallel_size", (1,)),
+        ("device", ("auto", "cpu")),
         ("data_parallel_size", (1,)),
         ("max_replicas", (None,)),
         ("enable_lora", (None, False)),

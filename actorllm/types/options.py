@@ -61,11 +61,12 @@ class EngineOptions(VLLMOptions, total=False):
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
     """'dummy': random weights, made from seed."""
     quantization: Annotated[
-        Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf"] | None,
+        Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf", "torchao"]
+        | None,
         None,
     ]
-    """'int8', 'int4': round the weights to so many bits while they are read; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to
-    floats, on CUDA; or, as 'compressed-tensors', 'gptq', 'awq', 'gguf': the files are quantized; None: as config.json says."""
+    """'int8', 'int4': round the weights to so many bits; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to floats, on CUDA; or,
+    as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao': the files are quantized; None: as config.json says."""
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
     False also keeps rows of prompts in bfloat16 where float32 is faster for them."""

@@ -13,11 +13,12 @@ INT8 = "int8"
 MXFP4 = "mxfp4"
 """Of stacked experts: it is no method for linear layers."""
 COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
+TORCHAO = "torchao"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded; on CUDA, FP8 does as well."""
-METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF)
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO)
 
 NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Formats of compressed-tensors with floats of 4 bits."""
@@ -245,7 +246,39 @@ def _gguf(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     return QuantizedCheckpoint(GGUF, GGUF, file=file)
 
 
-READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf}
+TORCHAO_TYPES = (
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
+"""Whose layers are stored as `model.quantization.torchao` reads them."""
+
+
+def _torchao(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """As transformers writes it, which leaves the head out. Which other layers are quantized, the files say."""
+    found = tree.get("quant_type")
+    default = found.get("default") if isinstance(found, dict) and len(found) == 1 else None
+    kind = default.get("_type") if isinstance(default, dict) else found
+    if not _is_one_of(kind, TORCHAO_TYPES):
+        raise _unknown("quantization_config.quant_type", kind, TORCHAO_TYPES, TORCHAO)
+    _one_of(tree, "include_input_output_embeddings", (False,), TORCHAO, False)
+    ignored = _names(tree, "modules_to_not_convert")
+    data = default.get("_data") if isinstance(default, dict) else None
+    data = data if isinstance(data, dict) else {}
+    if data.get("weight_dtype", {}) != {"_type": "torch.dtype", "_data": "int4"}:
+        return QuantizedCheckpoint(TORCHAO, TORCHAO, ("lm_head",), ignored)
+    granularity = data.get("granularity")
+    inner = granularity.get("_data") if isinstance(granularity, dict) else None
+    group = None
+    if isinstance(inner, dict) and "group_size" in inner:
+        group = _integer("quantization_config.quant_type.default._data.granularity", inner["group_size"])
+    return QuantizedCheckpoint(TORCHAO, TORCHAO, ("lm_head",), ignored, bits=4, group=group)
+
+
+READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf, TORCHAO: _torchao}
 
 
 def _integer(field: str, value: Any) -> int:

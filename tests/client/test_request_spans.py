@@ -14,7 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from actorllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from actorllm.actors.frontend import Delta
 from actorllm.client import request_spans
+from actorllm.client.stream import Mailbox
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError
 from actorllm.testing import ScriptedAsyncLLM
@@ -87,6 +89,23 @@ async def test_a_request_with_trace_headers_is_a_span_of_that_trace(
     assert times["time_in_scheduler"] > 0
     assert 0 <= times["time_in_model_forward"] <= times["time_in_model_execute"]
     assert (span.start_time or 0) < (span.end_time or 0)
+
+
+async def test_a_stream_that_is_dropped_as_its_end_comes_has_its_name(
+    llm: AsyncLLM, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[object] = []
+    right = Mailbox.push
+
+    def push(mailbox: Mailbox, delta: Delta, index: int = 0) -> None:
+        if delta.end is not None:
+            streams.clear()  # a consumer cannot be quicker
+        right(mailbox, delta, index)
+
+    monkeypatch.setattr(Mailbox, "push", push)
+    streams.append(llm.generate("Once", SamplingParams(max_tokens=3), "mine", trace_headers=HEADERS))
+    await until(exporter.get_finished_spans)
+    assert told(exporter.get_finished_spans()[0])["gen_ai.request.id"] == "mine"
 
 
 async def test_requests_that_are_refused_left_or_aborted_are_spans(

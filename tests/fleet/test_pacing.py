@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm.actors.frontend import JournalEntry
-from actorllm.client.stream import Mailbox
+from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
 from actorllm.fleet.replica import ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import LearntSteps, LinearSteps, ReplicaView, RoundRobin
+from actorllm.scheduling.router import LearntSteps, LinearSteps, ReplicaView, RoundRobin, Router, make_router
 from actorllm.types.objective import SLO
 from tests.fleet.fake_replica import END, FakeReplica
 
@@ -30,10 +30,10 @@ class TimedReplica(FakeReplica):
         return 1000, LearntSteps(STEPS.weights, (1000.0, 0.0, 0.0, 0.0))
 
 
-def new_fleet() -> tuple[Dispatcher, list[TimedReplica]]:
+def new_fleet(num_replicas: int = 2, router: Router | None = None) -> tuple[Dispatcher, list[TimedReplica]]:
     replicas: dict[int, Any] = {}
-    dispatcher = Dispatcher(replicas, RoundRobin())
-    for number in range(2):
+    dispatcher = Dispatcher(replicas, router or RoundRobin())
+    for number in range(num_replicas):
         frontend = ReplicaFrontend(dispatcher.next_rid, lambda entries, error: None)
         replicas[number] = TimedReplica(number, frontend, limits={"max_num_batched_tokens": 2048})
         replicas[number].connect()
@@ -53,6 +53,18 @@ def ask(dispatcher: Dispatcher, replica: int, num_prompt: int = 100, **more: Any
     dispatcher.submit(make, mailbox, rids.append)
     mailbox.replica = None  # from here on it may move
     return rids[0]
+
+
+def ask_several(dispatcher: Dispatcher, replica: int, n: int) -> list[int]:
+    mailbox, rids = Mailbox(), list[int]()
+    mailbox.replica = replica
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=now(), prompt=np.zeros(100, np.int32), max_tokens=99)
+
+    dispatcher.submit_several(make, [Sibling(mailbox, index, lambda mailbox: None) for index in range(n)], rids.append)
+    mailbox.replica = None
+    return rids
 
 
 def say(replica: TimedReplica, rid: int, index: int, ends: list[Any] | None = None) -> None:
@@ -80,6 +92,21 @@ def test_without_promises_everything_moves_at_once() -> None:
     moving = [ask(dispatcher, 0) for _ in range(5)]
     assert dispatcher.move(replicas[0], None) == 5  # type: ignore[arg-type]
     assert sent(replicas[1])[1:] == moving
+
+
+def test_what_moves_counts_for_its_output_and_for_its_sequences() -> None:
+    """All of it is computed again, so the long one has a replica for itself."""
+    dispatcher, replicas = new_fleet(3, make_router("seconds"))
+    long, *short = [ask(dispatcher, 0) for _ in range(3)]
+    for index in range(400):
+        say(replicas[0], long, index)
+    assert dispatcher.move(replicas[0], None) == 3  # type: ignore[arg-type]
+    assert [sent(replica) for replica in replicas[1:]] == [[long], short]
+    dispatcher, replicas = new_fleet(3, make_router("seconds"))
+    siblings = ask_several(dispatcher, 0, 3)
+    alone = [ask(dispatcher, 0) for _ in range(2)]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    assert [sent(replica) for replica in replicas[1:]] == [siblings, alone]
 
 
 def test_the_tightest_comes_first_and_steps_stay_within_the_promise() -> None:

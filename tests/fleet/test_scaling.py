@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_replicas": 2,
     "standby_worker": False,
-    "autoscaling": {"period_s": 0.1, "window_s": 1.0, "shrink_pause_s": 0.2, "grow_after_s": 0.2},
+    "autoscaling": {"period_s": 0.1, "window_s": 1.0, "shrink_pause_s": 0.2, "grow_after_s": 0.2, "lead_s": 0.2},
 }
 
 

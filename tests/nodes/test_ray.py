@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actorllm import AsyncLLM
+from actorllm import AsyncLLM, EngineConfig
+from actorllm.config import RAY
 from actorllm.errors import ConfigError
-from actorllm.nodes.ray_cluster import check_fit
+from actorllm.nodes import ray_cluster
+from actorllm.nodes.ray_cluster import RayPlacement, check_fit
 from tests.fleet.streams import all_run, assert_same, moved, run_all
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}
@@ -26,6 +30,91 @@ def test_what_can_never_fit_is_told_as_a_table() -> None:
 def test_ray_and_nodes_are_not_given_together() -> None:
     with pytest.raises(ConfigError, match="nodes and Ray both say where replicas are"):
         AsyncLLM("storyteller", nodes=["a:1"], node_key_file="k", data_parallel_backend="ray")
+
+
+def test_ranks_within_a_placement_group_are_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM. One that has a process, and one whose caller says where they are, are not."""
+    group: list[object] = [None]
+    ray = SimpleNamespace(
+        is_initialized=lambda: True, util=SimpleNamespace(get_current_placement_group=lambda: group[0])
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+    def nodes_of(**arguments: Any) -> tuple[str, ...]:
+        return EngineConfig.from_arguments("storyteller", dtype="float32", **arguments).nodes
+
+    assert nodes_of(tensor_parallel_size=2) == ()
+    group[0] = object()
+    assert nodes_of(tensor_parallel_size=2) == nodes_of(pipeline_parallel_size=2) == (RAY,)
+    assert nodes_of() == nodes_of(tensor_parallel_size=2, distributed_executor_backend="mp") == ()
+    assert nodes_of(tensor_parallel_size=2, nodes=["a:1"], node_key_file="k") == ("a:1",)
+    ray.is_initialized = lambda: False
+    assert nodes_of(tensor_parallel_size=2) == ()
+
+
+class FakeRay:
+    """What `RayPlacement` asks Ray for."""
+
+    def __init__(self, cores: float) -> None:
+        self.groups: list[list[dict[str, float]]] = []
+        self.removed: list[Any] = []
+        self.asked: list[list[dict[str, float]]] = []
+        self.killed: list[Any] = []
+        self._cores = cores
+        self.util = SimpleNamespace(
+            get_current_placement_group=lambda: None,
+            placement_group=self._group,
+            remove_placement_group=self.removed.append,
+        )
+        self.exceptions = SimpleNamespace(RayError=RuntimeError, GetTimeoutError=TimeoutError)
+
+    def _group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        self.groups.append(bundles)
+        return SimpleNamespace(number=len(self.groups) - 1, wait=lambda seconds: True)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": self._cores}}]
+
+    def get(self, found: Any, timeout: float) -> Any:
+        return found
+
+    def kill(self, agent: Any) -> None:
+        self.killed.append(agent)
+
+
+def test_a_replica_that_comes_and_goes_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(cores=8.0)
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    sdk = SimpleNamespace(request_resources=lambda bundles: ray.asked.append(bundles))
+    monkeypatch.setitem(sys.modules, "ray.autoscaler.sdk", sdk)
+    places: list[int] = []
+
+    def start(self: Any, ray: Any, group: Any, bundle: int) -> Any:
+        places.append(group.number)
+        return SimpleNamespace(listen=SimpleNamespace(remote=lambda: ("10.0.0.1", 7000 + len(places))))
+
+    monkeypatch.setattr(RayPlacement, "_start", start)
+    config = EngineConfig.from_arguments("storyteller", max_replicas=4, min_replicas=2, **ENGINE)
+    placement = RayPlacement(config)
+    for number in (0, 1, 2):
+        placement.want(number + 1)
+        assert placement.locate(number).address.host == "10.0.0.1"
+    assert ray.groups == [[{"CPU": 1.0}] * 2, [{"CPU": 1.0}]], "one for those that always are, one for another"
+    assert places == [0, 0, 1]
+    assert [len(bundles) for bundles in ray.asked] == [1, 2, 3]
+    placement.release(2)
+    assert [group.number for group in ray.removed] == [1]
+    assert len(ray.killed) == 1
+    placement.release(2)
+    placement.locate(2)
+    assert places[-1] == 2, "a new one"
+    placement.close()
+    assert [group.number for group in ray.removed] == [1, 0, 2]
+    assert len(ray.killed) == 4
+    assert ray.asked[-1] == []
 
 
 @pytest.fixture(scope="module")

@@ -217,3 +217,41 @@ async def test_the_socket_of_a_killed_agent_is_taken_over_and_nothing_else(tmp_p
     with pytest.raises(ConfigError, match="cannot be listened on: Address already in use"):
         await other.run(NodeAddress(str(path), 0))
     assert path.read_text() == "of somebody"
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_is_told_to_end_does_not_wait_for_an_owner_that_does_not_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All it may take, the stop of the processes included, is less than the 30 s after which it would be killed."""
+    from actorllm.actors.engine_thread import STOP_TIMEOUT_S
+    from actorllm.nodes import agent as agent_module
+
+    assert agent_module.LEAVE_TIMEOUT_S + 2.0 + STOP_TIMEOUT_S + 1.0 < 30.0
+    monkeypatch.setattr(agent_module, "LEAVE_TIMEOUT_S", -1.9)
+    near, far = tcp_pair()
+    told: list[str] = []
+    agent, has_ended = NodeAgent(KEY), anyio.Event()
+
+    async def run() -> None:
+        await agent.run(NodeAddress("127.0.0.1", free_port()), lambda _: is_listening.set())
+        has_ended.set()
+
+    is_listening = anyio.Event()
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+            await is_listening.wait()
+            tenant = Tenant(far, "the caller", 3.0)
+            agent.tenants.add(tenant)
+            group.start_soon(tenant.live)
+            stream = NodeStream(
+                near, on_message=lambda *_: True, on_control=lambda frame, arrays: told.append(frame["op"])
+            )
+            stream.start()
+            agent.leave()
+            await has_ended.wait()
+            agent.tenants.discard(tenant)
+            while "leaving" not in told:
+                await anyio.sleep(0.002)
+            stream.close()

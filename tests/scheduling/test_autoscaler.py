@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,6 +143,22 @@ def test_a_burst_is_met_at_once_and_remembered_for_the_window() -> None:
     later = run(scaler, [3.0] * 120, slo, 90)
     assert later[-1] == 1
     assert all(0 <= one - two <= 1 for one, two in itertools.pairwise(later)), "one at a time"
+
+
+def test_a_demand_that_rises_is_met_before_it_is_there() -> None:
+    slo = SLO(ttft=1.0, tpot=0.05)
+    rates = [3.0 + 0.15 * second for second in range(60)]
+    ahead, behind = (Autoscaler(1, 20, policy=replace(POLICY, lead_s=lead)) for lead in (20.0, 0.0))
+    assert run(ahead, rates, slo)[-1] > run(behind, rates, slo)[-1]
+    level = Autoscaler(1, 20, policy=POLICY)
+    assert run(level, [rates[-1]] * 60, slo)[-1] <= ahead.wanted
+
+
+def test_nothing_is_taken_away_before_anything_is_known() -> None:
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=3)
+    views = [view(number) for number in range(3)]
+    assert [scaler.decide(views, at) for at in (0.0, 5.0, 9.0)] == [3, 3, 3]
+    assert scaler.decide(views, 10.0) == 2
 
 
 def test_a_burst_of_a_smaller_share_than_may_fail_is_not_met() -> None:

@@ -169,6 +169,8 @@ def test_seconds_keeps_quick_replicas_for_tight_requests() -> None:
     loose, tight = SLO(ttft=2.0), SLO(ttft=0.06)
     assert route_all("seconds", [request(320, *range(10), slo=loose)], [warm, idle]) == [0]
     assert route_all("seconds", [request(320, *range(10), slo=tight)], [warm, idle]) == [1]
+    by_prompt = SLO(ttft=0.06, ttft_per_prompt_token=0.01)
+    assert route_all("seconds", [request(320, *range(10), slo=by_prompt)], [warm, idle]) == [0]
     slow = timed(0, num_running=200, find=lambda _: 10)
     assert route_all("seconds", [request(320, slo=SLO(ttft=9.0, tpot=0.02))], [slow, idle]) == [1]
 

@@ -17,7 +17,7 @@ from actorllm.client.engine import Engine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineError
-from actorllm.types.launch import Launch
+from actorllm.types.launch import LaunchedRank
 
 if TYPE_CHECKING:
     from actorllm.model.launched.launched_runners import FollowingRunner
@@ -34,7 +34,7 @@ class LaunchedEngine(Engine):
     """See the module docstring."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.rank = Launch.of_environment().rank
+        self.rank = LaunchedRank.of_environment().rank
         self._follower: FollowingRunner | None = None
         self._is_in_call = False
         self._has_left = False

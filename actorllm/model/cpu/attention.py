@@ -198,19 +198,19 @@ class TokenPlaces:
         dims = np.arange(head_dim)
         keys = np.add.outer(first * (head_dim * block_size) + offsets[:, None], dims * block_size)
         rows = (first + num_kv_heads) * block_size + offsets[:, None]
-        self._elements: torch.Tensor | None = None
+        self.elements: torch.Tensor | None = None
         """Of few tokens, [num_tokens * 2 * num_kv_heads * head_dim]: their keys, and their values."""
         if len(blocks) <= FEW_TOKENS:
             both = np.concatenate((keys, np.add.outer(rows * head_dim, dims)), 1)
-            self._elements = torch.from_numpy(both.reshape(-1))
+            self.elements = torch.from_numpy(both.reshape(-1))
         else:
             self._key_elements = torch.from_numpy(keys.reshape(-1))
             self._value_rows = torch.from_numpy(rows.reshape(-1))
 
     def store(self, views: KVLayer, key_value: torch.Tensor) -> None:
         """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
-        if self._elements is not None:
-            views.elements.put_(self._elements, key_value.reshape(-1))
+        if self.elements is not None:
+            views.elements.put_(self.elements, key_value.reshape(-1))
             return
         heads = self._heads
         views.elements.put_(self._key_elements, key_value[:, :heads].reshape(-1))
@@ -238,10 +238,15 @@ class KVWrites:
             self._loose = torch.from_numpy(loose)
             self._whole, self._block_ids = torch.from_numpy(whole), torch.from_numpy(block_ids)
         self.places = TokenPlaces(kv_slots // size, kv_slots % size, heads, dim, size)
+        # Of few tokens, none of them with a whole block: where all that is written goes.
+        self._elements = None if block_ids.size else self.places.elements
 
     def store(self, layer: int, key_value: torch.Tensor) -> None:
         """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
         views, heads = self._cache.layers[layer], self._cache.num_kv_heads
+        if self._elements is not None:
+            views.elements.put_(self._elements, key_value.reshape(-1))
+            return
         loose = key_value
         if self._whole is not None:
             assert self._loose is not None
@@ -273,7 +278,38 @@ def _whole_blocks(inputs: StepInputs, size: int) -> tuple[I64, I64]:
 _NO_BLOCKS: tuple[I64, I64] = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
-class DecodeGroup:
+class RowsOfBlocks:
+    """What some rows of a step read of the blocks in their tables, padded to one number of blocks."""
+
+    _heads: int
+    """Of keys, and of values, that a block has in the array that is read."""
+    _keys: NDArray[Any]  # [rows, num_kv_heads, fold, num_blocks, head_dim]
+    _values: NDArray[Any]  # [rows, num_kv_heads, fold, num_blocks, block_size]
+    _key_rows: NDArray[Any]
+    _value_rows: NDArray[Any]
+    bias: torch.Tensor
+
+    def point(self, rows: Any, columns: Any, block_ids: I32) -> None:
+        """Let some entries of the rows' tables be these blocks; indexed like an array of [rows, num_blocks]."""
+        blocks = block_ids.astype(self._keys.dtype)[..., None, None, None] * self._heads
+        dim, size = self._keys.shape[-1], self._values.shape[-1]
+        self._keys.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * dim + self._key_rows
+        self._values.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * size + self._value_rows
+
+    def point_tables(self, table: I32, first_block: I64, num_blocks: I64, zero_block: int) -> None:
+        """Let each row read so many blocks of its row of the table, and behind them the block of zeros."""
+        columns = np.arange(int(num_blocks.max()))
+        where = np.minimum(first_block[:, None] + columns, table.shape[1] - 1)
+        block_ids = np.take_along_axis(table, where, 1)  # [rows, most blocks]
+        block_ids[columns >= num_blocks[:, None]] = zero_block
+        self.point(slice(None), slice(None), block_ids)
+
+    def hide(self, hidden: NDArray[np.bool_]) -> None:
+        """Let no row look at its entries of these positions, [rows, positions], and at all others."""
+        self.bias.view(len(hidden), -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
+
+
+class DecodeGroup(RowsOfBlocks):
     """Decode rows [start, end) of a step, padded to one number of blocks: what each of them reads, in every layer.
 
     `first_block` is where the table of each row begins, which is 0 unless a sliding window has left blocks behind.
@@ -297,13 +333,6 @@ class DecodeGroup:
         self.value_bags = torch.from_numpy(np.arange(0, self._values.size, num_blocks * size, dtype=kind))
         self.bias = torch.empty(rows, 1, num_blocks * size, dtype=cache.dtype)
         """0 where a row may look, -inf elsewhere."""
-
-    def point(self, rows: Any, columns: Any, block_ids: I32) -> None:
-        """Let some entries of the rows' tables be these blocks; indexed like an array of [rows, num_blocks]."""
-        blocks = block_ids.astype(self._keys.dtype)[..., None, None, None] * self._heads
-        dim, size = self._keys.shape[-1], self._values.shape[-1]
-        self._keys.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * dim + self._key_rows
-        self._values.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * size + self._value_rows
 
 
 @dataclass(slots=True)
@@ -561,14 +590,9 @@ class AttentionBatch:
         cache, size = self._cache, self._cache.block_size
         longest = int(num_blocks.max())
         group = DecodeGroup(start, start + len(lengths), longest, first_block, self.queries_per_kv, cache)
-        columns = np.arange(longest)
-        where = np.minimum(first_block[:, None] + columns, table.shape[1] - 1)
-        block_ids = np.take_along_axis(table, where, 1)  # [rows, longest]
-        block_ids[columns >= num_blocks[:, None]] = cache.zero_block
-        group.point(slice(None), slice(None), block_ids)
+        group.point_tables(table, first_block, num_blocks, cache.zero_block)
         position = np.arange(longest * size) + first_block[:, None] * size
-        hidden = (position >= lengths[:, None]) | (position < first_visible[:, None])
-        group.bias.view(len(lengths), -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        group.hide((position >= lengths[:, None]) | (position < first_visible[:, None]))
         return group
 
     def _most_blocks(self) -> int:

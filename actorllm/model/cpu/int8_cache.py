@@ -35,6 +35,7 @@ from actorllm.model.cpu.attention import (
     DecodeContext,
     KVLayer,
     PagedCache,
+    RowsOfBlocks,
     Scoring,
     TokenPlaces,
     capped_,
@@ -263,7 +264,7 @@ class Int8Writes:
             tails.blocks.index_copy_(0, to, fresh.blocks.index_select(0, where))
 
 
-class TailedGroup:
+class TailedGroup(RowsOfBlocks):
     """Decode rows [start, end) of a step: what each reads of the blocks before its own, and of its own, in every layer.
 
     Rows are padded to one number of blocks, with the block of zeros.
@@ -297,13 +298,6 @@ class TailedGroup:
         self.own_value_bags = torch.from_numpy(np.arange(0, self._own_value_rows.size, size, dtype=kind))
         self.bias = torch.full((rows, 1, num_blocks * size), -torch.inf)
         """float32, 0 where a row may look: first its own block, then those before it."""
-
-    def point(self, rows: Any, columns: Any, block_ids: I32) -> None:
-        """Let some entries of the rows' tables be these blocks; indexed like an array of [rows, num_before]."""
-        blocks = block_ids.astype(self._keys.dtype)[..., None, None, None] * self._heads
-        dim, size = self._keys.shape[-1], self._values.shape[-1]
-        self._keys.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * dim + self._key_rows
-        self._values.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * size + self._value_rows
 
     def point_own(self, rows: Any, own: I64) -> None:
         """Let the own blocks of these rows be those: tails, or fresh blocks."""
@@ -455,19 +449,14 @@ class Int8AttentionBatch(AttentionBatch):
         end = start + len(lengths)
         group = TailedGroup(start, end, longest, first_block, self.queries_per_kv, cache, is_fresh=is_fresh)
         group.point_own(slice(None), own)
-        columns = np.arange(longest - 1)
         if longest > 1:
-            where = np.minimum(first_block[:, None] + columns, table.shape[1] - 1)
-            block_ids = np.take_along_axis(table, where, 1)  # [rows, longest - 1]
-            block_ids[columns >= num_blocks[:, None] - 1] = cache.zero_block
-            group.point(slice(None), slice(None), block_ids)
+            group.point_tables(table, first_block, num_blocks - 1, cache.zero_block)
         own_start = ((lengths - 1) // size * size)[:, None]
         position = np.concatenate(
             (own_start + np.arange(size), first_block[:, None] * size + np.arange((longest - 1) * size)), 1
         )
         is_own = np.arange(longest * size) < size
-        hidden = (position < first_visible[:, None]) | (position >= np.where(is_own, lengths[:, None], own_start))
-        group.bias.view(len(lengths), -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        group.hide((position < first_visible[:, None]) | (position >= np.where(is_own, lengths[:, None], own_start)))
         return group
 
 

@@ -30,7 +30,7 @@ from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.scheme import Scheme, choose, products
-from actorllm.model.cpu.thread_count import OwnThreads, set_own_num_threads
+from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
@@ -85,11 +85,12 @@ def with_own_threads(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def computing(runner: CpuRunner, *arguments: Any) -> T:
-        with OwnThreads(runner.num_threads):
-            try:
-                return method(runner, *arguments)
-            finally:
-                runner.num_threads = torch.get_num_threads()
+        before = exchange_own_threads(runner.num_threads)
+        try:
+            return method(runner, *arguments)
+        finally:
+            runner.num_threads = torch.get_num_threads()
+            restore_own_threads(before)
 
     return computing
 
@@ -575,7 +576,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             for slots, tokens in self.stage.take(plan.lane.item(1)):
                 self.batch.columns.last_token[slots] = tokens
         self._apply(plan)
-        drafts = self._drafts(plan)
+        drafts = None if self._speculator is None else self._drafts(plan, self._speculator)
         inputs = self.batch.inputs(plan, drafts)
         inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
@@ -647,11 +648,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.batch.advance(inputs)
         return CpuStep(plan.step, inputs, sampling, plan.late_slots, started, self._no_hidden, None, [], NO_I32)
 
-    def _drafts(self, plan: StepPlan) -> Drafts | None:
+    def _drafts(self, plan: StepPlan, speculator: Speculator) -> Drafts | None:
         """What is guessed of the decode rows of this step."""
-        if self._speculator is None:
-            return None
-        self._speculator.apply(plan, self.batch.known_tokens)
+        speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
             self._draft_model.apply(plan, self.batch.num_slots)
         slots = self.batch.decode_slots
@@ -664,7 +663,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
-        drafts = self._speculator.draft(self.batch, room, most)
+        drafts = speculator.draft(self.batch, room, most)
         if plan.late_slots.size and self.tell_drafts is not None:
             self.tell_drafts(drafts_of(slots, drafts, plan))
         return drafts
@@ -740,7 +739,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             is_void[start:end], bad, failed = self._prepare(logits, slots, first_masks, has_rules=sampling.has_rules)
             for row, count in bad.items():
                 counts[start + row] = count
-            errors |= {start + row: text for row, text in failed.items()}
+            if failed:
+                errors |= {start + row: text for row, text in failed.items()}
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._choose(logits, columns, slots, first_masks)
             if sampling.has_logprobs:
@@ -761,7 +761,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             void = void[~np.isin(void, needed)] if needed else void
             self.cache.zero(self.batch.exclusive_blocks(void), void)
         self._store(sampling.slots, tokens)
-        self.stage.tell(handle.step, tokens)
+        if not self.stage.is_alone:
+            self.stage.tell(handle.step, tokens)
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:

@@ -9,30 +9,27 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 
-class OwnThreads:
-    """Compute with so many threads within, or with what `set_own_num_threads` says; afterwards with as many as before."""
+def exchange_own_threads(count: int) -> tuple[int, int]:
+    """Compute with so many threads from now on, in this thread. Returns what `restore_own_threads` needs: both runs each step."""
+    before = torch.get_num_threads()  # the first call of a thread gives it the count of the process
+    before_of_mkl = _set_of_mkl(count)
+    if before != count:
+        _set_of_openmp(count)
+        _set_of_mkl(count)
+    return before, before_of_mkl
 
-    __slots__ = ("_before", "_before_of_mkl", "_count")
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()  # the first call of a thread gives it the count of the process
-        self._before_of_mkl = _set_of_mkl(self._count)
-        set_own_num_threads(self._count)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        set_own_num_threads(self._before)
-        _set_of_mkl(self._before_of_mkl)
+def restore_own_threads(before: tuple[int, int]) -> None:
+    """As many as before the exchange."""
+    count, of_mkl = before
+    if torch.get_num_threads() != count:
+        _set_of_openmp(count)
+    _set_of_mkl(of_mkl)
 
 
 def set_own_num_threads(count: int) -> None:

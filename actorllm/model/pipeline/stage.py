@@ -46,7 +46,7 @@ class Stage:
         self._size, self._rank, self._num_ranks = size, rank, size * max(1, len(layers))
         self._most_sent = len(layers)
         """Steps in flight, at most."""
-        self._is_alone = not layers
+        self.is_alone = not layers
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._expected: deque[tuple[int, I32]] = deque()
         """Steps whose tokens have not come yet, with the slots that they are of. On the first stage only."""
@@ -54,19 +54,15 @@ class Stage:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Steps of this rank's own: nothing is exchanged with other stages. Made-up states stand for those of the one before."""
-        before, self._is_alone = self._is_alone, True
+        before, self.is_alone = self.is_alone, True
         try:
             yield
         finally:
-            self._is_alone = before
-
-    @property
-    def is_alone(self) -> bool:
-        return self._is_alone
+            self.is_alone = before
 
     def receive(self, step: int, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
         """The hidden states that the stage before has computed, [num_tokens, hidden_size]."""
-        if self._is_alone:
+        if self.is_alone:
             made_up = torch.arange(num_tokens * hidden_size).remainder_(13).sub_(6).view(num_tokens, hidden_size)
             return made_up.to(dtype).mul_(0.1)
         import torch.distributed as dist
@@ -78,22 +74,22 @@ class Stage:
 
     def send(self, step: int, states: torch.Tensor) -> None:
         """To the next stage; the caller changes them no more."""
-        if not self._is_alone:
+        if not self.is_alone:
             self._send(states.contiguous().view(torch.uint8), self._rank + self._size, step)
 
     def tell(self, step: int, tokens: I32) -> None:
         """Of the last stage: what it has sampled, to the first one."""
-        if not self._is_alone and tokens.size:
+        if not self.is_alone and tokens.size:
             self._send(torch.from_numpy(tokens.copy()), self._rank % self._size, step)
 
     def expect(self, step: int, slots: I32) -> None:
         """Of the first stage: the last one will sample a token for each of these."""
-        if not self._is_alone and self.is_first and slots.size:
+        if not self.is_alone and self.is_first and slots.size:
             self._expected.append((step, slots))
 
     def take(self, known: int) -> Iterator[tuple[I32, I32]]:
         """Slots and tokens of all steps up to this one that have not been taken yet, step by step."""
-        if self._is_alone:
+        if self.is_alone:
             return
         import torch.distributed as dist
 

@@ -1,8 +1,9 @@
 """Quantized weights: which form the linear layers of a model have (`model.linear`).
 
 `int8` and `int4` are the arithmetic, in plain torch; `onednn` and `int4pack` compute the same on a CPU. `checkpoint` reads
-checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `float4`, `fp8`), and `gguf` files
-of that kind. The embedding, the norms and the biases are never quantized; the head is, unless a checkpoint leaves it out.
+checkpoints that are quantized, each layer by its method (`gptq`, `awq`, `compressed_tensors`, `float4`, `fp8`, `torchao`), and
+`gguf` files of that kind. The embedding, the norms and the biases are never quantized. The head is, unless a checkpoint leaves
+it out.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from actorllm.errors import CorruptModelError
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
-from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq
+from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq, torchao
 from actorllm.model.weights import ALL, Weights
-from actorllm.types.quantization import MXFP4_PACKED, NVFP4_PACKED, QuantizedCheckpoint
+from actorllm.types.quantization import MXFP4_PACKED, NVFP4_PACKED, TORCHAO, QuantizedCheckpoint
 
 Reader = Callable[..., LinearWeight]
 """Of the weights, the scheme, the name, out_features, in_features, rows, columns and the bias: a layer."""
@@ -31,6 +31,7 @@ READERS: dict[str, Reader] = {
     "gptq": gptq.read,
     "awq": awq.read,
     "fp8": fp8.read,
+    TORCHAO: torchao.read,
 }
 """By layout (`QuantizedCheckpoint`)."""
 

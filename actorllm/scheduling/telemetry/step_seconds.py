@@ -24,15 +24,13 @@ class StepSeconds:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._planning = self._forward = self._execution = 0.0
+        self.planning = 0.0
+        """In all; the scheduler actor, which has the clock, adds to it."""
+        self._forward = self._execution = 0.0
         self._last_done = 0.0
         """When the last result was applied."""
         self._joining: deque[tuple[int, Sequence]] = deque()
         """Those whose first step waits for a step before it, with the last step before that first one."""
-
-    def add_planning(self, seconds: float) -> None:
-        """The scheduler has worked so long."""
-        self._planning += seconds
 
     def done(self, record: StepRecord, forward: float, now: float) -> None:
         """A step is done."""
@@ -41,7 +39,7 @@ class StepSeconds:
         self._last_done = now
         joining = self._joining
         if joining and joining[0][0] <= record.step:
-            sums = self._planning, self._forward, self._execution
+            sums = self.planning, self._forward, self._execution
             while joining and joining[0][0] <= record.step:
                 sequence = joining.popleft()[1]
                 if sequence.slot >= 0:  # else it has left already
@@ -53,14 +51,14 @@ class StepSeconds:
             sequence.seconds_before = None
             self._joining.append((self._ledger.last_step, sequence))
         else:
-            sequence.seconds_before = self._planning, self._forward, self._execution
+            sequence.seconds_before = self.planning, self._forward, self._execution
 
     def leave(self, sequence: Sequence) -> None:
         """It has its slot no longer."""
         if sequence.seconds_before is not None:
             planning, forward, execution = sequence.seconds_before
             planning, forward, execution = (
-                self._planning - planning,
+                self.planning - planning,
                 self._forward - forward,
                 self._execution - execution,
             )

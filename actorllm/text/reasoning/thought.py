@@ -18,7 +18,7 @@ import numpy as np
 
 from actorllm.errors import InvalidParameterError
 from actorllm.messages import I32, U32
-from actorllm.text.grammar import Compiled, GrammarCompiler, GrammarError, Matcher
+from actorllm.text.grammar import CompiledGrammar, GrammarCompiler, GrammarError, Matcher
 from actorllm.text.reasoning.parsers import MAX_FORCED, Marks
 from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.structured_outputs import StructuredOutputsParams
@@ -133,7 +133,7 @@ class ThoughtMatcher(Matcher):
         self._num_thought = 0
         self._num_forced = 0
         """Tokens of the start, or of the end, that are written."""
-        self.compiled = Compiled("", 0, ()) if answer is None else answer.compiled
+        self.compiled = CompiledGrammar("", 0, ()) if answer is None else answer.compiled
         self.num_tokens = 0
         self.slow_s = 0.0
         self.is_over = self.is_complete = False

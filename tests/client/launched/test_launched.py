@@ -90,6 +90,8 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> N
         ({"tensor_parallel_size": 1}, "tensor_parallel_size=1, and the launcher has started WORLD_SIZE=2 ranks"),
         ({"pipeline_parallel_size": 2}, "is not supported with pipeline_parallel_size=2 yet"),
         ({"data_parallel_size": 2}, "is not supported with data_parallel_size=2 yet"),
+        ({"max_replicas": 2}, "is not supported with max_replicas=2 yet"),
+        ({"device": "cuda"}, "is not supported with device='cuda' yet"),
         ({"enable_lora": True}, "is not supported with enable_lora=True yet"),
         ({"enable_sleep_mode": True}, "is not supported with enable_sleep_mode=True yet"),
         ({"distributed_executor_backend": "threads"}, "distributed_executor_backend='threads' is not supported"),

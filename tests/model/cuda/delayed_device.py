@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ class DelayedDevice(HostDevice):
         self._rng = random.Random(seed)
         self._queue: deque[Callable[[], None]] = deque()
         self._is_active = False
+        self._lock = threading.Lock()  # an engine waits for steps in another thread
 
     def launch(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
@@ -44,7 +46,7 @@ class DelayedDevice(HostDevice):
 
     def work_until(self, number: int) -> None:
         """Do the first so many launches of all, in their order."""
-        with _disable_current_modes(), torch.inference_mode():
+        with self._lock, _disable_current_modes(), torch.inference_mode():
             while self.num_done < number:
                 self._queue.popleft()()
                 self.num_done += 1
@@ -84,15 +86,16 @@ class DelayedDevice(HostDevice):
         return DelayedDownload(self, copies)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        if not self.is_late:
-            return super().capture(launch)
         self.work_until(self.num_launched)
         with _disable_current_modes(), host_graph.recording() as nodes:
             launch()
 
         def replay() -> None:
             for node in nodes:
-                self.launch(node)
+                if self.is_late:
+                    self.launch(node)
+                else:
+                    node()
 
         return replay
 

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from actorllm import LLM
+from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.messages import StepPlan
 from actorllm.model.cpu.runner import CpuRunner
-from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.runner import CudaHandle, CudaRunner
 from tests.effort import examples
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.delayed_device import POISON, DelayedDevice, DelayedDownload
+from tests.model.cuda.host_engine import ARGUMENTS, CountingRunner, generate
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 
@@ -111,3 +115,38 @@ def test_a_host_that_does_not_wait_is_found(folder: Callable[..., Path], monkeyp
     monkeypatch.setattr(DelayedDownload, "wait", lambda self: [copy.numpy() for copy in self._copies])
     with pytest.raises(AssertionError):
         twins.step({0: 40}, decode=[])
+
+
+class LateRunner(CountingRunner):
+    """Its device is late from the first step on."""
+
+    def execute(self, plan: StepPlan) -> CudaHandle:
+        self.device.is_late = True  # type: ignore[attr-defined]
+        return super().execute(plan)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(examples(2, 20)))
+@pytest.mark.parametrize(
+    "arguments", [{}, {"max_num_batched_tokens": 32, "enforce_eager": True}, {"kv_cache_memory_bytes": 5 * 65536}]
+)
+def test_an_engine_gives_the_streams_of_the_cpu(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], seed: int
+) -> None:
+    """Launching ahead, with prompts in chunks, and with so small a cache that requests give way to each other."""
+    path, devices = folder(), []
+
+    def load(self: WorkerActor, config: EngineConfig) -> CudaRunner:
+        devices.append(DelayedDevice(seed))
+        runner = LateRunner(config, self.rank, show_progress=False, device=devices[-1])
+        runner.load()
+        return runner
+
+    def streams(**more: Any) -> list[Any]:
+        with LLM(str(path), **(ARGUMENTS | more)) as llm:
+            return generate(llm)
+
+    expected = streams()
+    monkeypatch.setattr(WorkerActor, "_load", load)
+    assert streams(**arguments) == expected
+    assert devices[-1].num_done > 200, "launches that waited in the queue"

@@ -90,6 +90,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (40, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 24}, "sm_90", Ranks()),
         (40, GEMMA2, "sm_90", Ranks()),
         (40, GPT_OSS, "sm_80", Ranks()),
+        (40, {"quantization_config": {"quant_method": "fp8"}}, "sm_90", Ranks()),
+        (40, {"quantization": "int4"}, "sm_80", Ranks()),
         (40, {}, "sm_90", Ranks(0, 2)),
         (40, {"vocab_size": 301, "intermediate_size": 97}, "sm_80", Ranks(1, 2)),
     ],
@@ -103,8 +105,8 @@ def test_nothing_is_launched_that_was_not_rehearsed(
     ranks: Ranks,
 ) -> None:
     """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
-    path = folder(**{"max_position_embeddings": 512} | model)
-    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs)
+    path, quantization = folder(**{"max_position_embeddings": 512} | model), model.get("quantization")
+    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, quantization=quantization)
     runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
     runner.collectives = Collectives(ranks, is_silent=True)
     with configs.target(architecture), torch.inference_mode():
@@ -145,6 +147,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         runner.warm_prefill()
     assert keys - rehearsed == set()
     assert any(("PDL", True) in key for key in rehearsed) == (architecture == "sm_90")
+    assert any("quantized_gemm" in key[0] for key in rehearsed) == any("quantization" in field for field in model)
     assert any("attn_decode" in key[0] and ("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in rehearsed)
 
 

@@ -113,6 +113,41 @@ def float4(outputs: int, inputs: int, *, is_nvidia: bool, group: int = 0) -> Wri
     return {"weight_packed": packed_codes, **stored}, signed * scales.repeat_interleave(size, 1)
 
 
+def torchao(outputs: int, inputs: int, *, kind: str, group: int = 32) -> Written:
+    """kind: int8, fp8 or int4: Int8Tensor, Float8Tensor and IntxUnpackedToInt8Tensor of torchao 0.18."""
+    if kind == "fp8":
+        tensors, weight = fp8(outputs, inputs, kind="channel")
+        return {"_weight_qdata": tensors["weight"], "_weight_scale": tensors["weight_scale"]}, weight
+    if kind == "int8":
+        codes, group = torch.randint(-128, 128, (outputs, inputs)), inputs
+        scales, zeros = (torch.rand(outputs, 1) + 0.5) / (inputs**0.5 * 64), torch.zeros(outputs, 1, dtype=torch.int64)
+    else:
+        codes = torch.randint(-8, 8, (outputs, inputs))
+        scales = ((torch.rand(outputs, inputs // group) + 0.5) / (inputs**0.5 * 4)).bfloat16()
+        zeros = torch.randint(-3, 4, scales.shape)
+    tensors = {
+        "_weight_qdata": codes.to(torch.int8),
+        "_weight_scale": scales,
+        "_weight_zero_point": zeros.to(torch.int8),
+    }
+    return tensors, plain(codes, scales, zeros, torch.arange(inputs) // group)
+
+
+def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}},
+        "modules_to_not_convert": None,
+        "include_input_output_embeddings": False,
+    }
+
+
+TORCHAO_INT4 = torchao_config(
+    "IntxWeightOnlyConfig",
+    weight_dtype={"_type": "torch.dtype", "_data": "int4"},
+    granularity={"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
+)
+
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -147,6 +182,9 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "packed-8": (compressed(num_bits=8), lambda o, i, **k: packed(o, i, bits=8, **k)),
     "nvfp4": (compressed_float4("nvfp4"), lambda o, i, **k: float4(o, i, is_nvidia=True)),
     "mxfp4": (compressed_float4("mxfp4"), lambda o, i, **k: float4(o, i, is_nvidia=False)),
+    "torchao-int8": (torchao_config("Int8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="int8", **k)),
+    "torchao-int4": (TORCHAO_INT4, lambda o, i, **k: torchao(o, i, kind="int4", **k)),
+    "torchao-fp8": (torchao_config("Float8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="fp8", **k)),
     "fp8": (FP8, fp8),
     "fp8-channel": (FP8, lambda o, i: fp8(o, i, kind="channel")),
     "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda o, i: fp8(o, i, kind="block")),

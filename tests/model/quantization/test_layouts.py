@@ -24,7 +24,16 @@ from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights
 from actorllm.types.quantization import read_checkpoint
-from tests.model.quantization.layouts import AWQ, FP8, GPTQ, WRITERS, compressed, compressed_float4, save_both
+from tests.model.quantization.layouts import (
+    AWQ,
+    FP8,
+    GPTQ,
+    WRITERS,
+    compressed,
+    compressed_float4,
+    save_both,
+    torchao_config,
+)
 from tests.model.quantization.probing import error, logits
 
 
@@ -35,7 +44,10 @@ def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32
     tree = json.loads(json.dumps(scheme))
     if "fp4" in name:
         group = tree["config_groups"]["group_0"]["weights"]["group_size"]
-    if "config_groups" in tree:
+    if "quant_type" in tree:
+        if "torchao-int4" in name:
+            tree["quant_type"]["default"]["_data"]["granularity"]["_data"]["group_size"] = group
+    elif "config_groups" in tree:
         tree["config_groups"]["group_0"]["weights"]["group_size"] = group
     else:
         tree["group_size"] = group
@@ -58,7 +70,9 @@ def assert_near(found: Any, weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "gptq-desc_act", "awq", "packed", "packed-zeros", "packed-order"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq-v2", "gptq-desc_act", "awq", "packed", "packed-zeros", "packed-order", "torchao-int4"]
+)
 def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None:
     found, weight = layer(name, tmp_path, 48, 256, group=group)
     assert isinstance(found, Int4)
@@ -70,14 +84,26 @@ def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "awq", "packed-zeros", "gptq-8", "packed-8", "fp8-channel", "fp8-block", "nvfp4"]
+    "name",
+    [
+        "gptq",
+        "awq",
+        "packed-zeros",
+        "gptq-8",
+        "packed-8",
+        "fp8-channel",
+        "fp8-block",
+        "nvfp4",
+        "torchao-int8",
+        "torchao-int4",
+    ],
 )
 def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
     """A part that ends within a group of 128 has smaller groups of the same scales; one that ends within 32 has 8 bits."""
     for part in ({"rows": slice(16, 48)}, {"columns": slice(64, 192)}, {"columns": slice(0, 72)}):
         found, weight = layer(name, tmp_path, 48, 256, group=128, **part)
         wanted = weight[part.get("rows", slice(None)), part.get("columns", slice(None))]
-        is_four = name in ("gptq", "awq", "packed-zeros") and wanted.shape[1] % 32 == 0
+        is_four = name in ("gptq", "awq", "packed-zeros", "torchao-int4") and wanted.shape[1] % 32 == 0
         assert isinstance(found, Int4) == is_four
         if is_four:
             assert_near(found, wanted)
@@ -86,11 +112,19 @@ def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
             assert (dense - wanted).norm() < 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4", "torchao-fp8"]
+)
 def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     found, weight = layer(name, tmp_path, 144, 256)
     assert isinstance(found, Int8)
     assert (found.codes * found.scales[:, None] - weight).norm() < 0.02 * weight.norm()
+
+
+def test_codes_of_8_bits_stay_what_they_are(tmp_path: Path) -> None:
+    found, weight = layer("torchao-int8", tmp_path, 48, 256)
+    assert isinstance(found, Int8)
+    assert torch.equal(found.codes.float() * found.scales[:, None], weight)
 
 
 def test_what_rounding_would_change_too_much_stays_as_it_is() -> None:
@@ -177,6 +211,17 @@ K = "model.layers.0.self_attn.k_proj"
         ("mxfp4", lambda y: y[f"{K}.weight_scale"].fill_(255), f"'{K}.weight_scale' has scales that are not finite"),
         ("mxfp4", lambda y: y.pop(f"{K}.weight_scale"), f"no tensor '{K}.weight_scale'"),
         ("awq", lambda y: y.update({f"{K}.qweight": torch.ones(128, 8)}), "torch.int32 is needed"),
+        ("torchao-int8", lambda y: y.pop(f"{K}._weight_scale"), f"no tensor '{K}._weight_scale'"),
+        (
+            "torchao-int4",
+            lambda y: y.update({f"{K}._weight_scale": torch.ones(64, 5)}),
+            rf"'{K}._weight_scale' has shape \(64, 5\)",
+        ),
+        (
+            "torchao-int4",
+            lambda y: y.update({f"{K}._weight_zero_point": torch.ones(64, 2, dtype=torch.int8)}),
+            rf"'{K}._weight_zero_point' has shape \(64, 2\)",
+        ),
     ],
 )
 def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
@@ -206,7 +251,16 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
             compressed() | {"config_groups": {"a": compressed()["config_groups"]["group_0"], "b": {}}},
             "quantization_config.config_groups has 2 schemes; one is read",
         ),
-        ({"quant_method": "torchao"}, r"quantized weights \(torchao\) are not supported"),
+        (torchao_config("Int4WeightOnlyConfig"), "quantization_config.quant_type is 'Int4WeightOnlyConfig'"),
+        (
+            {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+            "quantization_config.quant_type is 'int4_weight",
+        ),
+        (
+            torchao_config("Int8WeightOnlyConfig") | {"include_input_output_embeddings": True},
+            "quantization_config.include_input_output_embeddings is True",
+        ),
+        ({"quant_method": "modelopt"}, r"quantized weights \(modelopt\) are not supported"),
         ({"quant_method": "mxfp4"}, r"quantized weights \(mxfp4\) are not supported"),
         ({"quant_method": ["gptq"]}, "quantized weights"),
     ],

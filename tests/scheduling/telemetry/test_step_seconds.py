@@ -56,7 +56,7 @@ def test_a_step_is_executed_from_its_launch_or_the_result_before_it() -> None:
     launches, results = [1.0, 2.0], [5.0, 7.0]
     plans = [scheduler.schedule(at) for at in launches]
     for plan, at in zip(plans, results, strict=True):
-        scheduler.seconds.add_planning(0.25)
+        scheduler.seconds.planning += 0.25
         result = StepResult(step=plan.step, tokens=np.array([9], np.int32), started=at - 1, ended=at - 0.5)
         ends += scheduler.update(result, at).ends
     (end,) = ends
