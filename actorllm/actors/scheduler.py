@@ -656,7 +656,8 @@ class SchedulerActor(Actor):
         """What the first request with a grammar would wait for."""
         is_done = anyio.Event()
         self.work_aside(self._constraints.warm_up, lambda _: is_done.set())
-        await is_done.wait()
+        if not is_done.is_set():  # a stepped engine has done it by now, and cannot wait
+            await is_done.wait()
 
     # Outputs
 

@@ -17,6 +17,10 @@ PROGRAMS = {program.stem: program for program in sorted(SHARED.glob("*.py"))}
 INLINE = {"topology": "inline", "num_threads": 1, "max_num_seqs": 8}
 
 OURS: dict[str, tuple[str, str]] = {
+    "best_plan": (
+        "4 The king of the Green 8 -7.0 length\n4 The dog and the dog, and 7 -7.8 length\n",
+        "every sequence says why it ended; in vLLM those do that end with an end of text",
+    ),
     "flat_logprobs": (
         "True 3 6 0\n{809: (1, ' while'), 2596: (2, ' tailor')}\n{2225: (1, ' ago'), 612: (2, ' after')}\n"
         "{443: (1, ' there'), 12: (2, ',')}\n",

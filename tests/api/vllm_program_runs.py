@@ -3,7 +3,9 @@
     VLLM_TARGET_DEVICE=cpu .../vllm/bin/python tests/api/vllm_program_runs.py actorllm/bundled/storyteller
 
 Run with the interpreter of that vLLM; the file that it makes is all that tests need. All programs run in one process, and those
-that ask for the same engine get the same one: to start an engine takes longer than a program.
+that ask for the same engine get the same one: to start an engine takes longer than a program. With names of programs behind the
+folder these run, and what the file says of the others stays. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set: programs that bring classes
+are no modules that another process could import.
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ class Engines:
 
         class Maker:
             @staticmethod
-            def from_engine_args(engine_args: Any) -> Any:
+            def from_engine_args(engine_args: Any, **more: Any) -> Any:
                 for name, value in engines._changes.items():
                     setattr(engine_args, name, value)
-                return engines._get(kind, vars(engine_args), lambda: kind.from_engine_args(engine_args))
+                arguments = vars(engine_args) | more
+                return engines._get(kind, arguments, lambda: kind.from_engine_args(engine_args, **more))
 
         return Maker
 
@@ -105,10 +108,13 @@ async def printed(names: dict[str, Any], model: str) -> str:
     return out.getvalue()
 
 
-async def run_all(model: str) -> dict[str, str]:
+async def run_all(model: str, names: list[str]) -> dict[str, str]:
+    """names: of the programs; none: all."""
     engines = Engines({"enforce_eager": True, "max_num_seqs": 8})
     found: dict[str, str] = {}
     for program in sorted(SHARED.glob("*.py")):
+        if names and program.stem not in names:
+            continue
         try:
             found[program.stem] = await printed(names_of(program, "vllm", engines), model)
         except Exception as error:
@@ -117,14 +123,16 @@ async def run_all(model: str) -> dict[str, str]:
     return found
 
 
-def main(folder: str) -> None:
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+def main(folder: str, *names: str) -> None:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm
 
-    tree = {"version": vllm.__version__, "printed": asyncio.run(run_all(folder))}
     out = Path(os.environ.get("ANSWERS", Path(__file__).with_suffix(".json")))
+    known = json.loads(out.read_text())["printed"] if names else {}
+    printed_there = known | asyncio.run(run_all(folder, list(names)))
+    tree = {"version": vllm.__version__, "printed": dict(sorted(printed_there.items()))}
     out.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
