@@ -377,7 +377,7 @@ class EngineConfig:
     replica: int = 0
     """The number of this replica."""
     nodes: tuple[str, ...] = ()
-    """The agents of other machines, as "host:port" (`actorllm.nodes`)."""
+    """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
     data_parallel_size_local: int = 0
     """How many replicas are on this machine, where there are nodes: the first ones."""
     node: str | None = None

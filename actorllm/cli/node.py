@@ -41,9 +41,9 @@ def node(
     from actorllm.actors.engine_thread import run_loop
     from actorllm.config import MIN_NODE_TIMEOUT_S
     from actorllm.errors import ConfigError
-    from actorllm.nodes.agent import NodeAgent
-    from actorllm.nodes.handshake import read_key
-    from actorllm.nodes.hosts import NodeAddress, read_address
+    from actorllm.fleet.nodes.agent import NodeAgent
+    from actorllm.fleet.nodes.handshake import read_key
+    from actorllm.fleet.nodes.hosts import NodeAddress, read_address
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if not MIN_NODE_TIMEOUT_S <= node_timeout_s < math.inf:

@@ -41,11 +41,11 @@ from actorllm.errors import (
     shown,
 )
 from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.nodes.ray_cluster import RayPlacement
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
 from actorllm.model.threads import num_threads
-from actorllm.nodes.ray_cluster import RayPlacement
 from actorllm.scheduling.router import MAX_REPLICAS, make_router
 from actorllm.supervision.health import EngineHealth, EngineState
 from actorllm.supervision.supervisor import Supervisor

@@ -24,9 +24,9 @@ from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.clock import now
 from actorllm.config import RAY, EngineConfig
 from actorllm.errors import EngineShutdownError
+from actorllm.fleet.nodes.hosts import Located, place_of
+from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.pacing import size
-from actorllm.nodes.hosts import Located, place_of
-from actorllm.nodes.remote import RemoteReplica
 from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth

@@ -16,7 +16,7 @@ from actorllm.actors.topology import LinkSpec
 from actorllm.errors import CorruptLinkError, PeerLostError, WouldBlock
 from actorllm.messages import Abort, Message, StepPlan, StepResult
 from actorllm.ring.channel import create_link
-from tests.nodes.stream_pairs import over_streams
+from tests.fleet.nodes.stream_pairs import over_streams
 
 PAIR = LinkSpec.pair("hub", "a")
 BROADCAST = LinkSpec.broadcast("both", "hub", ["a", "b"], capacity_down=1 << 16, capacity_up=1 << 16)

@@ -20,7 +20,7 @@ LOOKED_AT = (
     "actorllm/server",
     "actorllm/supervision",
     "actorllm/fleet",
-    "actorllm/nodes",
+    "actorllm/fleet/nodes",
     "actorllm/text",
     "actorllm/types",
     "actorllm",

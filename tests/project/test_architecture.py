@@ -114,7 +114,6 @@ LAYERS = (
         "attach",
         "intake",
         "client",
-        "nodes",
         "fleet",
         "api",
         "slo",
@@ -165,7 +164,7 @@ def test_the_root_has_few_entries() -> None:
     entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
     modules = {entry.name for entry in entries if entry.suffix == ".py"}
     assert modules == {"__init__.py", "__main__.py", "clock.py", "config.py", "errors.py"}
-    assert len(entries) <= 27
+    assert len(entries) <= 26
 
 
 def test_the_cache_knows_nothing_of_the_scheduler() -> None:

@@ -14,13 +14,13 @@ import pytest
 from actorllm import EngineConfig, __version__
 from actorllm.errors import ConfigError, TransportError
 from actorllm.fleet.fleet import Fleet
-from actorllm.nodes.agent import NodeAgent, Tenant
-from actorllm.nodes.fingerprint import SAMPLE_BYTES, model_digest
-from actorllm.nodes.handshake import call
-from actorllm.nodes.hosts import NodeAddress
-from actorllm.nodes.node_stream import NodeStream
-from tests.nodes.agents import KEY, free_port
-from tests.nodes.stream_pairs import tcp_pair
+from actorllm.fleet.nodes.agent import NodeAgent, Tenant
+from actorllm.fleet.nodes.fingerprint import SAMPLE_BYTES, model_digest
+from actorllm.fleet.nodes.handshake import call
+from actorllm.fleet.nodes.hosts import NodeAddress
+from actorllm.fleet.nodes.node_stream import NodeStream
+from tests.fleet.nodes.agents import KEY, free_port
+from tests.fleet.nodes.stream_pairs import tcp_pair
 
 CONFIG = EngineConfig.from_arguments("storyteller", dtype="float32", num_threads=1, standby_worker=False)
 
@@ -125,7 +125,7 @@ async def test_a_caller_that_goes_while_a_model_is_sought_ends_its_tenant(monkey
     """The model may be downloaded for minutes; neither the tenant nor the agent waits for it."""
     import threading
 
-    from actorllm.nodes import agent as agent_module
+    from actorllm.fleet.nodes import agent as agent_module
 
     may_go_on, is_there = threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ async def test_what_changes_while_a_replica_is_prepared_counts_when_it_starts(mo
     import threading
     from dataclasses import replace
 
-    from actorllm.nodes import agent as agent_module
+    from actorllm.fleet.nodes import agent as agent_module
 
     may_go_on, is_there = threading.Event(), threading.Event()
     started: list[EngineConfig] = []
@@ -225,7 +225,7 @@ async def test_an_agent_that_is_told_to_end_does_not_wait_for_an_owner_that_does
 ) -> None:
     """All it may take, the stop of the processes included, is less than the 30 s after which it would be killed."""
     from actorllm.actors.engine_thread import STOP_TIMEOUT_S
-    from actorllm.nodes import agent as agent_module
+    from actorllm.fleet.nodes import agent as agent_module
 
     assert agent_module.LEAVE_TIMEOUT_S + 2.0 + STOP_TIMEOUT_S + 1.0 < 30.0
     monkeypatch.setattr(agent_module, "LEAVE_TIMEOUT_S", -1.9)

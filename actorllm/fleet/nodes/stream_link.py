@@ -6,10 +6,10 @@ from collections import deque
 
 from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
 from actorllm.errors import CorruptLinkError, TransportError, WouldBlock
+from actorllm.fleet.nodes.frames import BULK, CHUNK_BYTES, ORDERED
+from actorllm.fleet.nodes.node_stream import WINDOW_BYTES, NodeStream
 from actorllm.messages import Message, Reply, pack, unpack
 from actorllm.messages.times import translate, translated
-from actorllm.nodes.frames import BULK, CHUNK_BYTES, ORDERED
-from actorllm.nodes.node_stream import WINDOW_BYTES, NodeStream
 from actorllm.ring.channel import DEFAULT_MAX_OUTBOX_BYTES
 from actorllm.ring.codec import decode, encode
 

@@ -15,13 +15,13 @@ from anyio import to_thread
 
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
-from actorllm.nodes import ray_cluster
-from actorllm.nodes import remote as remote_module
-from actorllm.nodes.handshake import answer_caller
-from actorllm.nodes.hosts import Located, NodeAddress
-from actorllm.nodes.ray_cluster import RayPlacement
-from actorllm.nodes.remote import RemoteReplica, node_tls
-from tests.nodes.agents import KEY, key_file
+from actorllm.fleet.nodes import ray_cluster
+from actorllm.fleet.nodes import remote as remote_module
+from actorllm.fleet.nodes.handshake import answer_caller
+from actorllm.fleet.nodes.hosts import Located, NodeAddress
+from actorllm.fleet.nodes.ray_cluster import RayPlacement
+from actorllm.fleet.nodes.remote import RemoteReplica, node_tls
+from tests.fleet.nodes.agents import KEY, key_file
 
 
 def replica_at(where: Any, config: EngineConfig | None = None) -> RemoteReplica:
@@ -124,7 +124,7 @@ async def test_a_place_that_is_found_too_late_is_given_back(monkeypatch: pytest.
 @pytest.mark.anyio
 async def test_a_node_that_answers_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It knows the key and sends heartbeats, and none that answers one."""
-    from actorllm.nodes.frames import BEAT, BEAT_BODY, HEADER, URGENT
+    from actorllm.fleet.nodes.frames import BEAT, BEAT_BODY, HEADER, URGENT
 
     monkeypatch.setattr(remote_module, "CONNECT_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:

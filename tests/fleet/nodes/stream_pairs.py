@@ -12,8 +12,8 @@ from typing import Any
 from actorllm.actors.link import Link, LinkInfo
 from actorllm.clock import now
 from actorllm.errors import TransportError
-from actorllm.nodes.node_stream import NodeStream
-from actorllm.nodes.stream_link import StreamLink
+from actorllm.fleet.nodes.node_stream import NodeStream
+from actorllm.fleet.nodes.stream_link import StreamLink
 from tests.server import certificates
 
 

@@ -10,7 +10,7 @@ import pytest
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.errors import CorruptLinkError
-from actorllm.nodes.load_mirror import MAX_PAGES, LoadReader, apply_changes
+from actorllm.fleet.nodes.load_mirror import MAX_PAGES, LoadReader, apply_changes
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from typing import Any
 
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
-from actorllm.nodes.hosts import Located, NodeAddress
+from actorllm.fleet.nodes.hosts import Located, NodeAddress
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RayAgent:
     def __init__(self, key: bytes, environment: Mapping[str, str]) -> None:
         os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
         from actorllm.actors.engine_thread import LoopThread
-        from actorllm.nodes.agent import NodeAgent
+        from actorllm.fleet.nodes.agent import NodeAgent
 
         self._thread = LoopThread("actorllm:agent")
         self._thread.start_thread()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.errors import CorruptLinkError
-from actorllm.nodes.frames import BEAT, BEAT_BODY, BULK, CHUNK_BYTES, HEADER, MORE, ORDERED, URGENT, FrameParser
-from tests.nodes import hostile_frames
-from tests.nodes.hostile_frames import frames_of, received
+from actorllm.fleet.nodes.frames import BEAT, BEAT_BODY, BULK, CHUNK_BYTES, HEADER, MORE, ORDERED, URGENT, FrameParser
+from tests.fleet.nodes import hostile_frames
+from tests.fleet.nodes.hostile_frames import frames_of, received
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 
 from actorllm.errors import CorruptLinkError
-from actorllm.nodes.frames import (
+from actorllm.fleet.nodes.frames import (
     BEAT,
     BEAT_BODY,
     BULK,

@@ -26,8 +26,8 @@ import anyio
 from actorllm.actors.engine_thread import AsyncioLoop, current_loop
 from actorllm.clock import now
 from actorllm.errors import CorruptLinkError, PeerLostError, TransportError
-from actorllm.nodes.clock_offset import ClockOffset
-from actorllm.nodes.frames import (
+from actorllm.fleet.nodes.clock_offset import ClockOffset
+from actorllm.fleet.nodes.frames import (
     BEAT,
     BEAT_BODY,
     BULK,

@@ -11,7 +11,7 @@ import anyio
 from anyio import to_thread
 
 from actorllm.errors import AttachError, ConfigError, shown
-from actorllm.nodes.handshake import HANDSHAKE_TIMEOUT_S, call
+from actorllm.fleet.nodes.handshake import HANDSHAKE_TIMEOUT_S, call
 
 
 class NodeAddress(NamedTuple):

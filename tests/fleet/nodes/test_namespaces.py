@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from actorllm import AsyncLLM
+from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, all_run, assert_same, moved, params, run_all, until
-from tests.nodes.agents import Agent, key_file
 
 pytestmark = pytest.mark.leaks_by_module
 

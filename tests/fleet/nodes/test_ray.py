@@ -12,8 +12,8 @@ import pytest
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.config import RAY
 from actorllm.errors import ConfigError
-from actorllm.nodes import ray_cluster
-from actorllm.nodes.ray_cluster import RayPlacement, check_fit
+from actorllm.fleet.nodes import ray_cluster
+from actorllm.fleet.nodes.ray_cluster import RayPlacement, check_fit
 from tests.fleet.streams import all_run, assert_same, moved, run_all
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}

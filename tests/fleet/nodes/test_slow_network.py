@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from actorllm import AsyncLLM
+from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import assert_same, moved, run_all
-from tests.nodes.agents import Agent, key_file
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "enable_prompt_embeds": True}
 DELAY_S, JITTER_S = 0.02, 0.02

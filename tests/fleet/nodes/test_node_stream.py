@@ -18,11 +18,11 @@ from anyio.lowlevel import checkpoint
 from actorllm.actors.link import LinkInfo
 from actorllm.clock import now
 from actorllm.errors import CorruptLinkError, PeerLostError, WouldBlock
+from actorllm.fleet.nodes.clock_offset import ClockOffset
+from actorllm.fleet.nodes.frames import CHUNK_BYTES, CONTROL, HEADER, ORDERED
+from actorllm.fleet.nodes.node_stream import NodeStream
 from actorllm.messages import Message, Outputs, Reply, Submit
-from actorllm.nodes.clock_offset import ClockOffset
-from actorllm.nodes.frames import CHUNK_BYTES, CONTROL, HEADER, ORDERED
-from actorllm.nodes.node_stream import NodeStream
-from tests.nodes.stream_pairs import end_of, shifted, tcp_pair
+from tests.fleet.nodes.stream_pairs import end_of, shifted, tcp_pair
 
 INFOS = LinkInfo("scheduler-frontend", "frontend", 0, 1), LinkInfo("scheduler-frontend", "scheduler", 0, 1)
 
@@ -158,7 +158,7 @@ import time, socket
 sock = socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))
 import anyio
 from actorllm.actors.engine_thread import run_loop
-from actorllm.nodes.node_stream import NodeStream
+from actorllm.fleet.nodes.node_stream import NodeStream
 async def main():
     stream = NodeStream(sock, on_message=lambda *a: True)
     stream.start()

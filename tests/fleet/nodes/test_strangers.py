@@ -12,11 +12,11 @@ import pytest
 
 from actorllm.cli.node import node
 from actorllm.errors import AttachError, ConfigError
-from actorllm.nodes.agent import MAX_STRANGERS, NodeAgent
-from actorllm.nodes.handshake import answer_caller, call
-from actorllm.nodes.hosts import NodeAddress
-from tests.nodes.agents import KEY, free_port
-from tests.nodes.stream_pairs import tcp_pair, tls_contexts
+from actorllm.fleet.nodes.agent import MAX_STRANGERS, NodeAgent
+from actorllm.fleet.nodes.handshake import answer_caller, call
+from actorllm.fleet.nodes.hosts import NodeAddress
+from tests.fleet.nodes.agents import KEY, free_port
+from tests.fleet.nodes.stream_pairs import tcp_pair, tls_contexts
 
 
 async def until(condition: Callable[[], bool]) -> None:

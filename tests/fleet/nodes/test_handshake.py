@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from actorllm.errors import AttachError, ConfigError
-from actorllm.nodes import handshake
-from actorllm.nodes.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, answer_caller, call, read_key
-from actorllm.nodes.node_stream import NodeStream
-from tests.nodes.stream_pairs import tcp_pair, tls_contexts
+from actorllm.fleet.nodes import handshake
+from actorllm.fleet.nodes.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, answer_caller, call, read_key
+from actorllm.fleet.nodes.node_stream import NodeStream
+from tests.fleet.nodes.stream_pairs import tcp_pair, tls_contexts
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

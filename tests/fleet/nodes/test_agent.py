@@ -15,9 +15,9 @@ import pytest
 
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import AttachError, ConfigError, ModelNotFoundError
-from actorllm.nodes import agent as agent_module
+from actorllm.fleet.nodes import agent as agent_module
+from tests.fleet.nodes.agents import Agent, free_port, key_file
 from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, params, run_all, until
-from tests.nodes.agents import Agent, free_port, key_file
 
 pytestmark = pytest.mark.leaks_by_module
 

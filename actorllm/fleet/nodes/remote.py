@@ -41,12 +41,12 @@ from actorllm.errors import (
     PeerRestartedError,
     TransportError,
 )
-from actorllm.nodes.fingerprint import model_digest
-from actorllm.nodes.handshake import read_key
-from actorllm.nodes.hosts import CONNECT_TIMEOUT_S, Located, connect_to, read_address
-from actorllm.nodes.load_mirror import apply_changes
-from actorllm.nodes.node_stream import NodeStream
-from actorllm.nodes.stream_link import StreamLink
+from actorllm.fleet.nodes.fingerprint import model_digest
+from actorllm.fleet.nodes.handshake import read_key
+from actorllm.fleet.nodes.hosts import CONNECT_TIMEOUT_S, Located, connect_to, read_address
+from actorllm.fleet.nodes.load_mirror import apply_changes
+from actorllm.fleet.nodes.node_stream import NodeStream
+from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from actorllm.actors.engine_thread import run_loop
 from actorllm.actors.link import Link, LinkInfo, open_ring
 from actorllm.errors import WouldBlock
+from actorllm.fleet.nodes.frames import CHUNK_BYTES
+from actorllm.fleet.nodes.node_stream import NodeStream
+from actorllm.fleet.nodes.relay import REPLY, Relay
+from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.messages import Message, Reply, Submit, pack
-from actorllm.nodes.frames import CHUNK_BYTES
-from actorllm.nodes.node_stream import NodeStream
-from actorllm.nodes.relay import REPLY, Relay
-from actorllm.nodes.stream_link import StreamLink
 from actorllm.ring.channel import create_link
 from actorllm.ring.codec import encode
-from tests.nodes.stream_pairs import tcp_pair
+from tests.fleet.nodes.stream_pairs import tcp_pair
 from tests.ring.hostile import MESSAGES
 
 INFO = LinkInfo("scheduler-frontend", "scheduler", 0, 4)

@@ -20,9 +20,9 @@ from actorllm.actors.engine_thread import AsyncioLoop, current_loop
 from actorllm.actors.link import LinkInfo
 from actorllm.actors.topology import ActorSpec
 from actorllm.errors import ActorLLMError, CorruptLinkError, PeerLostError, TransportError, WouldBlock
+from actorllm.fleet.nodes.frames import BULK, CHUNK_BYTES, ORDERED
+from actorllm.fleet.nodes.node_stream import NodeStream
 from actorllm.messages import KIND_OF, Reply
-from actorllm.nodes.frames import BULK, CHUNK_BYTES, ORDERED
-from actorllm.nodes.node_stream import NodeStream
 from actorllm.ring.channel import LinkEnd, Spoke, open_spoke
 from actorllm.supervision.children import Child
 from actorllm.supervision.death import ActorDeath

@@ -43,14 +43,14 @@ from actorllm.errors import (
     ModelNotFoundError,
     TransportError,
 )
-from actorllm.nodes.fingerprint import model_digest
-from actorllm.nodes.frames import BULK
-from actorllm.nodes.handshake import answer_caller
-from actorllm.nodes.hosts import NodeAddress
-from actorllm.nodes.load_mirror import PERIOD_S, LoadReader
-from actorllm.nodes.node_stream import TIMEOUT_S, NodeStream
-from actorllm.nodes.relay import RelayChild
-from actorllm.nodes.remote import LEAVE_TIMEOUT_S
+from actorllm.fleet.nodes.fingerprint import model_digest
+from actorllm.fleet.nodes.frames import BULK
+from actorllm.fleet.nodes.handshake import answer_caller
+from actorllm.fleet.nodes.hosts import NodeAddress
+from actorllm.fleet.nodes.load_mirror import PERIOD_S, LoadReader
+from actorllm.fleet.nodes.node_stream import TIMEOUT_S, NodeStream
+from actorllm.fleet.nodes.relay import RelayChild
+from actorllm.fleet.nodes.remote import LEAVE_TIMEOUT_S
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth
 from actorllm.supervision.renewal import MeetingPlace
