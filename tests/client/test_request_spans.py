@@ -19,7 +19,7 @@ from actorllm.client import request_spans
 from actorllm.client.stream import Mailbox
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError
-from actorllm.testing import ScriptedAsyncLLM
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
-    engine = ScriptedAsyncLLM(lambda prompt: "a b c d e f g", max_model_len=64)
+    slow = {"Slowly": ScriptedAnswer("a b c d e f g", token_s=60.0)}
+    engine = ScriptedAsyncLLM(lambda prompt: slow.get(prompt, "a b c d e f g"), max_model_len=64)
     anyio.run(engine.start)
     yield engine
     engine.shutdown()
@@ -114,7 +115,7 @@ async def test_requests_that_are_refused_left_or_aborted_are_spans(
     with pytest.raises(InvalidPromptError):
         async for _ in llm.generate({"prompt_token_ids": [1] * 99}, trace_headers=HEADERS):
             pass
-    async with llm.generate("Once", SamplingParams(max_tokens=50, ignore_eos=True), trace_headers=HEADERS) as stream:
+    async with llm.generate("Slowly", SamplingParams(max_tokens=50), trace_headers=HEADERS) as stream:
         async for _ in stream:
             break
     await until(lambda: len(exporter.get_finished_spans()) == 2)
