@@ -387,7 +387,7 @@ class EngineConfig:
     node_timeout_s: float = NODE_TIMEOUT_S
     """A node from which nothing comes for so long is lost."""
     ray_address: str | None = None
-    """The cluster that places the replicas which are not here (`nodes.ray_cluster`); None: the one that is found."""
+    """The cluster that places the replicas which are not here (`fleet.nodes.ray_cluster`); None: the one that is found."""
     placement: Literal["spread", "pack"] = "spread"
     placement_timeout_s: float = 600.0
     resources_per_replica: dict[str, float] = field(default_factory=dict, hash=False)

@@ -68,7 +68,7 @@ class LoadBoard:
         self.hashes(row).end()
 
     def load_row(self, row: int) -> NDArray[np.float64]:
-        """The row itself, for a copy of a replica's board elsewhere (`nodes.load_mirror`)."""
+        """The row itself, for a copy of a replica's board elsewhere (`fleet.nodes.load_mirror`)."""
         cells: NDArray[np.float64] = self._table[row]
         return cells
 
