@@ -12,11 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from actorllm.config import EngineConfig
 from actorllm.supervision import standby
 from actorllm.testing.plugin import pytest_pycollect_makeitem
 
@@ -100,6 +103,28 @@ def few_threads() -> None:
     """Inline engines that say nothing of threads compute on one: two would wait for each other on a busy machine."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def computed_as_asked() -> Iterator[None]:
+    """Engines with quantization="int8" or "int4" compute with it, whatever is fastest at the moment.
+
+    Each engine measures for itself. Two engines of one test may find differently, beside other processes or where both are equal.
+    """
+    from actorllm.model.quantization.onednn import is_exact
+
+    from_arguments = EngineConfig.from_arguments
+
+    def pinned(*arguments: Any, **options: Any) -> EngineConfig:
+        config = from_arguments(*arguments, **options)
+        model = config.model
+        if model.quantization not in ("int8", "int4") or model.quantization_twin or not is_exact():
+            return config
+        return replace(config, model=replace(model, scheme=model.quantization))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineConfig, "from_arguments", pinned)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,8 @@ from actorllm.model.linear import Linear, LinearWeight
 from tests.api.prompted import DRAFTS, OTHERS, PROMPT, Stream, streams
 from tests.model.driver import TINY_LLAMA
 
+pytestmark = pytest.mark.usefixtures("computed_as_asked")
+
 OPTIONS: dict[str, Any] = {
     "topology": "inline", "num_threads": 1, "max_model_len": 192, "batch_invariant": True, "block_size": 16,
 }  # fmt: skip

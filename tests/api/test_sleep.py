@@ -17,7 +17,7 @@ from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
 from actorllm.errors import ConfigError, CorruptModelError, EngineError, EngineSleepingError, InvalidParameterError
 from tests.model.updates.weight_folders import ENGINE, PROMPT, STORYTELLER, changed, greedy, stream_of_fresh, write
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("computed_as_asked")]
 
 SLEEPS: dict[str, Any] = {**ENGINE, "enable_sleep_mode": True}
 SHAPE = {

@@ -20,6 +20,8 @@ from actorllm.scheduling import prefix_cache
 from actorllm.types.weight_version import WeightVersionSpan
 from tests.model.updates.weight_folders import ENGINE, PROMPT, STORYTELLER, changed, greedy, stream_of_fresh, write
 
+pytestmark = pytest.mark.usefixtures("computed_as_asked")
+
 
 @pytest.fixture
 def anyio_backend() -> str:

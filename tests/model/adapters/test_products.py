@@ -14,6 +14,8 @@ from tests.model.adapters.adapted_models import adapted_driver, expected, last_l
 from tests.model.adapters.lora_folders import linear_layers, merged, shapes_of, write_adapter
 from tests.model.hf.decoders import TOLERANCE, prompt, save
 
+pytestmark = pytest.mark.usefixtures("computed_as_asked")
+
 LENGTH = 23
 
 

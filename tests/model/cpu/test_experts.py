@@ -22,6 +22,8 @@ from actorllm.model.registry import decoder_config
 from tests.model.families.loaded import cpu_driver
 from tests.model.hf.decoders import prompt, reference, save
 
+pytestmark = pytest.mark.usefixtures("computed_as_asked")
+
 SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "hidden_size": 64,

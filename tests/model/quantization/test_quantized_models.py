@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from actorllm.model.quantization.onednn import Int8Linear
 from tests.model.hf.decoders import save
 from tests.model.quantization.probing import TEXT, error, logits
 from tests.model.ranks import model_folder, streams
+
+pytestmark = pytest.mark.usefixtures("computed_as_asked")
 
 MAX_ERROR = 0.04
 MAX_INT4_ERROR = 0.12
@@ -92,15 +93,7 @@ def test_layers_have_4_bits_and_the_head_8(make_driver: Callable[..., Any]) -> N
 @pytest.mark.parametrize(
     "method", ["int8", pytest.param("int4", marks=pytest.mark.slow(reason="the same processes once more"))]
 )
-def test_streams_are_equal_in_every_batch_depth_and_topology(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from_arguments = EngineConfig.from_arguments
-
-    def with_scheme(*arguments: Any, **options: Any) -> EngineConfig:
-        """Each engine would measure for itself, and beside other processes they may find different ones."""
-        config = from_arguments(*arguments, **options)
-        return replace(config, model=replace(config.model, scheme=method))
-
-    monkeypatch.setattr(EngineConfig, "from_arguments", with_scheme)
+def test_streams_are_equal_in_every_batch_depth_and_topology(method: str) -> None:
     prompts = [[5 + i, 17, 33 * i + 1, 2] * (1 + i) for i in range(6)]
     params = [SamplingParams(temperature=0.9 * (i % 3 > 0), seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
 
@@ -179,7 +172,7 @@ def test_routers_stay_dense() -> None:
     [
         (
             {"quantization": "int3"},
-            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'gguf', or leave",
+            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'torchao', or leave",
         ),
         ({"quantization": 8}, r"quantization=8 is not supported"),
         ({"quantization": "compressed-tensors"}, "config.json has no quantization_config"),
