@@ -206,13 +206,12 @@ async def test_streams_are_equal_after_kills(adapters: Path, expected: Streams) 
         streams = [
             llm.generate(PROMPT, greedy(stream_interval=1), lora_request=request_of(adapters, name)) for name in names
         ]
-        victims = {3: "worker0", 9: "scheduler"}
+        victims = [(3, "worker0"), (9, "scheduler")]
         final: dict[int, Any] = {}
         for i, stream in enumerate(streams):
             async for output in stream:
-                victim = victims.pop(len(output.outputs[0].token_ids), None) if i == 0 else None
-                if victim is not None:
-                    os.kill(llm._engine.pids[victim], signal.SIGKILL)
+                if i == 0 and victims and len(output.outputs[0].token_ids) >= victims[0][0]:
+                    os.kill(llm._engine.pids[victims.pop(0)[1]], signal.SIGKILL)
                 final[i] = output
         assert not victims
         assert [final[i].outputs[0].token_ids for i in range(len(names))] == [expected[name] for name in names]
