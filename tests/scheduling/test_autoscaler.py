@@ -30,11 +30,12 @@ def view(number: int, **more: object) -> ReplicaView:
 
 
 def fluid(num_replicas: int, rows: float, num_waiting_tokens: int = 0) -> list[ReplicaView]:
-    """So many rows, evenly spread."""
-    each = round(rows / num_replicas)
+    """So many rows in all, evenly spread."""
+    each, more = divmod(round(rows), num_replicas)
+    shares = [each + (number < more) for number in range(num_replicas)]
     return [
-        view(number, num_running=each, num_context=150 * each, num_waiting_tokens=num_waiting_tokens)
-        for number in range(num_replicas)
+        view(number, num_running=share, num_context=150 * share, num_waiting_tokens=num_waiting_tokens)
+        for number, share in enumerate(shares)
     ]
 
 
