@@ -25,6 +25,8 @@ Key: TypeAlias = tuple[Any, ...]
 class Pack(NamedTuple):
     """A build, with all that its launches have in common."""
 
+    build: Any
+    """As long as it is held, the driver keeps its function loaded, whatever Triton forgets."""
     run: Any
     function: int
     """The driver's handle."""
@@ -59,14 +61,15 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Argument, ...], 
             kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
         else:
             values.append(value)
-            kinds.append(float if type(value) is float else _kind(value))
+            kinds.append(float if isinstance(value, float) else _kind(value))
     key = tuple(kinds)
     pack = _packs.get(key)
     if pack is None:
         build = kernel[grid](*arguments, **constants)
         build = build.result() if hasattr(build, "result") else build  # it may come from another thread
-        names = kernel.arg_names[len(arguments) :]
-        _packs[key] = Pack(build.run, build.function, build.packed_metadata, tuple(constants[name] for name in names))
+        if build is not None:  # there is none of the interpreter
+            kept = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+            _packs[key] = Pack(build, build.run, build.function, build.packed_metadata, kept)
         return
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)

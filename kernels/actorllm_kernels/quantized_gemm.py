@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
+from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS
 from actorllm_kernels.skinny_gemm import UNROLLED, SplitScratch, add_part, finish, shape_class
 
@@ -315,18 +316,22 @@ def quantized_gemm(
     elif split is None:
         most = triton.cdiv(in_features, config["BLOCK_K"])
         split = min(triton.cdiv(num_multiprocessors(x.device), num_tiles), most)
-    quantized_gemm_kernel[(num_tiles, split)](
-        x,
-        codes,
-        scales,
-        x if norm is None else norm,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        y,
-        x if scratch is None else scratch.partials,
-        x if scratch is None else scratch.counters,
-        num_rows,
-        eps,
+    launch(
+        quantized_gemm_kernel,
+        (num_tiles, split),
+        (
+            x,
+            codes,
+            scales,
+            x if norm is None else norm,
+            x if bias is None else bias,
+            x if residual is None else residual,
+            y,
+            x if scratch is None else scratch.partials,
+            x if scratch is None else scratch.counters,
+            num_rows,
+            eps,
+        ),
         N=out_features,
         K=in_features,
         S=groups,
@@ -349,12 +354,10 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first
     num_rows = codes.shape[0]
     codes, scales, groups, is_float = _layout(codes, scales)
     config = dict(lookup("dequantize", "*", y.device))
-    dequantize_kernel[(triton.cdiv(num_outputs, config["BLOCK_N"]), triton.cdiv(in_features, BLOCK))](
-        codes,
-        scales,
-        y,
-        first,
-        num_outputs,
+    launch(
+        dequantize_kernel,
+        (triton.cdiv(num_outputs, config["BLOCK_N"]), triton.cdiv(in_features, BLOCK)),
+        (codes, scales, y, first, num_outputs),
         N=num_rows,
         K=in_features,
         S=groups,

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from actorllm_kernels import reference
+from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.shipped import SHIPPED
+from tests.kernels.closeness import assert_close
 from tests.kernels.stub import runner as stub
 from tests.kernels.stub.programs import STREAM, bits
 
@@ -16,7 +20,10 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-QUICK = ("embed-1024-pdl", "step_prep-pdl", "kv_clear", "rmsnorm-4096", "qknorm_rope_kv-33-16x8x128-norm")
+QUICK = (
+    *("embed-1024-pdl", "step_prep-pdl", "kv_clear", "rmsnorm-4096", "qknorm_rope_kv-33-16x8x128-norm"),
+    *("quantized_gemm-16-1024x3072-int4g32-residual-pdl", "dequantize-6144x4096-fp8"),
+)
 
 
 def address(value: int) -> str:
@@ -29,7 +36,8 @@ NUMBERS = [1, 3, 16, 2**31, 0, 17, -16, -(2**31), -(2**31) - 1, 2**63 + 16]
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[Any, list[stub.Launched]]]:
     """Of one process, which takes seconds to start."""
-    programs = (("norms",), ("kinds", NUMBERS), ("hooked",), ("shipped", QUICK), ("specializations", QUICK))
+    plain = (("norms",), ("kinds", NUMBERS), ("hooked",), ("forgotten",))
+    programs: tuple[tuple[Any, ...], ...] = (*plain, ("shipped", QUICK), ("specializations", QUICK))
     return dict(zip((name for name, *_ in programs), stub.run(*programs), strict=True))
 
 
@@ -72,6 +80,25 @@ def test_a_hook_hears_of_every_launch(found: Found) -> None:
     heard, launches = found["hooked"]
     assert heard == [0, 2, 2]
     assert len(launches) == 6
+
+
+def test_a_build_stays_loaded_when_triton_forgets_it(found: Found) -> None:
+    """Unloaded, its function would be launched all the same."""
+    loaded, launches = found["forgotten"]
+    assert loaded
+    assert all(loaded)
+    first, kept = launches
+    assert first == kept
+
+
+def test_the_interpreter_leaves_nothing_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tensors of a GPU, too, every launch is its own."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    weight = torch.randn(40)
+    for num_rows in (3, 5):
+        x, y = torch.randn(num_rows, 40), torch.empty(num_rows, 40)
+        rmsnorm(x, weight, 1e-6, y)
+        assert_close(y, reference.rmsnorm(x.double(), weight.double(), 1e-6))
 
 
 def test_what_is_compiled_for_the_gates_is_what_triton_compiles(found: Found) -> None:

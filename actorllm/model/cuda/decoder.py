@@ -261,6 +261,8 @@ class DeviceModel(Protocol):
     hidden_size: int
     num_bytes: int
     """Bytes of weights that one decode step reads."""
+    forms: tuple[str, ...]
+    """Of its linear layers (`DeviceLinear.form`), with their shapes, as far as its configuration does not say them."""
     needs_trial: bool
     """Whether `decode` may make more than launches: a recording of it is tried before it is used."""
     head: LMHead | None
@@ -402,6 +404,7 @@ class DeviceDecoder:
         linears = [part for y in self.layers for part in (y.qkv, y.output, y.gate_up, y.down)]
         linears += [] if self.lm_head is None else [self.lm_head]
         self.num_bytes = sum(part.num_bytes for part in linears)
+        self.forms = tuple(sorted({f"{part.out_features} x {part.in_features}, {part.form}" for part in linears}))
         self._activations: Activations
         self._attention: PagedAttention
         self._scratch = SplitScratch.empty(device.torch_device)

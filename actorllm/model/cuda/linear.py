@@ -22,6 +22,11 @@ class DeviceLinear(Linear):
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def form(self) -> str:
+        """What of the weight, beside its shape, decides which builds of kernels compute with it."""
+
     @abstractmethod
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         """Whether `launch` is to be called for so many rows, and not the plain product. is_gated: with an activation."""
@@ -65,6 +70,10 @@ class DeviceDense(DeviceLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
         self.weight, self.bias = weight, bias
+
+    @property
+    def form(self) -> str:
+        return f"plain, {'no ' if self.bias is None else ''}bias"
 
     @property
     def ahead(self) -> torch.Tensor | None:

@@ -157,6 +157,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         "_pool",
         "_attention",
         "_decode_rows",
+        "_label_head",
         "batch",
     )  # graphs lead back to here
 
@@ -231,8 +232,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
-        form, cache = self.config.model.quantization, self.config.cache.block_size
-        plan = repr(self.model_config), str(self.dtype), form, self.config.scheduler, cache
+        # config.json may leave open which forms there are
+        forms, cache = self.model.forms, self.config.cache.block_size
+        plan = repr(self.model_config), str(self.dtype), forms, self._decodes, self.config.scheduler, cache
         key = memory.key_of(self.device.description, *plan, self.collectives.size)
         failed = memory.remembered(key)
         if failed is None:

@@ -101,6 +101,7 @@ class DeviceTransformers:
     """See the module docstring. Has the surface of `decoder.DeviceModel`."""
 
     needs_trial = True
+    forms: tuple[str, ...] = ()
     head: LMHead | None = None
 
     def __init__(self, loaded: TransformersDecoder, device: Device) -> None:

@@ -73,11 +73,11 @@ def _read(
     blocks = (-(-out_features // block_rows), -(-in_features // block_columns))
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
-    elif scales.numel() == out_features:
-        scales = scales.reshape(-1, 1)
-    elif shape == blocks:
+    elif shape == blocks:  # which may be as many as there are outputs
         by_row = scales.repeat_interleave(block_rows, 0)[:out_features]
         scales = by_row.repeat_interleave(block_columns, 1)[:, :in_features]
+    elif shape in ((out_features,), (out_features, 1)):
+        scales = scales.reshape(-1, 1)
     else:
         raise CorruptModelError(
             f"tensor {scale_name!r} has shape {shape}: one scale, {out_features} or {blocks} are needed"

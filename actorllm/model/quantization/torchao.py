@@ -57,6 +57,8 @@ def read(
         zeros = weights.take(zero_name, *kept.shape, dtype=INTEGERS.get(kept.kind, torch.float32)).float()
         if kept.shape != tuple(scales.shape):
             raise CorruptModelError(f"tensor {zero_name!r} has shape {kept.shape}, {tuple(scales.shape)} is needed")
+        if not bool(zeros.isfinite().all()):
+            raise CorruptModelError(f"tensor {zero_name!r} has zero points that are not finite")
     if scales.shape[1] == 1 and not bool(zeros.any()):
         return Int8(codes[rows, columns].contiguous(), scales[rows, 0].contiguous(), bias)
     bits = 4 if bool(((codes >= -8) & (codes < 8)).all()) else 8

@@ -6,10 +6,12 @@ CALLS: JSON, a list of [file for what is launched, name of a function, its argum
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +120,19 @@ def hooked() -> list[int]:
     return found
 
 
+def forgotten() -> list[bool]:
+    """Of each build of a kernel that was launched here, whether it is still loaded when Triton has forgotten it."""
+    x = torch.zeros(16)
+    on_a_gpu(True)
+    launcher.launch(numbers_kernel, (1,), (x, 3, 4, 0.5), SIZE=16, num_warps=1)
+    known = numbers_kernel.device_caches[0][0]
+    builds = [weakref.ref(build) for build in known.values()]
+    known.clear()
+    gc.collect()
+    launcher.launch(numbers_kernel, (1,), (x, 3, 4, 0.5), SIZE=16, num_warps=1)
+    return [build() is not None for build in builds]
+
+
 def specializations(names: list[str]) -> dict[str, list[str]]:
     """Launch name -> what `launches.recording` takes for it, and what Triton has compiled, where the two differ."""
     differing: dict[str, list[str]] = {}
@@ -156,7 +171,7 @@ def specializations(names: list[str]) -> dict[str, list[str]]:
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (norms, shipped, kinds, hooked, specializations)
+    function.__name__: function for function in (norms, shipped, kinds, hooked, forgotten, specializations)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +52,11 @@ def test_a_model_that_pools_has_no_head_for_text_and_checks_its_states(make_twin
         decoder.layers[0].down.weight.fill_(torch.nan)
     with pytest.raises(EngineError, match="states are not finite, whatever the tokens"):
         runner.check_itself()
+
+
+def test_a_head_goes_with_its_runner(make_twins: Callable[..., Twins]) -> None:
+    runner = make_twins({"architectures": ["Qwen2ForProcessRewardModel"]}, runner="pooling").runner
+    assert runner._label_head is not None
+    head = weakref.ref(runner._label_head)
+    runner.close()
+    assert head() is None

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from actorllm.errors import ConfigError, UnsupportedModelError
-from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, Workspaces, linear
+from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, ReadOnHost, Workspaces, linear
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
+from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.float8 import Fp8
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
 from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
+from actorllm.types.quantization import read_checkpoint
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.dequantized import dense
 from tests.model.cuda.twins import Twins, prompt
@@ -107,6 +109,15 @@ def test_layers_side_by_side_may_have_several_forms() -> None:
         x = torch.randn(num_rows, 64)
         expected = torch.cat([x @ dense(part).weight.T for part in parts], 1)
         torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plain_head_that_is_the_embedding_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    scheme = read_checkpoint({"quantization_config": FP8})
+    assert scheme is not None
+    embedding = torch.randn(8, 16)
+    head: Any = linear(ReadOnHost(CheckpointForm(scheme)).head_of(embedding), Workspaces(torch.float32, CPU))
+    assert head.weight is embedding
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.model.quantization.layouts import (
     WRITERS,
     compressed,
     compressed_float4,
+    fp8,
     save_both,
     torchao_config,
 )
@@ -119,6 +120,19 @@ def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     found, weight = layer(name, tmp_path, 144, 256)
     assert isinstance(found, Int8)
     assert (found.codes * found.scales[:, None] - weight).norm() < 0.02 * weight.norm()
+
+
+@pytest.mark.parametrize("keeps_floats", [False, True])
+def test_as_many_blocks_as_outputs_are_blocks(keeps_floats: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tensors, weight = fp8(16, 16, kind="block", block=4)
+    save_file({f"a.{key}": tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    scheme = read_checkpoint({"quantization_config": FP8 | {"weight_block_size": [4, 4]}})
+    assert scheme is not None
+    with CheckpointWeights(tmp_path, torch.float32, False) as weights:
+        found: Any = CheckpointForm(scheme, keeps_floats=keeps_floats).sharded(weights, "a", 16, 16)
+    dense = found.codes * found.scales[:, None] if isinstance(found, Int8) else found.weight
+    assert (dense - weight).norm() < 0.02 * weight.norm()
 
 
 def test_codes_of_8_bits_stay_what_they_are(tmp_path: Path) -> None:
@@ -222,6 +236,12 @@ K = "model.layers.0.self_attn.k_proj"
             lambda y: y.update({f"{K}._weight_zero_point": torch.ones(64, 2, dtype=torch.int8)}),
             rf"'{K}._weight_zero_point' has shape \(64, 2\)",
         ),
+        (
+            "torchao-int4",
+            lambda y: y.update({f"{K}._weight_zero_point": torch.full((64, 4), torch.nan)}),
+            f"'{K}._weight_zero_point' has zero points that are not finite",
+        ),
+        ("fp8", lambda y: y.update({f"{K}.weight_scale": torch.ones(2, 32)}), r"has shape \(2, 32\)"),
     ],
 )
 def test_corrupt_files_are_refused_by_the_name_of_the_tensor(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from actorllm.model.cuda.proof import memory
 from actorllm.model.cuda.proof.self_check import Copies, difference
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
+from tests.model.quantization.layouts import save_both
 
 
 class ProvenDevice(HostDevice):
@@ -154,6 +156,15 @@ def test_what_was_found_is_remembered_until_something_changes(
     memory.path().unlink()
     memory.path().mkdir()  # cannot be written
     assert was_checked()
+
+
+def test_each_form_of_the_layers_is_checked(tmp_path: Path) -> None:
+    """Of two checkpoints with one shape and one method, each launches other builds."""
+    for name in ("packed", "packed-8"):
+        path, _ = save_both(name, tmp_path / name)
+        for _ in range(2):
+            start(partial(Path, path), load_format="auto")
+    assert len(memory.entries()) == 2
 
 
 def test_what_failed_before_is_replaced_without_a_check(
