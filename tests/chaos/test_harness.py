@@ -137,8 +137,11 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_soak_that_has_grown_fails(soak: Any) -> None:
     run = soak.Soak(None, seed=1)
-    run.samples = [dict.fromkeys(soak.GROWTH, 0.0) | {"descriptors of the owner": 30.0} for _ in range(40)]
-    assert soak.grown(run.growth()) == []
+    sample = dict.fromkeys(soak.GROWTH, 0.0) | {soak.PROCESSES: 4, "descriptors of the owner": 30.0}
+    more = sample | {soak.PROCESSES: 5, "descriptors of the owner": 33.0}
+    run.samples = [dict(sample) for _ in range(40)] + [more] * 10
+    assert soak.grown(run.growth()) == [], "a process that waits for the next death has descriptors of its own"
+    del run.samples[40:]
     for sample in run.samples[30:]:
         sample["descriptors of the owner"] = 32.0
         sample["memory of the owner, MiB"] = 10.0
