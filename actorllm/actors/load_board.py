@@ -93,7 +93,7 @@ class LoadBoard:
     def read(self, row: int) -> tuple[int, LearntSteps] | None:
         """Free blocks, and what is known of its steps. None: not enough steps have been seen."""
         free, num_steps, *learnt = self._table[row].tolist()
-        if num_steps < StepTime.MIN_STEPS or not all(-1e9 < number < 1e9 for number in learnt):
+        if num_steps < StepTime.MIN_STEPS or not all(-1e15 < number < 1e15 for number in learnt):
             return None
         return int(free), LearntSteps(tuple(learnt[:4]), tuple(learnt[4:]))
 

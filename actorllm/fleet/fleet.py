@@ -391,6 +391,8 @@ class Fleet:
         if self._tasks is None or self._is_over:
             raise EngineShutdownError("the engine is not running")
         async with self._resizing:
+            if self._is_over:  # by now: one that starts would not be stopped
+                raise EngineShutdownError("the engine was shut down")
             self._num_wanted = num_replicas
             self._num_divided = max(self._num_divided, num_replicas)
             added = []
@@ -405,6 +407,8 @@ class Fleet:
     async def _resize_for_demand(self, num_replicas: int) -> None:
         if self._placement is not None:
             await to_thread.run_sync(self._placement.want, num_replicas, abandon_on_cancel=True)
+            if self._scaling is not None:
+                num_replicas = self._scaling.autoscaler.wanted  # `scale` may have set another one meanwhile
         await self._resize(num_replicas)
 
     async def _scale_by_demand(self, scaling: DemandScaling) -> None:

@@ -15,7 +15,7 @@ import anyio
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError
-from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.dispatcher import Dispatcher, pin_of
 from actorllm.fleet.replica import ReplicaFrontend, RoutedReplica
 from actorllm.scheduling.autoscaler import Autoscaler, ScalingPolicy
 
@@ -69,15 +69,25 @@ class DemandScaling:
         """Decide once."""
         self._count_ends()
         before = self.autoscaler.wanted
-        wanted = self.autoscaler.decide(self._dispatcher.views(), now())
-        if wanted == before:
+        try:
+            wanted = self.autoscaler.decide(self._dispatcher.views(), now(), keeps_all=self._is_last_pinned())
+        except Exception:  # a defect of the arithmetic: it costs a decision, and not the engine
+            logger.exception("the number of replicas was not decided")
             return
-        needed = self.autoscaler.needed
-        logger.warning("%d replicas are wanted, not %d: the demand needs %.2f", wanted, before, needed)
+        if wanted != before:
+            needed = self.autoscaler.needed
+            logger.warning("%d replicas are wanted, not %d: the demand needs %.2f", wanted, before, needed)
+        elif wanted == len(self._replicas):
+            return
         try:
             await self._resize(wanted)
         except ActorLLMError as error:  # the engine ends, or the next look finds it as it is
             logger.error("the number of replicas was not changed: %s", error)
+
+    def _is_last_pinned(self) -> bool:
+        """Whether the replica that would go first has requests that are pinned to it, and would fail."""
+        last = self._replicas[max(self._replicas)]
+        return any(pin_of(entry.consumer) == last.number for entry in last.frontend.journal().values())
 
     def _count_ends(self) -> None:
         counted = {}

@@ -113,7 +113,8 @@ class WorkingPoint(NamedTuple):
     """What a step takes, which is the time between two tokens of a stream."""
     ttft_s: float
     tpot_s: float
-    """What is promised to all but the strictest, of which there are fewer than may be failed."""
+    """What is promised to all but the strictest, of which there are fewer than may be failed. No less than a request takes that has
+    a replica to itself: what no number of replicas keeps asks for none."""
 
 
 class Autoscaler:
@@ -124,6 +125,9 @@ class Autoscaler:
         target_attainment: the share of requests whose promises are to be kept.
         policy: when the number changes.
         num_replicas: how many there are; None: min_replicas.
+
+    Raises:
+        ConfigError: these are no bounds, or no share.
     """
 
     def __init__(
@@ -134,6 +138,12 @@ class Autoscaler:
         policy: ScalingPolicy | None = None,
         num_replicas: int | None = None,
     ) -> None:
+        if not 1 <= min_replicas <= max_replicas:
+            raise ConfigError(f"min_replicas={min_replicas} must be from 1 to max_replicas={max_replicas}")
+        if not 0 < target_attainment < 1:
+            raise ConfigError(
+                f"target_attainment={target_attainment:g} must be a share of requests, above 0 and below 1"
+            )
         self.min_replicas, self.max_replicas = min_replicas, max_replicas
         self.target_attainment = target_attainment
         self.policy = policy or ScalingPolicy()
@@ -148,6 +158,8 @@ class Autoscaler:
         self._num_ends = self._num_output = self._num_running_tokens = 0.0
         self._late: deque[tuple[float, float]] = deque()
         self._changed_at = -math.inf
+        self._complete_at = -math.inf
+        """When all wanted replicas took requests last."""
 
     # What it hears
 
@@ -192,11 +204,16 @@ class Autoscaler:
 
     # What it decides
 
-    def decide(self, views: Sequence[ReplicaView], at: float) -> int:
-        """How many replicas are wanted now. views: of the replicas that take requests. at: in seconds of their clock."""
+    def decide(self, views: Sequence[ReplicaView], at: float, *, keeps_all: bool = False) -> int:
+        """How many replicas are wanted now. views: of the replicas that take requests. at: in seconds of their clock.
+
+        keeps_all: the one with the highest number has what cannot move, so no smaller number is wanted.
+        """
         newest = self._bucket(at)
         if self._changed_at == -math.inf:
-            self._changed_at = at
+            self._changed_at = self._complete_at = at
+        if len(views) >= self.wanted:
+            self._complete_at = at
         newest.num_rows, newest.num_ready = sum(view.load for view in views), len(views)
         num = max(1, sum(bucket.num_sequences for bucket in self._buckets))
         mean_prompt = sum(bucket.num_prompt for bucket in self._buckets) / num
@@ -210,14 +227,14 @@ class Autoscaler:
         wanted = max(wanted, self._bounded(self._late_for(views, point, at)))
         if wanted > self.wanted:
             self._change(wanted, at)
-        elif self._may_shrink(needed, views, point, at):
+        elif not keeps_all and self._may_shrink(needed, views, point, at):
             self._change(self.wanted - 1, at)
         within = weights[needs <= self.wanted + 1e-9].sum()
         self.predicted_attainment = float(within / weights.sum()) if weights.sum() else 1.0
         return self.wanted
 
     def _bounded(self, number: float) -> int:
-        return min(max(math.ceil(number - 1e-9), self.min_replicas), self.max_replicas)
+        return math.ceil(min(max(number - 1e-9, self.min_replicas), self.max_replicas))
 
     def _change(self, wanted: int, at: float) -> None:
         self.wanted, self._changed_at = wanted, at
@@ -248,6 +265,8 @@ class Autoscaler:
         if view.num_free_blocks is not None:
             room = view.num_free_blocks * view.block_size + view.num_context
             most = min(most, max(1.0, room / max(1.0, context)))
+        alone_s = step(0, 1, context)
+        ttft_s, tpot_s = max(ttft_s, alone_s), max(tpot_s, alone_s)
         rows = most
         if mixed(most) > tpot_s:
             low, high = min(1.0, most), most  # the largest number whose steps are short enough, or one row
@@ -256,8 +275,9 @@ class Autoscaler:
                 low, high = (middle, high) if mixed(middle) <= tpot_s else (low, middle)
             rows = low
         pure, whole = step(0, rows, rows * context), mixed(rows)
-        prompt_s = (whole - pure) / (rows * new_per_row) if new_per_row > 0 else 0.0
-        return WorkingPoint(rows, max(prompt_s, 0.0), pure / rows, max(whole, 1e-9), ttft_s, tpot_s)
+        prompt_s = max(0.0, (whole - pure) / (rows * new_per_row)) if new_per_row > 0 else 0.0
+        ttft_s = max(ttft_s, alone_s + new_per_row * output * prompt_s)
+        return WorkingPoint(rows, prompt_s, pure / rows, max(whole, 1e-9), ttft_s, tpot_s)
 
     def _promised(self) -> tuple[float, float]:
         """Times to the first token and between tokens that all but a share of the requests have as long or longer."""
@@ -324,36 +344,42 @@ class Autoscaler:
 
     def _may_shrink(self, needed: float, views: Sequence[ReplicaView], point: WorkingPoint, at: float) -> bool:
         policy, fewer = self.policy, self.wanted - 1
+        num_left = sum(view.number < fewer for view in views)
+        # One that is missing for a moment has streams that are not seen. One that never starts must not keep the others.
         return (
             fewer >= self.min_replicas
-            and len(views) >= self.wanted
+            and (len(views) >= self.wanted or at - self._complete_at >= policy.shrink_pause_s)
             and at - self._changed_at >= policy.shrink_pause_s
-            and needed <= fewer * policy.utilization * (1.0 - policy.margin)
+            and needed <= num_left * policy.utilization * (1.0 - policy.margin)
             and survivors_keep(views, fewer, point.ttft_s, point.tpot_s)
         )
 
 
 def survivors_keep(views: Sequence[ReplicaView], num_left: int, ttft_s: float, tpot_s: float) -> bool:
-    """Whether the first replicas can take the streams of the others and keep the promises. Their prompts are computed again."""
-    if not 0 < num_left <= len(views):
+    """Whether the replicas with the first numbers can take the streams of the others, and keep the promises.
+
+    Prompts are computed again. A replica that has done too few steps to know their times takes as long as another one.
+    """
+    kept = [view for view in views if view.number < num_left]
+    gone = [view for view in views if view.number >= num_left]
+    known = next((view.step_seconds for view in views if view.step_seconds is not None), None)
+    if not kept or known is None:
         return False
-    views = sorted(views, key=lambda view: view.number)
-    kept, gone = views[:num_left], views[num_left:]
-    num_rows = sum(view.load for view in gone) / num_left
-    num_context = sum(view.num_context for view in gone) / num_left
-    num_tokens = num_context + sum(view.num_waiting_tokens for view in gone) / num_left
+    num_rows = sum(view.load for view in gone) / len(kept)
+    num_context = sum(view.num_context for view in gone) / len(kept)
+    num_tokens = num_context + sum(view.num_waiting_tokens for view in gone) / len(kept)
     for view in kept:
-        step: StepSeconds | None = view.step_seconds
-        if step is None:
-            return False
+        step: StepSeconds = view.step_seconds or known
         if view.load + num_rows > view.max_num_seqs:
             return False
         if view.num_free_blocks is not None and num_tokens > view.num_free_blocks * view.block_size:
             return False
         if step(0, view.load + num_rows, view.num_context + num_context) > tpot_s:
             return False
-        if (view.num_waiting_tokens or num_tokens) and Seconds.costs_s(view, math.ceil(num_tokens))[0] > ttft_s:
-            return False
+        if view.num_waiting_tokens or num_tokens:
+            wait_s, _ = Seconds.costs_s(replace(view, step_seconds=step), math.ceil(num_tokens))
+            if wait_s > ttft_s:
+                return False
     return True
 
 

@@ -135,6 +135,12 @@ def test_a_board_tells_what_steps_take_once_enough_were_seen() -> None:
     assert learnt.weights == pytest.approx((0.004, 0.0001, 0.0002, 1e-7), rel=0.05)
     (steps,) = steps_alike([learnt])
     assert steps(100, 8, 2000) == pytest.approx(0.0158, rel=0.05)
+    quick = StepTime()
+    for _ in range(20):
+        quick.observe(0, 500, 1e7, 0.005)  # a small cache, or sliding windows: 2 * 10^9 tokens of context in a second
+    other.write(2, 77, quick)
+    assert board.read(2) is not None
+    board.clear(2)
     assert board.read(2) is None
     board.clear(3)
     assert board.read(3) is None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
-from actorllm import SLO, AsyncLLM
+from actorllm import SLO, AsyncLLM, EngineConfig
 from actorllm.client.metric_families import families_of
-from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.errors import ConfigError, EngineShutdownError, InvalidParameterError
+from actorllm.fleet.fleet import Fleet
 from tests.fleet.streams import PROMPTS, all_run, params, until
 
 
@@ -71,6 +73,67 @@ async def test_the_number_of_replicas_follows_the_demand_and_the_streams_stay_th
         assert all(tokens == list(alone.outputs[0].token_ids) for tokens in found)
         with pytest.raises(InvalidParameterError, match="num_replicas=3 must be from min_replicas=1 to max_replicas=2"):
             await llm.scale(3)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.anyio
+async def test_a_replica_with_requests_that_are_pinned_to_it_stays() -> None:
+    policy = {**OPTIONS["autoscaling"], "shrink_pause_s": 0.1}
+    async with AsyncLLM("storyteller", data_parallel_size=2, **{**OPTIONS, "autoscaling": policy}) as llm:
+        await llm.start()
+        stream = llm.generate(PROMPTS[0], params(1, max_tokens=600), data_parallel_rank=1)
+        last = None
+        with anyio.fail_after(150):
+            async for last in stream:
+                assert 1 in numbers(llm) or last.finished
+            assert last is not None
+            assert last.outputs[0].finish_reason == "length"
+            await until(lambda: numbers(llm) == [0])
+
+
+@pytest.mark.anyio
+async def test_a_number_is_set_again_if_setting_it_failed_and_a_defect_costs_one_decision() -> None:
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", **OPTIONS), 0, lambda error: None)
+    scaling = fleet._scaling
+    assert scaling is not None
+    asked: list[int] = []
+
+    async def resize(number: int) -> None:
+        asked.append(number)
+        if len(asked) == 1:
+            raise EngineShutdownError("not now")
+
+    scaling._resize = resize
+    answers = iter([2, 2])
+    scaler = SimpleNamespace(wanted=1, needed=2.0, note_ends=lambda *_: None)
+    scaler.decide = lambda *_, **__: next(answers)
+    scaling.autoscaler = scaler  # type: ignore[assignment]
+    await scaling.look()
+    scaler.wanted = 2
+    await scaling.look()
+    assert asked == [2, 2]
+    await scaling.look()  # the decision raises
+    assert asked == [2, 2]
+    fleet._board_file.close()
+
+
+@pytest.mark.anyio
+async def test_nothing_starts_after_a_stop_that_came_while_another_number_was_set() -> None:
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", **OPTIONS), 0, lambda error: None)
+    fleet._over, fleet._resizing, refused = anyio.Event(), anyio.Lock(), []
+
+    async def grow() -> None:
+        try:
+            await fleet._resize(2)
+        except EngineShutdownError as error:
+            refused.append(error)
+
+    async with anyio.create_task_group() as fleet._tasks, fleet._resizing:
+        fleet._tasks.start_soon(grow)
+        await anyio.wait_all_tasks_blocked()
+        fleet.request_stop()
+    assert len(refused) == len(fleet.replicas) == 1
+    fleet._board_file.close()
 
 
 @pytest.mark.parametrize(

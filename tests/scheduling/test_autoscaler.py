@@ -101,14 +101,14 @@ def test_never_outside_of_the_bounds_and_fewer_only_if_the_others_keep_what_is_p
         assert 0.0 <= scaler.predicted_attainment <= 1.0
         if wanted < before:
             assert wanted == before - 1
-            assert len(views) >= before
-            gone = sum(one.load for one in views[wanted:]) / wanted
-            for one in views[:wanted]:
+            kept = views[:wanted]
+            gone = sum(one.load for one in views[wanted:]) / len(kept)
+            for one in kept:
                 assert one.load + gone <= one.max_num_seqs
                 assert strictest == np.inf or target < 1 - 1 / 1024 or per_row(0, one.load + gone, 0) <= strictest
         # What remains takes no more than its blocks.
         if wanted < before and all(one.num_free_blocks is not None for one in views):
-            moved = sum(one.num_context + one.num_waiting_tokens for one in views[wanted:]) / wanted
+            moved = sum(one.num_context + one.num_waiting_tokens for one in views[wanted:]) / len(views[:wanted])
             assert all(moved <= (one.num_free_blocks or 0) * one.block_size for one in views[:wanted])
 
 
@@ -210,7 +210,62 @@ def test_replicas_that_cannot_take_more_keep_the_others() -> None:
     assert not survivors_keep([view(0), view(1, num_waiting_tokens=20_000)], 1, 1.0, np.inf), (
         "their prompts take too long"
     )
-    assert not survivors_keep([ReplicaView(0), view(1)], 1, 1.0, np.inf), "it is not known"
+    assert survivors_keep([ReplicaView(0), view(1)], 1, 1.0, np.inf), "it is as quick as the other one"
+    assert not survivors_keep([ReplicaView(0), ReplicaView(1)], 1, 1.0, np.inf), "it is not known"
+    assert not survivors_keep([view(2)], 2, 1.0, np.inf), "none of those that stay is there"
+
+
+def test_a_replica_that_never_starts_does_not_keep_the_others() -> None:
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=4)
+    assert [scaler.decide([view(0), view(1)], at) for at in (0.0, 9.0, 10.0, 20.0, 30.0)] == [4, 4, 3, 2, 1]
+
+
+def test_replicas_that_are_missing_do_no_work() -> None:
+    """One that is drained counts among those that are wanted, and not among those that can take what the last one does."""
+    slo = SLO(ttft=1.0, tpot=0.05)
+    scaler = Autoscaler(1, 20, policy=POLICY)
+    run(scaler, [4.2] * 100, slo)
+    scaler.set_wanted(3, 100.0)
+    views = [view(number, num_running=4, num_context=600) for number in range(3)]
+    assert 0.73 < scaler.needed < 1.44
+    assert [scaler.decide(views[1:], at) for at in (101.0, 112.0, 113.0)] == [3, 3, 3]
+    assert scaler.decide(views, 114.0) == 2
+
+
+def test_a_replica_that_is_missing_for_a_moment_keeps_the_others() -> None:
+    """It comes back with the streams that it has."""
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=3)
+    scaler.decide([view(0), view(1), view(2)], 0.0)
+    busy = [view(number, num_running=12) for number in range(3)]
+    assert [scaler.decide(busy, float(at)) for at in range(1, 10)] == [3] * 9
+    assert scaler.decide([view(0), view(1)], 12.0) == 3
+
+
+def test_an_idle_fleet_shrinks_though_few_steps_are_known() -> None:
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=3)
+    assert [scaler.decide([view(0), ReplicaView(1), ReplicaView(2)], at) for at in (0.0, 10.0, 20.0)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("slo", [SLO(tpot=0.001), SLO(ttft=1e-320), SLO(ttft=0.001)])
+def test_a_promise_that_no_replica_keeps_asks_for_none(slo: SLO) -> None:
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=3)
+    scaler.note(Routable(100, slo=slo), [], 0.0)
+    waiting = [view(0, num_waiting=1, num_waiting_tokens=100), view(1), view(2)]
+    assert [scaler.decide(waiting, float(at)) for at in range(5)] == [3] * 5
+    assert scaler.decide([view(number) for number in range(3)], 100.0) == 2, "what is idle goes"
+
+
+def test_what_cannot_move_keeps_its_replica() -> None:
+    scaler = Autoscaler(1, 8, policy=POLICY, num_replicas=2)
+    views = [view(0), view(1)]
+    assert [scaler.decide(views, at, keeps_all=True) for at in (0.0, 20.0)] == [2, 2]
+    assert scaler.decide(views, 21.0) == 1
+
+
+@pytest.mark.parametrize("given", [(0, 4, 0.99), (4, 1, 0.99), (1, 4, 99.0), (1, 4, float("nan"))])
+def test_bounds_of_no_sense(given: tuple[int, int, float]) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        Autoscaler(*given)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 30))

@@ -213,6 +213,8 @@ class RayPlacement:
     def want(self, num_replicas: int) -> None:
         """Ask the autoscaler of the cluster for room for so many replicas in all; it adds nodes, and takes them away."""
         ray = _ray()
+        if not ray.is_initialized():  # all are here so far: places are asked for when the first one elsewhere starts
+            return
         self._has_asked = True
         bundle = bundle_of(self._config)
         number = max(0, num_replicas - self._config.data_parallel_size_local)
@@ -254,7 +256,7 @@ class RayPlacement:
         self._is_closed = True
         with self._lock:  # what holds it looks at `_is_closed`
             groups, self._ours = self._ours, []
-        if not groups and not self._agents:
+        if not groups and not self._agents and not self._has_asked:
             return
         ray = _ray()
         for index in list(self._agents):

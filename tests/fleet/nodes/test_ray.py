@@ -60,6 +60,7 @@ class FakeRay:
         self.removed: list[Any] = []
         self.asked: list[list[dict[str, float]]] = []
         self.killed: list[Any] = []
+        self.has_begun = True
         self._cores = cores
         self.util = SimpleNamespace(
             get_current_placement_group=lambda: None,
@@ -73,7 +74,7 @@ class FakeRay:
         return SimpleNamespace(number=len(self.groups) - 1, wait=lambda seconds: True)
 
     def is_initialized(self) -> bool:
-        return True
+        return self.has_begun
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"Alive": True, "Resources": {"CPU": self._cores}}]
@@ -115,6 +116,21 @@ def test_a_replica_that_comes_and_goes_gives_its_place_back(monkeypatch: pytest.
     assert [group.number for group in ray.removed] == [1, 0, 2]
     assert len(ray.killed) == 4
     assert ray.asked[-1] == []
+
+
+def test_what_was_asked_for_is_taken_back_though_nothing_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(cores=8.0)
+    ray.has_begun = False
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    sdk = SimpleNamespace(request_resources=lambda bundles: ray.asked.append(bundles))
+    monkeypatch.setitem(sys.modules, "ray.autoscaler.sdk", sdk)
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", max_replicas=4, **ENGINE))
+    placement.want(2)
+    assert ray.asked == [], "nothing of Ray runs yet: asking would fail"
+    ray.has_begun = True
+    placement.want(3)
+    placement.close()
+    assert [len(bundles) for bundles in ray.asked] == [3, 0]
 
 
 @pytest.fixture(scope="module")
