@@ -261,6 +261,8 @@ class DeviceModel(Protocol):
     hidden_size: int
     num_bytes: int
     """Bytes of weights that one decode step reads."""
+    forms: tuple[str, ...]
+    """Of its products: what decides, beside the configuration, which kernels it launches."""
     needs_trial: bool
     """Whether `decode` may make more than launches: a recording of it is tried before it is used."""
     head: LMHead | None
@@ -402,6 +404,7 @@ class DeviceDecoder:
         linears = [part for y in self.layers for part in (y.qkv, y.output, y.gate_up, y.down)]
         linears += [] if self.lm_head is None else [self.lm_head]
         self.num_bytes = sum(part.num_bytes for part in linears)
+        self.forms = tuple(sorted({f"[{y.out_features}, {y.in_features}] {y.form}" for y in linears}))
         self._activations: Activations
         self._attention: PagedAttention
         self._scratch = SplitScratch.empty(device.torch_device)

@@ -27,6 +27,11 @@ class DeviceLinear(Linear):
         """Whether `launch` is to be called for so many rows, and not the plain product. is_gated: with an activation."""
 
     @property
+    @abstractmethod
+    def form(self) -> str:
+        """What decides, beside its sizes, which kernels it launches."""
+
+    @property
     def ahead(self) -> torch.Tensor | None:
         """What the plain product reads and a kernel in front of it may ask for."""
         return None
@@ -65,6 +70,10 @@ class DeviceDense(DeviceLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
         self.weight, self.bias = weight, bias
+
+    @property
+    def form(self) -> str:
+        return "dense" if self.bias is None else "dense with a bias"
 
     @property
     def ahead(self) -> torch.Tensor | None:

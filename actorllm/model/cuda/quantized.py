@@ -52,6 +52,11 @@ class DeviceQuantized(DeviceLinear):
         self.bias = None if weight.bias is None else weight.bias.to(device)
         self._slice = workspaces.slice_of(weight.out_features, weight.in_features)
 
+    @property
+    def form(self) -> str:
+        groups = f", {self.scales.shape[0]} times {self.scales.shape[2] // 2} groups" if self.scales.dim() == 3 else ""
+        return f"{self.codes.dtype}{groups}{'' if self.bias is None else ' with a bias'}"
+
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return num_rows <= MAX_ROWS
 
@@ -94,6 +99,10 @@ class DeviceSideBySide(DeviceLinear):
             sum(part.out_features for part in parts), parts[0].in_features, sum(part.num_bytes for part in parts)
         )
         self.parts = tuple(parts)
+
+    @property
+    def form(self) -> str:
+        return " beside ".join(f"{part.out_features} outputs of {part.form}" for part in self.parts)
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return False
@@ -195,7 +204,8 @@ class ReadOnHost:
         self._form = form
 
     def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-        return self._form.head_of(weight.cpu(), bias)
+        made = self._form.head_of(weight.cpu(), bias)
+        return Dense(weight, bias) if isinstance(made, Dense) else made  # an embedding is not kept twice
 
     def sharded(self, weights: Weights, *args: Any, **kwargs: Any) -> LinearWeight:
         assert isinstance(weights, _OnDevice)

@@ -192,7 +192,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
         with self.device.active():
             self._rows_of_size.clear()
-            self._loaded_rows = None
+            self._loaded_rows = self._label_head = None
             super().close()
             self.device.release()
 
@@ -231,9 +231,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
-        form, cache = self.config.model.quantization, self.config.cache.block_size
-        plan = repr(self.model_config), str(self.dtype), form, self.config.scheduler, cache
-        key = memory.key_of(self.device.description, *plan, self.collectives.size)
+        plan = repr(self.model_config), str(self.dtype), self.config.scheduler, self.config.cache.block_size
+        key = memory.key_of(self.device.description, *plan, self.model.forms, self.collectives.size)
         failed = memory.remembered(key)
         if failed is None:
             began = clock.now()
@@ -367,7 +366,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _logprobs_bytes(self) -> int:
         """What a step with log-probabilities takes beside the logits of all others: copies of rows that want them."""
         most, row = self.config.model.max_logprobs, 4 * self.model_config.vocab_size
-        if most == 0:
+        if most == 0 or not self._decodes:
             return 0
         # Above what the kernel looks for: sorted logits with their ids in 64 bits, and the log-probabilities of all.
         num_more = 0 if 0 < most <= MAX_KERNEL_TOP else 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actorllm.errors import ConfigError, UnsupportedModelError
-from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, Workspaces, linear
+from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, ReadOnHost, Workspaces, linear
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
@@ -97,6 +97,16 @@ def test_a_product_is_that_of_the_dequantized_weight(form: Any, num_rows: int) -
     product.wide(x, wide)  # type: ignore[attr-defined]
     torch.testing.assert_close(product(x), x @ exact + bias, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(wide, x @ exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plain_head_that_is_the_embedding_stays_where_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a device, `cpu` copies: the head would be a second embedding there."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    embedding = torch.randn(8, 32)
+    head = ReadOnHost(Dense).head_of(embedding)
+    assert isinstance(head, Dense)
+    assert head.weight is embedding
+    assert isinstance(ReadOnHost(Int8).head_of(embedding), Int8)
 
 
 def test_layers_side_by_side_may_have_several_forms() -> None:

@@ -17,6 +17,7 @@ from actorllm.model.cuda.proof import memory
 from actorllm.model.cuda.proof.self_check import Copies, difference
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
+from tests.model.quantization.layouts import save_both
 
 
 class ProvenDevice(HostDevice):
@@ -154,6 +155,19 @@ def test_what_was_found_is_remembered_until_something_changes(
     memory.path().unlink()
     memory.path().mkdir()  # cannot be written
     assert was_checked()
+
+
+def test_checkpoints_of_one_method_are_checked_each_for_its_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """compressed-tensors is of 4 bits or of 8, which are other kernels."""
+    for name in ("packed-zeros", "packed-8"):
+        path, _ = save_both(name, tmp_path / name)
+        for is_new in (True, False):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "actorllm"):
+                start(lambda path=path: path, load_format="auto", max_num_seqs=4)  # type: ignore[misc]
+            assert ("kernels were checked" in caplog.text) == is_new
 
 
 def test_what_failed_before_is_replaced_without_a_check(
