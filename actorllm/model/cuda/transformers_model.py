@@ -102,7 +102,7 @@ class DeviceTransformers:
 
     needs_trial = True
     head: LMHead | None = None
-    forms = ()
+    forms: tuple[str, ...] = ()
 
     def __init__(self, loaded: TransformersDecoder, device: Device) -> None:
         """loaded: on the device; from now on it belongs to this object."""
