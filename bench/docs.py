@@ -281,7 +281,11 @@ def body_fields() -> str:
     for path, body in BODIES.items():
         names = sorted({*theirs[path], *body.model_fields})
         rows = [
-            {"name": f"`{name}`", "status": status[how] if name in theirs[path] else "ours", "note": note}
+            {
+                "name": f"`{name}`",
+                "status": status[how] if name in theirs[path] or how == REFUSED else "ours",
+                "note": note,
+            }
             for name, (how, note) in treatments(body, names).items()
         ]
         parts.append("\n".join([f"## Fields of {path}", "", *table(rows), ""]))

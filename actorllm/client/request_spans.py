@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from actorllm.client.stream import Mailbox
+from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.clock import to_epoch
 from actorllm.errors import ConfigError, InvalidParameterError, shown
 
@@ -149,14 +149,21 @@ class TracedMailbox(Mailbox):
         self.ends: list[Any] = []
 
     def push(self, delta: Any, index: int = 0) -> None:
-        held = (
-            None if self.stream is None else self.stream()
-        )  # else a quick consumer drops it before the span has its name
+        held = self._held()
         self.num_tokens += len(delta.tokens)
         if delta.end is not None:
             self.ends.append(delta.end)
         super().push(delta, index)
         del held
+
+    def fail(self, error: BaseException) -> None:
+        held = self._held()
+        super().fail(error)
+        del held
+
+    def _held(self) -> RequestStream | None:
+        """The stream, which has the name of the span: a quick consumer would drop it before the span is made."""
+        return None if self.stream is None else self.stream()
 
     def _release(self) -> None:
         super()._release()

@@ -364,7 +364,7 @@ class TokenizerPool:
 
     @contextmanager
     def _process_for(self, worker: TokenizerWorker) -> Iterator[IntakeProcess]:
-        """A intake process for one question; one that was killed is not used again."""
+        """An intake process for one question; one that was killed is not used again."""
         worker.is_aside = True
         process: IntakeProcess | None = None
         try:

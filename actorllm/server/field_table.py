@@ -52,7 +52,9 @@ def treatments(body: type[Body], names: Iterable[str]) -> dict[str, tuple[str, s
 
 def _treatment(body: type[Body], name: str) -> tuple[str, str]:
     if body is ResponsesRequest and name in responses.NOT_HERE:
-        return REFUSED, "accepted at `null` or `false`"
+        return REFUSED, accepted_at((None, False, 1) if name in ("n", "best_of") else (None, False))
+    if body is ResponsesRequest and name == "max_tokens":
+        return REFUSED, "called `max_output_tokens` in this API"
     if body is MessagesRequest and name not in body.model_fields:
         return _treatment(ChatCompletionRequest, name)  # what it does not know itself goes on to that one
     if body in READ_WHOLE and name not in body.model_fields:

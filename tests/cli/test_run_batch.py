@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 
 from actorllm import LLM, SamplingParams, cli
-from actorllm.cli.batch_format import BatchReader
+from actorllm.cli.batch_format import BatchReader, refusal_of_error
+from actorllm.client.plugin_data import PluginData
 from actorllm.config import EngineConfig, ModelConfig
+from actorllm.errors import InvalidPromptError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
 from actorllm.server.served_models import ServedModels
+from actorllm.server.vectors.bodies import PoolingRequest
 from actorllm.text.chat_template import Conversation
-from actorllm.types.params import RequestOutputKind
+from actorllm.types.io_processor import IOProcessor
+from actorllm.types.params import PoolingParams, RequestOutputKind
 from tests.model.adapters.lora_folders import write_adapter
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
@@ -534,3 +538,48 @@ def test_data_of_a_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (told["beside"]["param"], told["beside"]["code"]) == ("input", 400)
     assert (told["failing"]["code"], "RuntimeError" in told["failing"]["message"]) == (500, True)
     assert told["missing"]["code"] == 500
+
+
+class Words(IOProcessor[Any, Any]):
+    """Its data are prompts."""
+
+    def parse_data(self, data: object) -> Any:
+        return data
+
+    def pre_process(self, prompt: Any, request_id: str | None = None, **kwargs: Any) -> Any:
+        return prompt
+
+    def merge_pooling_params(self, params: PoolingParams | None = None) -> PoolingParams:
+        return params or PoolingParams(task="token_embed")
+
+    def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
+        raise AssertionError("nothing is computed here")
+
+
+def test_prompts_of_a_plug_in_may_be_any_that_the_engine_takes() -> None:
+    config = EngineConfig.from_arguments("storyteller", runner="pooling")
+    plugin = PluginData(Words(config, None))
+    defaults = Defaults(sampling={}, max_prompt_characters=10_000)
+    reader = BatchReader(config.model, ServedModels(["storyteller"]), defaults, str, lambda: plugin)
+
+    def read(data: Any) -> Any:
+        line = {"custom_id": "a", "method": "POST", "url": "/pooling", "body": {"data": data, "cache_salt": "sea"}}
+        return reader.read(json.dumps(line).encode()).asked
+
+    given = [{"prompt": "Once"}, {"prompt_token_ids": [1, 2]}, "upon", [3, 4]]
+    assert read(given).prompts == [
+        {"prompt": "Once", "cache_salt": "sea"},
+        {"prompt_token_ids": [1, 2], "cache_salt": "sea"},
+        {"prompt": "upon", "cache_salt": "sea"},
+        {"prompt_token_ids": [3, 4], "cache_salt": "sea"},
+    ]
+    with pytest.raises(ApiError) as caught:
+        read([None, "upon"])
+    assert (caught.value.status, caught.value.param) == (400, "data")
+    with pytest.raises(ApiError, match="the vectors of all tokens of 2000 texts"):
+        read([{"prompt": "Once upon a time " * 100}] * 2000)
+
+
+def test_an_error_about_data_names_them() -> None:
+    body = PoolingRequest(data={"text": "Once"})
+    assert refusal_of_error(InvalidPromptError("the prompt is too long"), body).param == "data"

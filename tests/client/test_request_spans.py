@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,23 @@ async def test_a_stream_that_is_dropped_as_its_end_comes_has_its_name(
 
     monkeypatch.setattr(Mailbox, "push", push)
     streams.append(llm.generate("Once", SamplingParams(max_tokens=3), "mine", trace_headers=HEADERS))
+    await until(exporter.get_finished_spans)
+    assert told(exporter.get_finished_spans()[0])["gen_ai.request.id"] == "mine"
+
+
+async def test_a_stream_that_is_dropped_as_it_fails_has_its_name(
+    llm: AsyncLLM, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[object] = []
+    right = Mailbox.fail
+
+    def fail(mailbox: Mailbox, error: BaseException) -> None:
+        streams.clear()
+        gc.collect()
+        right(mailbox, error)
+
+    monkeypatch.setattr(Mailbox, "fail", fail)
+    streams.append(llm.generate({"prompt_token_ids": [1] * 99}, None, "mine", trace_headers=HEADERS))
     await until(exporter.get_finished_spans)
     assert told(exporter.get_finished_spans()[0])["gen_ai.request.id"] == "mine"
 

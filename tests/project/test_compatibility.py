@@ -132,6 +132,11 @@ def test_the_endpoints_of_vllm_and_the_fields_of_their_bodies_have_rows() -> Non
         assert set(found) == {*VLLM["bodies"][path], *body.model_fields}
         unknown = [name for name, (status, note) in found.items() if note.startswith("not known here")]
         assert unknown == [], path
+        refused = [
+            name for name, (status, note) in found.items() if status == "ours" and note.startswith("accepted at")
+        ]
+        assert refused == [], path
+    assert SECTIONS["Fields of /v1/responses"]["max_tokens"] == ("not there", "called `max_output_tokens` in this API")
 
 
 @pytest.mark.parametrize(

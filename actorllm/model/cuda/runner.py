@@ -193,7 +193,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
         with self.device.active():
             self._rows_of_size.clear()
-            self._loaded_rows = None
+            self._loaded_rows = self._label_head = None
             super().close()
             self.device.release()
 
@@ -369,7 +369,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _logprobs_bytes(self) -> int:
         """What a step with log-probabilities takes beside the logits of all others: copies of rows that want them."""
         most, row = self.config.model.max_logprobs, 4 * self.model_config.vocab_size
-        if most == 0:
+        if most == 0 or not self._decodes:
             return 0
         # Above what the kernel looks for: sorted logits with their ids in 64 bits, and the log-probabilities of all.
         num_more = 0 if 0 < most <= MAX_KERNEL_TOP else 4

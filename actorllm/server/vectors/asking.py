@@ -102,6 +102,8 @@ def ask(body: Pooled, headers: Mapping[str, str], defaults: Defaults, model: str
 
 def prompt_field(body: Pooled) -> str:
     """The field of a body that has the prompts, for errors to name."""
+    if getattr(body, "data", None) is not None:
+        return "data"
     if isinstance(body, TextsRequest):
         return "input" if body.messages is None else "messages"
     return "documents" if isinstance(body, RerankRequest) else next(iter(_sides(body)), SIDES[0])[0]
@@ -208,4 +210,6 @@ def pooled_extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": salt}
     return {"prompt" if isinstance(prompt, str | Conversation) else "prompt_token_ids": prompt, "cache_salt": salt}

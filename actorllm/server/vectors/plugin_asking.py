@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from actorllm.client.plugin_data import TASK, PluginData
 from actorllm.config import ModelConfig
 from actorllm.errors import ActorLLMError
-from actorllm.intake.tokenization import Prompt
+from actorllm.intake.tokenization import PROMPT_KEYS, Prompt
 from actorllm.server.copies import check_vectors
 from actorllm.server.envelope import ApiError
 from actorllm.server.vectors.asking import PooledAsked, pooled_extras, salted
@@ -84,8 +84,16 @@ def check_prompts(prompts: Sequence[Prompt], params: Sequence[PoolingParams], mo
     sizes = [model.pooler.resolved(one.checked_copy(), model.name) for one in params]
     of_tokens = [(prompt, how.size) for prompt, how in zip(prompts, sizes, strict=True) if how.is_of_tokens]
     if of_tokens:
-        ids = [prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt for prompt, _ in of_tokens]
-        check_vectors(ids, max(size for _, size in of_tokens), model.max_model_len, FIELD)
+        contents = [_content(prompt) for prompt, _ in of_tokens]
+        with telling():  # of what is no prompt
+            check_vectors(contents, max(size for _, size in of_tokens), model.max_model_len, FIELD)
+
+
+def _content(prompt: Prompt) -> Any:
+    """The text or the token ids of a prompt, which may be a mapping."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    return next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
 
 
 def written(plugin: PluginData, made: Any, name: str) -> bytes:

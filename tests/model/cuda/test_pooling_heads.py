@@ -46,6 +46,7 @@ def test_a_model_that_pools_has_no_head_for_text_and_checks_its_states(make_twin
     assert decoder.lm_head is None
     assert runner.weight_bytes < make_twins().runner.weight_bytes
     assert not runner.wants_to_record
+    assert runner._logprobs_bytes == 0
     runner.warm_up()
     runner.check_itself()
     with torch.inference_mode():

@@ -101,6 +101,16 @@ def test_a_product_is_that_of_the_dequantized_weight(form: Any, num_rows: int) -
     torch.testing.assert_close(wide, x @ exact, rtol=1e-4, atol=1e-4)
 
 
+def test_a_plain_head_that_is_the_embedding_stays_where_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a device, `cpu` copies: the head would be a second embedding there."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    embedding = torch.randn(8, 32)
+    head = ReadOnHost(Dense).head_of(embedding)
+    assert isinstance(head, Dense)
+    assert head.weight is embedding
+    assert isinstance(ReadOnHost(Int8).head_of(embedding), Int8)
+
+
 def test_layers_side_by_side_may_have_several_forms() -> None:
     torch.manual_seed(0)
     parts: list[Any] = [Int4.of(torch.randn(32, 64)), Int8.of(torch.randn(16, 64)), Dense(torch.randn(8, 64))]
