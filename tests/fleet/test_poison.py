@@ -97,6 +97,7 @@ async def test_they_fail_alone_and_are_tried_on_one_replica(
     deaths = [sum(actor.num_restarts for actor in replica.actors.values()) for replica in owner.health().replicas]
     guest.shutdown()
     trial = deaths.index(max(deaths))
-    assert 2 <= deaths[trial] <= 2 * len(homes) + homes.count(trial), "two for each, and one where it came first"
+    assert sum(deaths) >= 2, "the first may count already, if nothing else was in that step"
+    assert deaths[trial] <= 2 * len(homes) + homes.count(trial), "two for each, and one where it came first"
     for replica in {0, 1, 2} - {trial}:
         assert deaths[replica] <= homes.count(replica), "all trials are on one replica"

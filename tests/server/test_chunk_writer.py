@@ -137,7 +137,7 @@ async def test_a_slow_client_gets_the_chunks_of_callbacks_and_of_the_task_in_ord
 
     monkeypatch.setattr(ChunkWriter, "is_ready", property(note))
     async with served(create_app(llm), send_buffer=2048) as address:
-        text = text_of(await read(address, pause_s=0.03, receive_buffer=2048))
+        text = text_of(await read(address, pause_s=0.1, receive_buffer=2048))
     assert False in answers, "the client was never too slow"
     assert callback_writes
     assert text == await expected(llm)
