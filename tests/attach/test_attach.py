@@ -405,6 +405,7 @@ def forge_state(guest: AsyncLLM) -> None:
 
 def forge_sleep(guest: AsyncLLM) -> None:
     ring_of(guest).receiver.reader._words[reader_word(0) + SLEEP] = 99
+    time.sleep(1.0)  # on the thread that reads: it would write the word itself before the scheduler looks at it
 
 
 def send_garbage(guest: AsyncLLM) -> None:
