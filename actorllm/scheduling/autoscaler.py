@@ -368,7 +368,7 @@ def survivors_keep(views: Sequence[ReplicaView], num_left: int, ttft_s: float, t
     num_rows = sum(view.load for view in gone) / len(kept)
     num_context = sum(view.num_context for view in gone) / len(kept)
     num_tokens = num_context + sum(view.num_waiting_tokens for view in gone) / len(kept)
-    for view in kept:
+    for view in kept:  # each gets an even share of what the others have
         step: StepSeconds = view.step_seconds or known
         if view.load + num_rows > view.max_num_seqs:
             return False

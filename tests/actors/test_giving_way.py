@@ -106,6 +106,7 @@ def test_the_first_grammar_reads_no_vocabulary(monkeypatch: pytest.MonkeyPatch) 
     assert when == ["start"]
     at = "start"
     when.clear()
+    monkeypatch.setattr(engine_thread, "_hosts", type(engine_thread._hosts)())  # that loop may not be collected yet
     llm = LLM("storyteller", topology="inline", **CACHE)
     llm.generate("Once", PARAMS, use_tqdm=False)
     llm.shutdown()

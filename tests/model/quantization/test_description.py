@@ -29,6 +29,7 @@ def test_info_says_how_far_the_weights_are_from_the_original(
     assert least < float(found[1]) < most
 
 
+@pytest.mark.usefixtures("computed_as_asked")
 @pytest.mark.parametrize("method", ["int8", "int4", "int4-g128"])
 def test_the_bytes_are_those_that_a_worker_reads(method: str) -> None:
     from actorllm.config import EngineConfig
