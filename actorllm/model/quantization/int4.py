@@ -15,7 +15,8 @@ import torch
 
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.side_by_side import side_by_side
-from actorllm.model.quantization.int8 import SLICE_NUMBERS, Int8
+from actorllm.model.quantization.int8 import Int8
+from actorllm.model.quantization.per_output import SLICE_NUMBERS
 from actorllm.model.weights import ALL, Weights
 
 GROUPS = (128, 64, 32)

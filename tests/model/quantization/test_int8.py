@@ -77,7 +77,7 @@ def test_weights_are_rounded_to_the_nearest_code(monkeypatch: pytest.MonkeyPatch
     error = (rounded.codes * rounded.scales[:, None] - weight).abs()
     assert (error <= 0.5001 * rounded.scales[:, None]).all()
     assert (rounded.codes.abs().amax(1) == 127).all(), "the scales leave no code unused"
-    monkeypatch.setattr("actorllm.model.quantization.int8.SLICE_NUMBERS", 64 * 7)
+    monkeypatch.setattr("actorllm.model.quantization.per_output.SLICE_NUMBERS", 64 * 7)
     in_slices = Int8.of(weight)
     assert torch.equal(in_slices.codes, rounded.codes)
     assert torch.equal(in_slices.scales, rounded.scales)
