@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
+from actorllm_kernels.configs import dependent, lookup
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS
-from actorllm_kernels.skinny_gemm import UNROLLED, SplitScratch, add_part, finish, shape_class
+from actorllm_kernels.skinny_gemm import SplitScratch, finish_tile, num_parts, shape_class
 
 MAX_ROWS = 32
 """Of x, in one launch of `quantized_gemm`. For more, tiles of x leave no registers for codes and their numbers."""
@@ -188,44 +188,10 @@ def quantized_gemm_kernel(
         if IS_GATED:
             acc_up *= tl.load(scales_ptr + row + N)[:, None]
 
-    if SPLIT > 1:
-        # As in skinny_gemm: the last program of a tile adds up what all of them have left.
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PART: tl.constexpr = (TILE * 2 if IS_GATED else TILE) + BLOCK_M
-        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        parts = partials_ptr + tl.program_id(0) * (SPLIT * PART)
-        mine = parts + tl.program_id(1) * PART
-        tl.store(mine + inside, acc)
-        if IS_GATED:
-            tl.store(mine + TILE + inside, acc_up)
-        if HAS_NORM:
-            tl.store(mine + (PART - BLOCK_M) + m, squares)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        arrived = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == SPLIT - 1:
-            tl.store(counters_ptr + tl.program_id(0), 0)  # as the next launch must find it
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            if SPLIT <= UNROLLED:
-                for i in tl.static_range(SPLIT):
-                    acc, acc_up, squares = add_part(
-                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
-                    )
-            else:
-                for i in range(SPLIT):
-                    acc, acc_up, squares = add_part(
-                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
-                    )
-            finish(
-                acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
-                N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-            )  # fmt: skip
-    else:
-        finish(
-            acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
-            N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-        )  # fmt: skip
+    finish_tile(
+        acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, partials_ptr, counters_ptr, eps,
+        N, K, BLOCK_M, BLOCK_N, SPLIT, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "num_outputs"])
@@ -314,8 +280,7 @@ def quantized_gemm(
     if scratch is None:
         split = 1
     elif split is None:
-        most = triton.cdiv(in_features, config["BLOCK_K"])
-        split = min(triton.cdiv(num_multiprocessors(x.device), num_tiles), most)
+        split = num_parts(num_tiles, in_features, config["BLOCK_K"], x.device)
     launch(
         quantized_gemm_kernel,
         (num_tiles, split),

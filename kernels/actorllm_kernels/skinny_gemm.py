@@ -116,6 +116,73 @@ def add_part(
     return acc, acc_up, squares
 
 
+@triton.jit
+def finish_tile(
+    acc,
+    acc_up,
+    squares,
+    n,
+    m,
+    is_n,
+    is_m,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    partials_ptr,
+    counters_ptr,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """`finish` of a tile whose share of K this program has; of several programs, the last one adds up what all have left."""
+    IS_GATED: tl.constexpr = ACTIVATION != ""
+    if SPLIT > 1:
+        # A part: the sums of a tile, those of the other factor behind them, and the squares.
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        PART: tl.constexpr = (TILE * 2 if IS_GATED else TILE) + BLOCK_M
+        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        parts = partials_ptr + tl.program_id(0) * (SPLIT * PART)
+        mine = parts + tl.program_id(1) * PART
+        tl.store(mine + inside, acc)
+        if IS_GATED:
+            tl.store(mine + TILE + inside, acc_up)
+        if HAS_NORM:
+            tl.store(mine + (PART - BLOCK_M) + m, squares)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        arrived = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            tl.store(counters_ptr + tl.program_id(0), 0)  # as the next launch must find it
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            if SPLIT <= UNROLLED:
+                for i in tl.static_range(SPLIT):  # all parts are on their way before the first is there
+                    acc, acc_up, squares = add_part(
+                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
+                    )
+            else:
+                for i in range(SPLIT):
+                    acc, acc_up, squares = add_part(
+                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
+                    )
+            finish(
+                acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
+                N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+            )  # fmt: skip
+    else:
+        finish(
+            acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
+            N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def skinny_gemm_kernel(
     x_ptr,
@@ -196,44 +263,10 @@ def skinny_gemm_kernel(
                 w = w.to(tl.float32)
             acc_up = tl.dot(w, x, acc_up, input_precision="ieee")
 
-    if SPLIT > 1:
-        # A part: the sums of a tile, those of the other factor behind them, and the squares.
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PART: tl.constexpr = (TILE * 2 if IS_GATED else TILE) + BLOCK_M
-        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        parts = partials_ptr + tl.program_id(0) * (SPLIT * PART)
-        mine = parts + tl.program_id(1) * PART
-        tl.store(mine + inside, acc)
-        if IS_GATED:
-            tl.store(mine + TILE + inside, acc_up)
-        if HAS_NORM:
-            tl.store(mine + (PART - BLOCK_M) + m, squares)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        arrived = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == SPLIT - 1:
-            tl.store(counters_ptr + tl.program_id(0), 0)  # as the next launch must find it
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            if SPLIT <= UNROLLED:
-                for i in tl.static_range(SPLIT):  # all parts are on their way before the first is there
-                    acc, acc_up, squares = add_part(
-                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
-                    )
-            else:
-                for i in range(SPLIT):
-                    acc, acc_up, squares = add_part(
-                        acc, acc_up, squares, parts + i * PART, inside, m, TILE, PART, BLOCK_M, IS_GATED, HAS_NORM
-                    )
-            finish(
-                acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
-                N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-            )  # fmt: skip
-    else:
-        finish(
-            acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
-            N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-        )  # fmt: skip
+    finish_tile(
+        acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, partials_ptr, counters_ptr, eps,
+        N, K, BLOCK_M, BLOCK_N, SPLIT, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +293,11 @@ class SplitScratch:
             torch.empty(2 * most * part, dtype=torch.float32, device=device),
             torch.zeros(most, dtype=torch.int32, device=device),
         )
+
+
+def num_parts(num_tiles: int, in_features: int, block_k: int, device: torch.device) -> int:
+    """How many programs share a tile: as many as fill the GPU, with a step of the loop each at least."""
+    return min(triton.cdiv(num_multiprocessors(device), num_tiles), triton.cdiv(in_features, block_k))
 
 
 def columns_ahead(num_programs: int, num_rows: int, device: torch.device) -> int:
@@ -319,8 +357,7 @@ def skinny_gemm(
     if scratch is None:
         split = 1
     elif split is None:
-        most = triton.cdiv(in_features, config["BLOCK_K"])
-        split = min(triton.cdiv(num_multiprocessors(x.device), num_tiles), most)
+        split = num_parts(num_tiles, in_features, config["BLOCK_K"], x.device)
     launch(
         skinny_gemm_kernel,
         (num_tiles, split),
