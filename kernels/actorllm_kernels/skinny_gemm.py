@@ -297,8 +297,9 @@ class SplitScratch:
 
 def num_parts(num_tiles: int, in_features: int, block_k: int, device: torch.device) -> int:
     """How many programs share a tile: as many as fill the GPU, with a step of the loop each at least."""
+    most: int = triton.cdiv(in_features, block_k)
     as_fill: int = triton.cdiv(num_multiprocessors(device), num_tiles)
-    return min(as_fill, triton.cdiv(in_features, block_k))
+    return min(as_fill, most)
 
 
 def columns_ahead(num_programs: int, num_rows: int, device: torch.device) -> int:
