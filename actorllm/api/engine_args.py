@@ -18,7 +18,7 @@ import orjson
 
 from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
-from actorllm.types.options import EngineOptions, meanings, with_options
+from actorllm.types.options import EngineOptions, is_switch, meanings, with_options
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 DEFAULT_MODEL = "storyteller"
@@ -159,7 +159,7 @@ STRINGS = ("tokenizer", "name", "record", "admission_policy")
 
 
 def _option_of(name: str, default: Any) -> dict[str, Any]:
-    if isinstance(default, bool) or any(isinstance(value, bool) for value in VLLM_ARGUMENTS.get(name, ())):
+    if is_switch(name):
         return {"action": argparse.BooleanOptionalAction}
     if default is None and name in ("enable_prefix_caching", "async_scheduling"):
         return {"action": argparse.BooleanOptionalAction}

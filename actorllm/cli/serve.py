@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from actorllm.cli.options import Number, SeededEngineFlags, see_own_folder, with_meanings
+from actorllm.cli.other_options import OtherOptions, other_engine_options
 from actorllm.errors import ConfigError
 from actorllm.types.serve_options import VLLMServeOptions
 
@@ -76,6 +77,21 @@ class ServedEngineOptions(SeededEngineFlags):
 @dataclass(frozen=True, kw_only=True)
 class TheirServeOptions(VLLMServeOptions):
     """Of vLLM only."""
+
+
+if TYPE_CHECKING:
+    OtherEngineOptions = OtherOptions
+else:
+    OtherEngineOptions = other_engine_options(
+        {
+            *ServedEngineOptions.__dataclass_fields__,
+            *VLLMServeOptions.__dataclass_fields__,
+            *("served_model_name", "enable_log_requests", "reasoning_parser_plugin", "otlp_traces_endpoint"),
+        }
+    )
+
+
+NO_OTHER_OPTIONS = OtherEngineOptions()
 
 
 def json_option(name: str, text: str) -> Any:
@@ -158,6 +174,7 @@ def planned(
     enable_dev_endpoints: bool = False,
     config: str | None = None,
     their_options: TheirServeOptions = TheirServeOptions(),
+    other_options: OtherEngineOptions = NO_OTHER_OPTIONS,
 ) -> ServePlan:
     """Serve MODEL over OpenAI's API (needs the extra actorllm[serve]).
 
@@ -258,7 +275,7 @@ def planned(
     if middleware or any(":" in path for path in classes if path is not None):
         see_own_folder()
     keys = api_key or keys_of_environment()
-    arguments: dict[str, Any] = engine_options.arguments()
+    arguments: dict[str, Any] = engine_options.arguments() | other_options.arguments()
     from actorllm.server.tool_formats import FORMATS
     from actorllm.server.tool_parsers import PARSERS
     from actorllm.types.plugin_file import parser_of_file

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from actorllm.api.async_llm import AsyncLLM
     from actorllm.cli.serve import ServePlan
 
-LEFT_OUT = ("model_tag", "engine_options", "their_options", "config")
+LEFT_OUT = ("model_tag", "engine_options", "their_options", "other_options", "config")
 """Arguments of `actorllm serve` that are no options, or options of the command line only."""
 SAME = {"unix_socket": "uds", "api_processes": "api_server_count"}
 """vLLM's names of options."""

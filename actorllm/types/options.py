@@ -273,6 +273,11 @@ def meanings() -> dict[str, str]:
     return texts_below_fields(EngineOptions)
 
 
+def is_switch(name: str) -> bool:
+    """Whether the argument is on or off on a command line: `--name` and `--no-name`."""
+    return isinstance(DEFAULTS.get(name), bool) or any(isinstance(one, bool) for one in VLLM_ARGUMENTS.get(name, ()))
+
+
 @lru_cache(maxsize=16)
 def texts_below_fields(cls: type) -> dict[str, str]:
     """The texts below the fields of a class, each as one line; nothing where there is no source to read them from."""

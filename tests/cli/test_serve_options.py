@@ -14,7 +14,9 @@ from actorllm.cli import main, serve
 from actorllm.cli.config_file import with_config
 from actorllm.errors import ConfigError
 from actorllm.server import launcher
+from actorllm.types.options import DEFAULTS
 from actorllm.types.serve_options import SERVE_OPTIONS, VLLMServeOptions
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 from tests.model.adapters.lora_folders import write_adapter
 
 
@@ -72,6 +74,36 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         return made
 
     return call
+
+
+def test_every_argument_of_the_engine_is_an_option() -> None:
+    others = set(serve.OtherEngineOptions.__dataclass_fields__)
+    assert not others & (names_of_serve() | set(VLLMServeOptions.__dataclass_fields__))
+    assert {*DEFAULTS, *VLLM_ARGUMENTS} <= others | names_of_serve() | set(VLLMServeOptions.__dataclass_fields__) | {
+        "module"
+    }
+
+
+def test_options_that_only_the_engine_of_vllm_has(run: Any, tmp_path: Path) -> None:
+    text = "--revision main --tokenizer-mode auto --config-format hf --task generate --attention-backend FLASH_ATTN"
+    given = [*text.split(), "--no-enable-dbo", "--download-dir", str(tmp_path), "--compilation-config", '{"level": 3}']
+    with pytest.warns(UserWarning, match="is taken and has no effect") as caught:
+        llm, _ = run("storyteller", "--port", "0", *given, "--block-size", "32", "--max-waiting-attached", "7")
+    assert {str(one.message).partition("=")[0] for one in caught} == {"attention_backend", "compilation_config"}
+    assert (llm.config.cache.block_size, llm.config.scheduler.max_waiting_attached) == (32, 7)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (("--tokenizer-mode", "mistral"), "tokenizer_mode='mistral'"),
+        (("--prefill-context-parallel-size", "2"), "prefill_context_parallel_size=2"),
+        (("--cpu-offload-gb", "many"), "--cpu-offload-gb: invalid int value: 'many'"),
+    ],
+)
+def test_what_would_change_tokens_is_refused_by_name(option: tuple[str, str], told: str, capsys: Any) -> None:
+    assert main(["serve", "storyteller", "--port", "0", *option]) != 0
+    assert told in capsys.readouterr().err
 
 
 def test_options_of_a_file_and_numbers(run: Any, tmp_path: Path) -> None:
