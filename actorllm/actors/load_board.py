@@ -13,7 +13,7 @@ pages exist that were written.
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,22 @@ MAX_BUCKETS = 1 << 18
 """Of the table of a replica: with four entries each, and some 60 bytes a block."""
 PAGE_WORDS = 512
 
-Journal = tuple[int, int, int, int]
-"""What a program has on a replica: sequences that wait, their prompt tokens, sequences that run, their tokens of context."""
-NO_JOURNAL: Journal = (0, 0, 0, 0)
+
+class Journal(NamedTuple):
+    """What a program has on a replica."""
+
+    num_waiting: int = 0
+    """Sequences that wait."""
+    num_waiting_tokens: int = 0
+    """Of their prompts."""
+    num_running: int = 0
+    num_context: int = 0
+    """Tokens of those that run."""
+    num_pinned: int = 0
+    """Sequences of both kinds that may go nowhere else."""
+
+
+NO_JOURNAL = Journal()
 
 
 class LoadBoard:
@@ -123,7 +136,7 @@ class LoadBoard:
         total = known.sum(axis=0)
         if len(known):
             total -= known[self._row_of(program)]
-        return [(int(a), int(b), int(c), int(d)) for a, b, c, d in total.tolist()]
+        return [Journal(*map(int, numbers)) for numbers in total.tolist()]
 
     @staticmethod
     def _row_of(program: int) -> int:

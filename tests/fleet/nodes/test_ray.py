@@ -221,7 +221,7 @@ def test_a_group_without_room_is_given_back_and_asked_for_again(
     ray, placement, agents = placed
     ray.has_room.clear()
     placement._config = replace(placement._config, placement_timeout_s=0.01)
-    with pytest.raises(EngineStartError, match="had no room for 1 x {'CPU': 1.0} within"):
+    with pytest.raises(EngineStartError, match=r"had no room for 1 x \{'CPU': 1.0\} within"):
         placement.locate(0)
     assert [group.number for group in ray.removed] == [0]
     ray.has_room.set()
