@@ -708,6 +708,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.router: LeastLoad._chosen",
         "fleet.scaling: DemandScaling._counted",
         "fleet.nodes.ray_cluster: RayPlacement._agents",
+        "fleet.nodes.ray_cluster: RayPlacement._calls",
         "fleet.nodes.ray_cluster: RayPlacement._more",
         "fleet.nodes.ray_cluster: RayPlacement._ours",
         "server.processes: ApiProcesses._processes",

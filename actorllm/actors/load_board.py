@@ -38,7 +38,7 @@ MAX_BUCKETS = 1 << 18
 PAGE_WORDS = 512
 
 
-class Journal(NamedTuple):
+class ProgramLoad(NamedTuple):
     """What a program has on a replica."""
 
     num_waiting: int = 0
@@ -52,14 +52,14 @@ class Journal(NamedTuple):
     """Sequences of both kinds that may go nowhere else."""
 
 
-NO_JOURNAL = Journal()
+NO_LOAD = ProgramLoad()
 
 
 class LoadBoard:
     """See the module docstring."""
 
     NUM_LOADS = MAX_REPLICAS * NUM_COLUMNS
-    NUM_JOURNALS = MAX_PROGRAMS * MAX_REPLICAS * len(NO_JOURNAL)
+    NUM_JOURNALS = MAX_PROGRAMS * MAX_REPLICAS * len(NO_LOAD)
     FIRST_TABLE = -(-(NUM_LOADS + NUM_JOURNALS + 1) // PAGE_WORDS) * PAGE_WORDS
     TABLE_WORDS = -(-num_words(MAX_BUCKETS) // PAGE_WORDS) * PAGE_WORDS
     NUM_BYTES = (FIRST_TABLE + MAX_REPLICAS * TABLE_WORDS) * 8
@@ -71,7 +71,7 @@ class LoadBoard:
         words: NDArray[np.float64] = np.frombuffer(memory, np.float64, self.FIRST_TABLE)
         num_before = self.NUM_LOADS + self.NUM_JOURNALS
         self._table = words[: self.NUM_LOADS].reshape(MAX_REPLICAS, NUM_COLUMNS)
-        self._journals = words[self.NUM_LOADS : num_before].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_JOURNAL))
+        self._journals = words[self.NUM_LOADS : num_before].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_LOAD))
         self._num_programs = words[num_before : num_before + 1]
         self._words = memoryview(memory).cast("Q")
 
@@ -127,16 +127,16 @@ class LoadBoard:
         """It is gone, with what it had."""
         self._journals[self._row_of(program)] = 0.0
 
-    def write_journal(self, program: int, replica: int, journal: Journal) -> None:
+    def write_journal(self, program: int, replica: int, journal: ProgramLoad) -> None:
         self._journals[self._row_of(program), replica] = journal
 
-    def journals_of_others(self, program: int) -> list[Journal]:
+    def journals_of_others(self, program: int) -> list[ProgramLoad]:
         """By replica, of all programs but this one."""
         known = self._journals[: int(self._num_programs[0])]
         total = known.sum(axis=0)
         if len(known):
             total -= known[self._row_of(program)]
-        return [Journal(*map(int, numbers)) for numbers in total.tolist()]
+        return [ProgramLoad(*map(int, numbers)) for numbers in total.tolist()]
 
     @staticmethod
     def _row_of(program: int) -> int:

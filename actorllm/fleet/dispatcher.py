@@ -24,7 +24,7 @@ from typing import Any
 import anyio
 
 from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
-from actorllm.actors.load_board import Journal, LoadBoard
+from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
@@ -66,7 +66,7 @@ class Dispatcher:
         self._views_at = -math.inf
         self._board = board
         self._program = program
-        self._others: list[Journal] = []
+        self._others: list[ProgramLoad] = []
         self._published_at = -math.inf
         self._num_published = 0
         self.on_arrival: Callable[[Routable, Sequence[ReplicaView]], None] | None = None

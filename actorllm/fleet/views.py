@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actorllm.actors.frontend import Consumer, JournalEntry
-from actorllm.actors.load_board import Journal
+from actorllm.actors.load_board import ProgramLoad
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
 from actorllm.fleet.replica import RoutedReplica
@@ -49,7 +49,7 @@ def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
     return views
 
 
-def journal_of(replica: RoutedReplica) -> Journal:
+def journal_of(replica: RoutedReplica) -> ProgramLoad:
     """What this program has there."""
     num_waiting = num_waiting_tokens = num_running = num_context = num_pinned = 0
     for entry in replica.frontend.journal().values():
@@ -60,7 +60,7 @@ def journal_of(replica: RoutedReplica) -> Journal:
             num_running += 1
             num_context += entry.submit.prompt.size + len(entry.emitted)
         num_pinned += pin_of(entry.consumer) == replica.number
-    return Journal(num_waiting, num_waiting_tokens, num_running, num_context, num_pinned)
+    return ProgramLoad(num_waiting, num_waiting_tokens, num_running, num_context, num_pinned)
 
 
 def pin_of(consumer: Consumer) -> int | None:
@@ -70,7 +70,7 @@ def pin_of(consumer: Consumer) -> int | None:
     return consumer.replica if isinstance(consumer, Mailbox) else None
 
 
-def add_journal(view: ReplicaView, journal: Journal, sign: int = 1) -> None:
+def add_journal(view: ReplicaView, journal: ProgramLoad, sign: int = 1) -> None:
     """Count what a program has there; sign -1: no more."""
     view.num_waiting += sign * journal.num_waiting
     view.num_waiting_tokens += sign * journal.num_waiting_tokens

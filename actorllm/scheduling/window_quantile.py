@@ -17,7 +17,7 @@ LEAST, MOST = 1e-4, 1e6
 STEP = math.log(1.02)
 
 
-class Part(NamedTuple):
+class WindowPart(NamedTuple):
     """What came in one part of the window: by size, how many and the least of them."""
 
     number: int
@@ -29,14 +29,14 @@ class WindowQuantile:
 
     def __init__(self, window_s: float) -> None:
         self._part_s = window_s / NUM_PARTS
-        self._parts: deque[Part] = deque()
+        self._parts: deque[WindowPart] = deque()
 
     def note(self, value: float, at: float) -> None:
         """A value came; it may be infinite. at: in seconds."""
         number = math.floor(at / self._part_s)
         parts = self._parts
         if not parts or parts[-1].number < number:
-            parts.append(Part(number, {}))
+            parts.append(WindowPart(number, {}))
             while parts[0].number <= number - NUM_PARTS:
                 parts.popleft()
         size = math.floor(math.log(min(max(value, LEAST), MOST)) / STEP)
