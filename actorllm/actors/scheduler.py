@@ -466,11 +466,11 @@ class SchedulerActor(Actor):
         if self._results and not self.scheduler.ledger.has_room:  # no step can be planned before it
             self._take_result()
             return True
-        for part in self._before_plan:
-            part()
+        for hook in self._before_plan:
+            hook()
         self._plan_steps()
-        for part in self._after_plan:
-            part()
+        for hook in self._after_plan:
+            hook()
         if not self._results:
             return False
         self._take_result()
@@ -499,8 +499,8 @@ class SchedulerActor(Actor):
             events = with_ends(events, ends)
         # While the next step runs; a request at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
-        for part in self._after_result:
-            part(events)
+        for hook in self._after_result:
+            hook(events)
         if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
             self.report_progress()
