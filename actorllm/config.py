@@ -418,6 +418,11 @@ class EngineConfig:
         return 1 if self.is_launched else self.world_size
 
     @property
+    def is_fleet(self) -> bool:
+        """There are or may be several replicas, or some on other machines."""
+        return self.data_parallel_size > 1 or bool(self.nodes) or bool(self.max_replicas)
+
+    @property
     def tensor_size(self) -> int:
         """Ranks that share the layers of a stage."""
         return self.world_size // max(1, len(self.stages))
