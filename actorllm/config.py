@@ -911,11 +911,6 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         )
     if nodes and given["topology"] == "inline":
         raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
-    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
-        raise ConfigError(
-            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
-            f"data_parallel_size_local to 1 or more"
-        )
     # In vLLM every machine runs the same command; here only the first one builds an engine.
     if given["node_rank"] != 0:
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 It listens on one address. A connection that has shown the key is a tenant, and asks for one replica. That has a supervisor of
 its own here, with a scheduler and workers. A relay stands where the frontend would be. When the connection ends, for whatever
-reason, so does the replica, and the agent goes on listening. A connection may also ask to join a replica that is there, by what its
-owner was told of it: of a program that has joined the owner's engine. It has a relay of its own.
+reason, so does the replica, and the agent goes on listening. A program that has joined the owner's engine may join the replica,
+too, by what the owner was told of it. Its connection has a relay of its own.
 
 Invariants: nothing of a connection is worked on before it has shown the key. Of those that have not, there are few, and each has
 a few seconds. What a tenant sends fails that tenant only. After `run` no process is left.

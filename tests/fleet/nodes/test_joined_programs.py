@@ -1,4 +1,4 @@
-"""Programs that join an engine with replicas on other machines: they call the agents themselves, and outlive them as the owner does."""
+"""Programs that join an engine with replicas on other machines: they call the agents themselves, and outlive them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import anyio
 import pytest
 
 from actorllm import AsyncLLM
 from actorllm.attach.rendezvous import running_engines
+from actorllm.errors import EngineDeadError
+from actorllm.fleet.nodes.joined_node import JoinedNode
 from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, params, run_all, until
 
@@ -134,9 +135,6 @@ async def test_a_replica_that_comes_and_goes_is_followed(
 
 
 async def test_what_was_never_told_joins_nothing(owner: AsyncLLM, agent: Agent) -> None:
-    from actorllm.errors import EngineDeadError
-    from actorllm.fleet.nodes.joined_node import JoinedNode
-
     place = owner._engine._fleet.places()[1]  # type: ignore[attr-defined]
     node = JoinedNode({**place, "tenant": "x"}, lambda link: None, lambda frame: None)
     with pytest.raises(EngineDeadError, match=f"node {agent.address}: the replica was stopped"):

@@ -51,15 +51,15 @@ def started() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_worker_niceness"] = "0"  # else workers are starved by whatever else runs here
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
+    plain = {"worker_niceness": 0}  # it is 15 otherwise, and whatever else runs here starves the workers
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": plain, **SMALL}
+    made = Cluster(initialize_head=True, head_node_args=head)
     made.workers = [made.add_node(num_cpus=2, **SMALL) for _ in range(2)]
     made.wait_for_nodes()
     ray.init(address=made.address, log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
-    del os.environ["RAY_worker_niceness"]
 
 
 @pytest.fixture
