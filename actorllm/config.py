@@ -350,14 +350,15 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     enable_expert_parallel: bool = False
     """Of experts each rank holds some as a whole, in the place of its part of each."""
-    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
-    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
     ready_replicas: int = 1

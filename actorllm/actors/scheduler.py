@@ -448,11 +448,11 @@ class SchedulerActor(Actor):
         if self._results and not self.scheduler.ledger.has_room:  # no step can be planned before it
             self._take_result()
             return True
-        for part in self._before_plan:
-            part()
+        for hook in self._before_plan:
+            hook()
         self._plan_steps()
-        for part in self._after_plan:
-            part()
+        for hook in self._after_plan:
+            hook()
         if not self._results:
             return False
         self._take_result()
@@ -466,7 +466,7 @@ class SchedulerActor(Actor):
             began = now()
             plan = scheduler.schedule(began)
             scheduler.seconds.planning += now() - began
-            if scheduler.has_rejected:
+            if scheduler.rejected:
                 self.send_ends(scheduler.take_rejected())
             if plan is not None:
                 self._launch(plan)
@@ -477,12 +477,12 @@ class SchedulerActor(Actor):
     def _take_result(self) -> None:
         """Apply the oldest result and send what it brought."""
         events = self._apply(*self._results.popleft())
-        if ends := self._send_late_inputs():
+        if self._constraints.unsent and (ends := self._send_late_inputs()):
             events = with_ends(events, ends)
         # While the next step runs; a request at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
-        for part in self._after_result:
-            part(events)
+        for hook in self._after_result:
+            hook(events)
         if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
             self.report_progress()
@@ -628,7 +628,7 @@ class SchedulerActor(Actor):
             for told in self._watch.measure(result):
                 logger.warning("%s", told)
         self._step_log.done(result.step, result.started, result.ended, began)
-        if self._constraints.has_waited_for(result.step):
+        if self._constraints.awaited and self._constraints.has_waited_for(result.step):
             events = self._constraints.advance(events, began)
         if self._timeline is not None:
             self._timeline.updated(result, began, now())
@@ -651,7 +651,7 @@ class SchedulerActor(Actor):
                 self.send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and (outgoing.all or self._renderer.output_buffer):
+        if self._timeline is not None and (outgoing.all or self._renderer.output_buffer.held):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for _, rows in outgoing.all))
 
     def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:

@@ -212,7 +212,8 @@ class Scheduler:
         self._num_prefill_tokens = 0
         self._num_dropped = 0
         self._num_refused = 0
-        self._rejected: list[End] = []
+        self.rejected: list[End] = []
+        """Requests that ended while steps were planned. `take_rejected` empties it."""
         self._num_rejected = 0
 
     # Requests come and go ---------------------------------------------------------------------------------------------
@@ -557,15 +558,11 @@ class Scheduler:
                 continue
             details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}
             self._num_rejected += 1
-            self._rejected.append(self._table.end(sequence, "error", error=reason)._replace(details=details))
-
-    @property
-    def has_rejected(self) -> bool:
-        return bool(self._rejected)
+            self.rejected.append(self._table.end(sequence, "error", error=reason)._replace(details=details))
 
     def take_rejected(self) -> list[End]:
         """Requests that ended while steps were planned, since the last call; to be asked for after `schedule`."""
-        rejected, self._rejected = self._rejected, []
+        rejected, self.rejected = self.rejected, []
         return rejected
 
     def _wanted_slots(self, mask: NDArray[np.bool_]) -> I32 | None:

@@ -599,7 +599,7 @@ class SimulatedReplica:
         has_launched = False
         while scheduler.has_room:
             plan = scheduler.schedule(now)
-            if scheduler.has_rejected:
+            if scheduler.rejected:
                 self._tell(scheduler.take_rejected())
             if plan is None:
                 if scheduler.wake_at < math.inf:
