@@ -708,13 +708,14 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.router: LeastLoad._chosen",
         "fleet.scaling: DemandScaling._counted",
         "fleet.nodes.ray_cluster: RayPlacement._agents",
+        "fleet.nodes.ray_cluster: RayPlacement._calls",
         "fleet.nodes.ray_cluster: RayPlacement._more",
         "fleet.nodes.ray_cluster: RayPlacement._ours",
         "server.processes: ApiProcesses._processes",
     ),
-    "counts of the last periods and promises of the last requests, fixed numbers": (
+    "counts of the last periods, and of promised times by size in 64 parts of a window": (
         "scheduling.autoscaler: Autoscaler._buckets",
-        "scheduling.autoscaler: Autoscaler._promises",
+        "scheduling.window_quantile: WindowQuantile._parts",
         "scheduling.autoscaler: Autoscaler._late",
     ),
     "the last lines that a process wrote, a fixed number": ("supervision.stderr_pipe: StderrPipe._lines",),
