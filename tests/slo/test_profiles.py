@@ -242,7 +242,8 @@ def test_latents_are_cached_once_for_all_heads() -> None:
 
 DEEPSEEK = {
     "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
-    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 2,
     "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "intermediate_size": 10944, "vocab_size": 102400,
 }  # fmt: skip
 
