@@ -3,13 +3,13 @@
 A token has a latent, and a part that is rotated. Both are in the cache, `LatentShape.width` numbers a layer. A key of a head is a
 product of the latent, with the rotated part behind it. A value is another product of the latent.
 
-What is computed depends on the kind of row, and never on what else is in the step. Decode rows attend to latents as they are: the
-products of keys and values are made on the query and on the result (absorbed), which reads the cache once for all heads. Rows of
-prompts attend to keys and values of every head (expanded), which takes fewer operations where many tokens attend. They are
+What is computed depends on the kind of row, and never on what else is in the step. Decode rows attend to latents as they are
+(absorbed). The products that make keys and values are made on the query and on the result. So the cache is read once for all heads.
+Rows of prompts attend to keys and values of every head (expanded), which takes fewer operations where many tokens attend. They are
 expanded for as many heads at a time as fit into `MAX_EXPANDED` numbers.
 
-Decode attention is computed in float32. Rows of similar length are one group, as in `attention`; blocks are gathered for all layers
-by one index, which is kept for the next step of the same rows.
+Decode attention is computed in float32. Rows of similar length are one group, as in `attention`. One index gathers the blocks of a
+group in all layers. It is kept for the next step of the same rows.
 
 Layout, per layer: [num_blocks + 2, block_size, width]. The two more blocks are as in `attention.KVCache`.
 """
