@@ -244,7 +244,7 @@ BOUNDS = (
             "scheduling.plan: PlanBuilder._new",
             "scheduling.plan: PlanBuilder._new_blocks",
             "scheduling.plan: PlanBuilder._sources",
-            "actors.output_buffer: OutputBuffer._held",
+            "actors.output_buffer: OutputBuffer.held",
         ),
         "each request",
         ("max_num_seqs=256",),
@@ -256,7 +256,7 @@ BOUNDS = (
         (
             "scheduling.admission_policy: AdmissionGate._rejected",
             "scheduling.policy: Decision.reject",
-            "scheduling.scheduler: Scheduler._rejected",
+            "scheduling.scheduler: Scheduler.rejected",
         ),
         "an admission policy",
         WAITING,
@@ -728,8 +728,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.draft_budget: DraftBudget._wanted",
     ),
     "the steps in flight, two at most, and what belongs to them": (
-        "actors.constraints: Constraints._unsent",
-        "actors.constraints: Constraints._awaited",
+        "actors.constraints: Constraints.unsent",
+        "actors.constraints: Constraints.awaited",
         "actors.pipeline: Pipeline._flights",
         "actors.pipeline: Pipeline._awaited",
         "actors.scheduler: SchedulerActor._results",
