@@ -24,6 +24,8 @@ from actorllm.supervision.children import ProcessChild
 from actorllm.supervision.death import ActorDeath
 
 RECHECK_PERIOD_S = 1.0
+MAX_ASKED = 8
+"""Phases of its start that an owner may ask for before they are there: there are two."""
 
 
 class RankHost:
@@ -98,7 +100,7 @@ class RankHost:
     def obey(self, frame: dict[str, Any]) -> None:
         """What the owner says. Raises KeyError, TypeError or ValueError: it makes no sense."""
         match frame["op"]:
-            case "configure" | "run":
+            case "configure" | "run" if len(self._asked) < MAX_ASKED:
                 self._asked.append(frame)
                 self._changed.set()
             case "link":
