@@ -7,8 +7,7 @@ import transformers
 from actorllm.model.registry import FAMILIES
 from actorllm.types.media_rules import ARCHITECTURES
 from tests.model.architectures import table
-from tests.model.families import test_families
-from tests.model.hf import decoders, test_encoder, test_transformers_backend
+from tests.model.hf import decoders
 
 FIX = "add it to tests/model/architectures.json, and run bench/docs.py"
 
@@ -21,8 +20,6 @@ def architecture_of(family: str) -> str:
 
 def test_fused_architectures_are_those_of_the_registry() -> None:
     assert [row["architecture"] for row in table("fused")] == list(FAMILIES), FIX
-    compared = {architecture_of(decoders.MODELS[name][0]) for name, _ in test_families.VARIANTS.values()}
-    assert compared == set(FAMILIES)
 
 
 def test_those_through_transformers_are_compared_with_transformers() -> None:
@@ -34,12 +31,7 @@ def test_models_that_take_images_or_audio_are_those_of_the_rules() -> None:
     assert set(ARCHITECTURES) == set(table("media")), FIX
 
 
-def test_encoders_are_those_that_are_compared() -> None:
-    assert {make.__name__ for make, _ in test_encoder.MODELS.values()} == set(table("encoders")), FIX
-
-
 def test_refused_architectures_are_named_as_in_a_config() -> None:
-    assert len(test_transformers_backend.REFUSED) == len(table("refused"))
     for row in table("refused"):
         if hasattr(transformers, f"{row['config']}Config"):
             assert architecture_of(row["config"]) == row["architecture"]
