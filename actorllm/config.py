@@ -418,6 +418,11 @@ class EngineConfig:
         return 1 if self.is_launched else self.world_size
 
     @property
+    def is_fleet(self) -> bool:
+        """There are or may be several replicas, or some on other machines."""
+        return self.data_parallel_size > 1 or bool(self.nodes) or bool(self.max_replicas)
+
+    @property
     def tensor_size(self) -> int:
         """Ranks that share the layers of a stage."""
         return self.world_size // max(1, len(self.stages))
@@ -942,11 +947,6 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         )
     if nodes and given["topology"] == "inline":
         raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
-    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
-        raise ConfigError(
-            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
-            f"data_parallel_size_local to 1 or more"
-        )
     # In vLLM every machine runs the same command; here only the first one builds an engine.
     if given["node_rank"] != 0:
         raise ConfigError(

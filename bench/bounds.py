@@ -46,11 +46,15 @@ BOUNDS = (
     ),
     Bound(
         "connections to an agent",
-        ("fleet.nodes.agent: NodeAgent._strangers", "fleet.nodes.agent: NodeAgent.tenants"),
+        (
+            "fleet.nodes.agent: NodeAgent._strangers",
+            "fleet.nodes.agent: NodeAgent.tenants",
+            "fleet.nodes.agent: Tenant._guests",
+        ),
         "each connection to its port",
         (
             "fleet.nodes.agent:MAX_STRANGERS=32",
-            "fleet.nodes.agent:MAX_TENANTS=64",
+            "fleet.nodes.agent:MAX_TENANTS=256",
             "fleet.nodes.handshake:HANDSHAKE_TIMEOUT_S=5.0",
         ),
         "connections that have not shown the key, for so many seconds; those that have",
@@ -700,6 +704,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "fleet.fleet: Fleet._start_s",
         "fleet.attached: FleetAttachClient.replicas",
         "fleet.attached: FleetAttachClient._frames",
+        "fleet.attached: FleetAttachClient._calling",
         "fleet.attached: FleetAttachClient._children",
         "fleet.dispatcher: Dispatcher._others",
         "attach.server: Visitor.children",
