@@ -1,7 +1,9 @@
 """vLLM's submodules by their names: `from actorllm.compat.sampling_params import SamplingParams`; `import actorllm.compat as vllm`.
 
 Names only: each is defined elsewhere in actorllm, or in `functions` beside it, and is loaded when it is used. `MODULES` is the
-whole table. A name or a submodule that is not in it raises ImportError, as any that does not exist.
+whole table. vLLM's modules also have what they import themselves, and programs import it from there. So each submodule here has
+the names of all others, where only one thing is called so. A name or a submodule that is not in the table raises ImportError, as
+any that does not exist. Submodules are attributes of the package without an import of their own, as they are in vLLM.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ _CONFIG_HOMES = {
 }
 _CHAT_UTILS = {
     **_CALL_IDS,
-    **_same(_FUNCTIONS, "load_chat_template"),
+    **_same(_FUNCTIONS, "load_chat_template", "resolve_hf_chat_template"),
     **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), "typing:Any"),
 }
 _RENDERER = {"BaseRenderer": "actorllm.client.plugin_data:PromptRenderer"}
@@ -222,6 +224,7 @@ MODULES: dict[str, dict[str, str]] = {
     "sampling_params": {
         **_same("actorllm", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams"),
         **_same("actorllm", "RepetitionDetectionParams", "BeamSearchParams"),
+        **_same("actorllm.types.structured_outputs", "GuidedDecodingParams"),
     },
     "sequence": {**_LOGPROBS, **_same("actorllm", "RequestMetrics")},
     "tasks": dict.fromkeys(("PoolingTask", "SupportedTask"), "builtins:str"),
@@ -276,6 +279,19 @@ MODULES: dict[str, dict[str, str]] = {
 """By submodule, what it exports: "module:name", where it is defined."""
 
 
+def _elsewhere() -> dict[str, str]:
+    """The names of all submodules that stand for one thing."""
+    places: dict[str, set[str]] = {}
+    for module, names in MODULES.items():
+        if module != "envs":
+            for name, place in names.items():
+                places.setdefault(name, set()).add(place)
+    return {name: min(found) for name, found in places.items() if len(found) == 1 and name != "main"}
+
+
+_ELSEWHERE = _elsewhere()
+
+
 def serve(arguments: Sequence[str] | None = None) -> int:
     """`actorllm serve`; it returns the exit status.
 
@@ -302,6 +318,9 @@ def _command(name: str, arguments: Sequence[str] | None) -> int:
 
 def _found(names: dict[str, str], module: str, name: str) -> Any:
     if name not in names:
+        inner = f"{module}.{name}"
+        if inner.removeprefix(f"{__name__}.") in MODULES:
+            return importlib.import_module(inner)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     home, _, original = names[name].partition(":")
     return getattr(importlib.import_module(home), original)
@@ -329,7 +348,8 @@ class _Names(MetaPathFinder, InspectLoader):
         names = MODULES[module.__name__.removeprefix(f"{__name__}.")]
         contents: dict[str, Any] = vars(module)
         contents["__all__"] = tuple(names)
-        contents["__getattr__"] = lambda name: _found(names, module.__name__, name)
+        found = names if module.__name__.endswith(".envs") else {**_ELSEWHERE, **names}
+        contents["__getattr__"] = lambda name: _found(found, module.__name__, name)
         contents["__dir__"] = lambda: sorted(names)
 
     def get_source(self, fullname: str) -> str:

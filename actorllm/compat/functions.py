@@ -211,6 +211,22 @@ def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str |
     return str(chat_template) if is_literal else load_template(chat_template)
 
 
+def resolve_hf_chat_template(tokenizer: Any, chat_template: str | None = None, *_: Any, **__: Any) -> str | None:
+    """The chat template that counts, as harnesses ask for it.
+
+    Arguments:
+        tokenizer: of transformers.
+        chat_template: the caller's own, or the name of one of the model's; None: the tokenizer's.
+
+    Further arguments of vLLM are taken and have no effect. None: the model has no template.
+    """
+    own = tokenizer.chat_template
+    named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    if chat_template is None:
+        return named.get("default")
+    return named.get(chat_template, chat_template)
+
+
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Collect what is no longer used; an engine ends by itself when it is dropped.
 

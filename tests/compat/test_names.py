@@ -55,11 +55,47 @@ def test_logits_processors_are_derived_from_the_classes_of_vllms_modules() -> No
     assert not targets
 
 
+def test_a_name_may_be_imported_from_any_submodule_that_vllm_has_it_in() -> None:
+    """Evaluation harnesses and trainers import what a module of vLLM imports itself."""
+    names: dict[str, object] = {}
+    exec(
+        "from actorllm.compat.v1.engine.async_llm import AsyncEngineArgs, AsyncLLM\n"
+        "from actorllm.compat.entrypoints.llm import LLM, UsageContext, RequestOutput\n"
+        "from actorllm.compat.engine.arg_utils import EngineArgs, FlexibleArgumentParser, init_logger",
+        names,
+    )
+    assert names["AsyncEngineArgs"] is actorllm.AsyncEngineArgs
+    assert names["RequestOutput"] is actorllm.RequestOutput
+    with pytest.raises(ImportError, match="cannot import name 'Counter'"):  # of ids, or of metrics: two things
+        exec("from actorllm.compat.sampling_params import Counter")
+
+
+def test_submodules_need_no_import_of_their_own() -> None:
+    program = (
+        "import actorllm.compat as vllm\n"
+        "print(vllm.sampling_params.SamplingParams is vllm.SamplingParams, vllm.v1.engine.async_llm.AsyncLLM.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True AsyncLLM\n"
+
+
+def test_the_chat_template_that_counts() -> None:
+    from types import SimpleNamespace
+
+    from actorllm.compat.entrypoints.chat_utils import resolve_hf_chat_template
+
+    plain, named = SimpleNamespace(chat_template="T"), SimpleNamespace(chat_template={"default": "D", "tool_use": "U"})
+    assert resolve_hf_chat_template(plain, None, tools=None, model_config=None) == "T"
+    assert resolve_hf_chat_template(plain, "{{ own }}") == "{{ own }}"
+    assert resolve_hf_chat_template(named, chat_template="tool_use") == "U"
+    assert resolve_hf_chat_template(SimpleNamespace(chat_template=None)) is None
+
+
 def test_what_is_not_in_the_table_cannot_be_imported() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"actorllm\.compat\.model_executor\.layers"):
         importlib.import_module("actorllm.compat.model_executor.layers")
-    with pytest.raises(ImportError, match="cannot import name 'GuidedDecodingParams'"):
-        exec("from actorllm.compat.sampling_params import GuidedDecodingParams")
+    with pytest.raises(ImportError, match="cannot import name 'GuidingParams'"):
+        exec("from actorllm.compat.sampling_params import GuidingParams")
     with pytest.raises(AttributeError, match="no attribute 'Llm'"):
         _ = actorllm.compat.Llm
 
