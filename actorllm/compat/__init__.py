@@ -33,6 +33,13 @@ class UsageContext(StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
+VLLM_VERSION = "0.32.0"
+"""Whose names these are."""
+__version__ = f"{VLLM_VERSION}+actorllm.{actorllm.__version__}"
+"""Programs compare it before they import what their vLLM has; `actorllm.__version__` is that of this package."""
+__version_tuple__ = (0, 32, 0)
+
+
 def random_uuid() -> str:
     """An id for a request: 32 hexadecimal digits."""
     return uuid.uuid4().hex
@@ -92,7 +99,8 @@ _TOKENIZER = dict.fromkeys(("AnyTokenizer", "TokenizerLike"), "typing:Any")
 
 _FUNCTIONS = "actorllm.compat.functions"
 _MODELS = _same(_FUNCTIONS, "ModelRegistry")
-_TOP = {**{name: f"actorllm:{name}" for name in (*actorllm.__all__, "__version__")}, **_MODELS}
+_VERSION = _same("actorllm.compat", "__version__", "__version_tuple__")
+_TOP = {**{name: f"actorllm:{name}" for name in actorllm.__all__ if name != "__version__"}, **_MODELS}
 _MERGED = _same(_FUNCTIONS, "merge_async_iterators")
 _SERVER = "actorllm.cli.vllm_server"
 _SERVER_ARGUMENTS = _same(_SERVER, "make_arg_parser", "validate_parsed_serve_args")
@@ -108,7 +116,9 @@ _CLEANING = dict.fromkeys(
     ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"),
     f"{_FUNCTIONS}:cleanup_dist_env_and_memory",
 )
-_PORTS = _same(_FUNCTIONS, "get_open_port")
+_PORTS = _same(_FUNCTIONS, "get_open_port", "get_ip")
+_DEVICES = _same(_FUNCTIONS, "cuda_device_count_stateless")
+_CLI = _same(_FUNCTIONS, "cli_env_setup")
 _COUNTER, _GET_TOKENIZER = {"Counter": f"{_FUNCTIONS}:IdCounter"}, _same(_FUNCTIONS, "get_tokenizer")
 _IS_LIST = _same("actorllm.types.io_processor", "is_list_of")
 
@@ -190,6 +200,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.serve": {},
     "entrypoints.serve.engine": {},
     "entrypoints.serve.engine.protocol": _BODY_NAMES,
+    "entrypoints.utils": _CLI,
     "envs": {name: f"actorllm.compat.variables:{name}" for name in VARIABLES},
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
@@ -245,6 +256,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_COUNTER,
         **_IS_LIST,
         **_PORTS,
+        **_DEVICES,
         **_MERGED,
     },
     "utils.argparse_utils": _PARSER,
@@ -252,6 +264,7 @@ MODULES: dict[str, dict[str, str]] = {
     "utils.collection_utils": _IS_LIST,
     "utils.counter": _COUNTER,
     "utils.network_utils": _PORTS,
+    "utils.torch_utils": _DEVICES,
     "v1": {},
     "v1.sample": {},
     "v1.sample.logits_processor": {
@@ -274,7 +287,7 @@ MODULES: dict[str, dict[str, str]] = {
         "actorllm.types.stat_loggers", "SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats"
     ),
     "v1.metrics.reader": _same("actorllm.types.engine_metrics", "Metric", "Counter", "Vector", "Gauge", "Histogram"),
-    "version": _same("actorllm", "__version__"),
+    "version": _VERSION,
 }
 """By submodule, what it exports: "module:name", where it is defined."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from enum import IntEnum
@@ -177,6 +178,30 @@ def get_open_port() -> int:
         listener.bind(("", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def get_ip() -> str:
+    """The address by which other machines reach this one: $VLLM_HOST_IP, else that of its route outwards, else 127.0.0.1."""
+    if told := os.environ.get("VLLM_HOST_IP"):
+        return told
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # chooses a route, and sends nothing
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def cuda_device_count_stateless() -> int:
+    """How many GPUs of NVIDIA this process may use."""
+    import torch
+
+    return torch.cuda.device_count() if current_platform.is_cuda() else 0
+
+
+def cli_env_setup() -> None:
+    """Nothing: the command needs no environment of its own."""
 
 
 def get_tokenizer(tokenizer_name: Any, *_: Any, **__: Any) -> Any:

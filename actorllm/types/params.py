@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import math
+import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -620,6 +621,8 @@ def check_pooling_type(value: Any, where: str = "") -> PoolingType:
 def _number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
+    if not isinstance(value, int | float) and isinstance(value, numbers.Real):
+        value = float(value)  # of numpy
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
         raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
     if not low <= value <= high or (above is not None and value <= above):
@@ -630,6 +633,8 @@ def _number(
 
 
 def _integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
+    if not isinstance(value, int) and isinstance(value, numbers.Integral):
+        value = int(value)  # of numpy
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
     if low is not None and value < low:

@@ -79,6 +79,27 @@ def test_submodules_need_no_import_of_their_own() -> None:
     assert done.stdout == "True AsyncLLM\n"
 
 
+def test_the_version_is_that_of_the_names() -> None:
+    """Programs compare it before they import what their release of vLLM has."""
+    import actorllm.compat.version
+    from packaging.version import Version
+
+    assert Version("0.32") <= Version(actorllm.compat.__version__) < Version("0.33")
+    assert actorllm.compat.version.__version__ == actorllm.compat.__version__ != actorllm.__version__
+    assert actorllm.compat.__version_tuple__ >= (0, 32)
+
+
+def test_what_programs_ask_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actorllm.compat.entrypoints.utils import cli_env_setup
+    from actorllm.compat.utils import cuda_device_count_stateless, get_ip
+
+    assert cuda_device_count_stateless() >= 0
+    assert get_ip().count(".") == 3
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert get_ip() == "10.1.2.3"
+    cli_env_setup()
+
+
 def test_the_chat_template_that_counts() -> None:
     from types import SimpleNamespace
 

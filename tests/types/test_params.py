@@ -45,6 +45,17 @@ def test_defaults_are_those_of_vllm() -> None:
     assert RepetitionDetectionParams() == RepetitionDetectionParams(0, 0, 0)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Sweeps over parameters make them so."""
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_p=np.float64(0.9), top_k=np.int64(3), max_tokens=np.int32(4), seed=np.int64(1)
+    )
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.5, 0.9, 3, 4, 1)
+    assert {type(params.temperature), type(params.top_k)} == {float, int}
+    with pytest.raises(InvalidParameterError, match="temperature"):
+        SamplingParams(temperature=np.bool_(True))
+
+
 def test_guided_decoding_is_what_older_releases_call_structured_outputs() -> None:
     form = GuidedDecodingParams(choice=["a", "b"], backend="outlines")
     params = SamplingParams(guided_decoding=form)
