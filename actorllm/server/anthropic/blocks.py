@@ -83,6 +83,7 @@ def chat_body(body: CountTokensRequest) -> ChatCompletionRequest:
         messages += _messages_of(message, f"messages[{number}]")
     fields: dict[str, Any] = {**(body.model_extra or {}), "messages": messages, "request_id": body.request_id}
     fields |= {"model": body.model, "chat_template_kwargs": body.chat_template_kwargs}
+    # Chats have one field for how much the model is to think, where this API has two.
     if (effort := (body.output_config or {}).get("effort")) is not None:
         fields["reasoning_effort"] = effort
     elif (body.thinking or {}).get("type") == "disabled":
