@@ -226,6 +226,7 @@ async def test_with_on_failure_raise_a_stage_that_dies_is_named(tmp_path: Path) 
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be a positive integer"),
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True must be a positive integer"),
         ({"pipeline_parallel_size": 5}, "the model has 4 layers.*use 4 or less"),
+        ({"pipeline_parallel_size": 65}, "65 is more than the 64 stages that an engine may have"),
         ({"pipeline_layer_partition": [1, 1, 2]}, "has 3 stages, and pipeline_parallel_size=2"),
         ({"pipeline_layer_partition": [1, 2]}, r"\[1, 2\] adds up to 3 layers, and the model has 4"),
         ({"pipeline_layer_partition": "0,4"}, "give each stage one layer at least"),
