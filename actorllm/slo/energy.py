@@ -1,7 +1,7 @@
 """`energy_of`: joules and money of a simulated run, by a model that is stated: `PowerModel`.
 
 A replica takes `idle_w` watts while it is there, and `busy_w` while its worker computes, whatever the step has in it. That is a
-line through two points that are measured at the machine, and no more: clocks, temperature and the size of steps are not in it.
+line through two points that are measured at the machine. Clocks, temperature and the size of steps are not in it.
 A replica costs `price_per_hour` while it is there, and `price_per_kwh` for what it takes. Pure.
 """
 

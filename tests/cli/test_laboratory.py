@@ -62,7 +62,7 @@ def test_what_else_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plans: " in capsys.readouterr().err
     for wrong in (("--policy-cost", "fast"), ("--failures", "disk:1:1"), ("--power", "5")):
         assert cli.main(["simulate", *SMALL, *wrong]) != 0
-        assert wrong[1] in capsys.readouterr().err
+        assert wrong[1].partition(":")[0] in capsys.readouterr().err
 
 
 def test_a_sweep_is_resumed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
