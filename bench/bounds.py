@@ -23,7 +23,12 @@ class Bound(NamedTuple):
     at_bound: str
 
 
-WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=None", "max_waiting_attached=4096")
+WAITING = (
+    "config:DEFAULT_NUM_SEQS=256",
+    "max_waiting_requests=None",
+    "max_waiting_tokens=None",
+    "max_waiting_attached=4096",
+)
 
 BOUNDS = (
     Bound(
@@ -165,7 +170,7 @@ BOUNDS = (
             "scheduling.policies.vtc: Vtc._active",
         ),
         "`tenant=`",
-        ("scheduling.policies.vtc:Vtc.max_idle=4096", "max_num_seqs=256"),
+        ("scheduling.policies.vtc:Vtc.max_idle=4096", "config:DEFAULT_NUM_SEQS=256"),
         "idle tenants, besides those that have requests",
         "those with the least service above what a new one starts with are forgotten",
     ),
@@ -199,7 +204,7 @@ BOUNDS = (
             "client.stream: Mailbox.versions",
         ),
         "a program that reads nothing",
-        ("max_num_seqs=256", "max_waiting_attached=4096"),
+        ("config:DEFAULT_NUM_SEQS=256", "max_waiting_attached=4096"),
         "tokens that its requests may still have",
         "its new requests wait; an attached program is dropped at its limit",
     ),
@@ -226,7 +231,7 @@ BOUNDS = (
             "scheduling.request_table: RequestTable.tokenless",
         ),
         "requests whose steps fail",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests that had a slot; an entry goes with its request",
         "a request ends that fails alone",
     ),
@@ -247,7 +252,7 @@ BOUNDS = (
             "actors.output_buffer: OutputBuffer.held",
         ),
         "each request",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests",
         "the others wait",
     ),
@@ -280,7 +285,7 @@ BOUNDS = (
         "prompts that are looked up while another request computes them",
         ("scheduling.prefix_cache: PrefixCache._fresh",),
         "prompts, `cache_salt`",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests with a slot",
         "an entry goes with its request",
     ),
@@ -640,7 +645,7 @@ BOUNDS = (
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "rows",
         "the others wait for a place",
     ),
