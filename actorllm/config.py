@@ -494,6 +494,7 @@ class EngineConfig(EngineNames):
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
         tree["nodes"] = tuple(tree.get("nodes", ()))
+        tree["rank_nodes"] = tuple(tree.get("rank_nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
