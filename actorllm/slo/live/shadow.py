@@ -7,9 +7,11 @@
 
 The engine tells its requests once they have ended, with their lengths (`telemetry.request_log`). They are then scheduled again in
 virtual time, by two schedulers of the engine's configuration: one with its own policy, one with the other. Steps take what a
-model says, or what was learned of the engine's steps. So the shadow lags behind by as long as the oldest open request runs. What it
-decides differently, and what becomes of promises, is told beside what was measured. The engine's own policy is simulated as well. The difference of the two simulations is that of the policies. The difference to the
-measurement is the error of the simulation.
+model says, or what was learned of the engine's steps. So the shadow lags behind by as long as the oldest open request runs.
+
+What it decides differently, and what becomes of promises, is told beside what was measured. The difference of the two simulations
+is that of the policies. What the engine's own policy gives in the simulation differs from the measurement by the error of the
+simulation.
 
 A thread of this process does it, in at most `budget` of one core. It keeps MAX_PENDING requests; those beyond, and failed ones,
 are left out and counted. Without a shadow the engine keeps nothing. One replica.
