@@ -729,7 +729,7 @@ class SchedulerActor(Actor):
                 events = self._timeline.events() if self._timeline is not None else []
                 self._timeline = None
                 return events
-            case "request_log":
+            case "request_log":  # of the owner alone: it tells of the requests of all programs
                 return self._take_request_log(bool(arguments["is_on"]))
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
