@@ -3,8 +3,8 @@
 Every adapted product has room for `max_loras` adapters there. A token's adapter is found through the state table, by the row of
 its request. So a recorded step serves requests with any adapters. What is launched does not depend on whether there are any.
 
-A product with adapters takes neither the norm in front of it nor what comes behind into its launch: adapters read what was
-normed, and add to the product itself. Slots are filled in order with the steps that were launched before.
+Adapters read what was normed, and add to the product itself. So the launch of a product with adapters takes neither the norm
+in front of it nor what comes behind. Slots are filled in order with the steps that were launched before.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class DeviceSlots(Slots):
         generator = torch.Generator().manual_seed(0)
 
         def numbers(num_inputs: int, *shape: int) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) / num_inputs**0.5).to(self.dtype)
+            return torch.randn(shape, generator=generator).div_(num_inputs**0.5).to(self.dtype)
 
         rank = self.max_rank
         return {

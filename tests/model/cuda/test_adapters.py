@@ -12,46 +12,12 @@ from actorllm import LLM, LoRARequest, SamplingParams
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import InvalidParameterError, UnsupportedModelError
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.model.runner import ModelRunner
-from actorllm.types.adapter_folder import AdapterDigests
 from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
 from tests.model.adapters.lora_folders import write_adapter
+from tests.model.cuda.adapted import LORA, fill, layers_of, put
 from tests.model.cuda.host_engine import ARGUMENTS, load
 from tests.model.cuda.twins import TINY, Twins, prompt
-
-LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-
-
-def layers_of(tree: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    hidden, inner, dim = tree["hidden_size"], tree["intermediate_size"], tree["head_dim"]
-    queries, keys = dim * tree["num_attention_heads"], dim * tree["num_key_value_heads"]
-    sizes = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    return {f"model.layers.{i}.{name}": size for i in range(tree["num_hidden_layers"]) for name, size in sizes.items()}
-
-
-def put(runner: ModelRunner[Any, Any], slot: int, folder: Path) -> None:
-    assert runner.adapters is not None
-    adapter = AdapterDigests(max_rank=8).adapter_of(str(folder))
-    runner.adapters.put(slot, adapter.digest, runner.adapters.read(adapter))
-
-
-def fill(twins: Twins, tmp_path: Path, **differences: Any) -> None:
-    """Slot 1: all layers; 2: two of them, of another rank; 3: nothing yet."""
-    layers = layers_of(TINY | differences)
-    write_adapter(tmp_path / "all", layers, seed=1, size=1.0)
-    write_adapter(tmp_path / "few", dict(list(layers.items())[1:4]), seed=2, size=2.0, r=7)
-    for runner in (twins.cpu_runner, twins.runner):
-        put(runner, 1, tmp_path / "all")
-        put(runner, 2, tmp_path / "few")
 
 
 def follow(twins: Twins) -> None:

@@ -17,9 +17,9 @@ from actorllm.model.cuda.graphs import GraphPart
 from actorllm.model.cuda.proof import memory
 from actorllm.model.cuda.runner import CudaRunner
 from tests.kernels.conftest import interpreter as interpreter
+from tests.model.cuda.adapted import LORA, fill
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.rules import rules_of
-from tests.model.cuda.test_adapters import LORA, fill
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.quantization.layouts import FP8
 
