@@ -211,6 +211,7 @@ class _Canvas:
         has_fill, has_stroke = fill != "none", stroke != "none"
         if not has_fill and not has_stroke:
             return
+        # How: opacity lasts as long as the context, and so do colours and dashes.
         style = ("D" if has_stroke else "") + ("F" if has_fill else "")
         pdf = self._pdf
         whole = float(given.get("opacity", 1))
@@ -226,6 +227,7 @@ class _Canvas:
                 dash = [float(value) for value in given.get("stroke-dasharray", "").replace(",", " ").split()]
                 if dash:
                     pdf.set_dash_pattern(dash=dash[0], gap=dash[1])
+            # What: paths of a chart have straight pieces only.
             if tag == "line":
                 x1, y1, x2, y2 = (float(given[name]) for name in ("x1", "y1", "x2", "y2"))
                 pdf.line(x1 + dx, y1 + dy, x2 + dx, y2 + dy)

@@ -148,8 +148,12 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "label",
-    ["edf@512", "qoserve,anchor=first,alpha=0.0005,relegates=off@2048+past-future", "my_module:APolicyWhoseNameIsLongerThanALine@512"],
-)  # fmt: skip
+    [
+        "edf@512",
+        "qoserve,anchor=first,alpha=0.0005,relegates=off@2048+past-future",
+        "my_module:APolicyWhoseNameIsLongerThanALine@512",
+    ],
+)
 def test_labels_are_whole(label: str) -> None:
     parts = in_lines(label, 31)
     assert "".join(parts) == label
