@@ -35,6 +35,7 @@ from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
+from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
@@ -49,7 +50,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method
-from actorllm.types.speculation import read_speculation, with_costs
+from actorllm.types.speculation import HEADS, read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
@@ -807,6 +808,7 @@ def _with_draft_folder(
     if speculation is None or speculation.model is None:
         return speculation
     folder, tree = read_model_folder(speculation.model, load_format)
+    tree = head_tree(tree) if speculation.method in HEADS else tree
     text = tree.get("text_config")
     check_same_tokenizer(target, target_tree, folder, text if isinstance(text, dict) else tree)
     return replace(speculation, model=str(folder))

@@ -39,6 +39,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "GptOssForCausalLM": "gpt_oss",
+    "MiMoForCausalLM": "mimo",
 }
 """The file of each architecture in `families/`."""
 

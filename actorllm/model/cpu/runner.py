@@ -24,7 +24,8 @@ from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.draft_heads import drafting_model
+from actorllm.model.cpu.draft_passes import DraftingModel
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
@@ -111,6 +112,8 @@ class CpuStep(StepHandle[Chunks]):
     """Prefill rows of the plan whose states are not finite."""
     draft_logits: torch.Tensor | None = None
     """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
+    seen: torch.Tensor | None = None
+    """What the drafting model is to have of the decode rows (`DraftingModel.follow`); None: nothing."""
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -140,15 +143,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._speculator: Speculator | None = None
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
             if not isinstance(self.model_config, DecoderConfig):
                 raise UnsupportedModelError(
                     f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
                     f"transformers; leave it out"
                 )
-            if config.speculation.model is not None:
-                self._draft_model = DraftModel(config, self.dtype)
+            self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
         self._decode_version = -1
@@ -163,7 +165,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
         if self._draft_model is not None:
-            self._draft_model.load(self._show_progress)
+            assert isinstance(self.decoder, Decoder)
+            self._draft_model.load(self.decoder, self._show_progress)
         if self.stage.is_last:
             self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
@@ -308,6 +311,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         decoder, head = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
+            if self._draft_model is not None:
+                self._draft_model.take_target(decoder)
         elif self.adapters is not None:
             cast("TransformersDecoder", decoder).adapt(self.adapters.slots)
         self.decoder, self._head = decoder, head
@@ -330,7 +335,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def release_cache(self) -> None:
         self.cache.release()
         if self._draft_model is not None:
-            self._draft_model.cache.release()
+            self._draft_model.release()
 
     @property
     def model(self) -> Any:
@@ -479,7 +484,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._draft_model is not None:
             del self._draft_model.cache
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
-        return peak + 3 * logits + context + adapters
+        of_drafts = 0 if self._draft_model is None else self._draft_model.fixed_bytes
+        return peak + 3 * logits + context + adapters + of_drafts
 
     @with_own_threads
     @torch.inference_mode()
@@ -511,12 +517,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
-            self._draft_model.cache.zero(block_ids)
+            self._draft_model.zero(block_ids)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
         if self._draft_model is not None:
-            self._draft_model.cache.copy(sources, targets)
+            self._draft_model.copy(sources, targets)
 
     @with_own_threads
     def check_itself(self) -> None:
@@ -581,7 +587,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
-        hidden, logits, draft_logits = self._no_hidden, None, None
+        hidden, logits, draft_logits, seen = self._no_hidden, None, None, None
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
@@ -611,8 +617,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
-        if self._draft_model is not None and inputs.prefill_slots:
-            self._draft_model.prefill(inputs)
+            if self._draft_model is not None:
+                seen = self._draft_model.follow(inputs, states)
         if inputs.forks:
             self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
@@ -627,6 +633,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             prompt_logprobs,
             bad_prompts,
             draft_logits,
+            seen,
         )
 
     def _pass_on(
@@ -652,7 +659,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What is guessed of the decode rows of this step."""
         speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
-            self._draft_model.apply(plan, self.batch.num_slots)
+            self._draft_model.apply(plan, self.batch)
+            self._draft_model.catch_up(self.batch, speculator.histories)
         slots = self.batch.decode_slots
         if not plan.max_drafts:
             return None
@@ -767,6 +775,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         runs = NO_I32
         if handle.draft_logits is not None:
             tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+        if self._draft_model is not None and handle.seen is not None:
+            self._draft_model.keep(self.batch, handle.inputs, handle.seen, runs)
         if self._speculator is not None and late is not None and late.counts.size:
             self._speculator.force(late, sampling.slots, tokens, runs)
         return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)

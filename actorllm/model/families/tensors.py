@@ -189,6 +189,7 @@ class DecoderTensors:
                 or (name == "lm_head.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
                 or self._model_part.lacks(name)
+                or (self._config.names.beside is not None and name.startswith(self._config.names.beside))
             )
         )
 

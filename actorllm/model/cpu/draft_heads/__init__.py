@@ -1,0 +1,23 @@
+"""Models that draft for a target on the CPU: which one a configuration asks for, and heads that read the target's states."""
+
+from __future__ import annotations
+
+import torch
+
+from actorllm.config import EngineConfig
+from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
+from actorllm.model.cpu.draft_heads.shape import read_head
+from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.draft_passes import DraftingModel
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.types.speculation import DRAFT_MODEL, HEADS
+
+
+def drafting_model(config: EngineConfig, target: DecoderConfig, dtype: torch.dtype) -> DraftingModel | None:
+    """The one that the configuration names; None: the drafter is no model. Raises ModelError."""
+    assert config.speculation is not None
+    if config.speculation.method == DRAFT_MODEL:
+        return DraftModel(config, dtype)
+    if config.speculation.method in HEADS:
+        return HeadDrafter(config, read_head(config, target), target, dtype)
+    return None
