@@ -22,6 +22,8 @@ NGRAM, SUFFIX, DRAFT_MODEL, EAGLE, EAGLE3, MTP = "ngram", "suffix", "draft_model
 
 HEADS = (EAGLE, EAGLE3, MTP)
 """What reads states of the target. Those of 'mtp' are in its checkpoint."""
+WITH_MODEL = (DRAFT_MODEL, *HEADS)
+"""What computes beside the target."""
 WITH_FOLDER = (DRAFT_MODEL, EAGLE, EAGLE3)
 """What needs a folder of its own."""
 ALIASES = {"mimo_mtp": MTP}

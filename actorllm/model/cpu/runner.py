@@ -145,11 +145,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._speculator: Speculator | None = None
         self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
-            if not isinstance(self.model_config, DecoderConfig):
-                raise UnsupportedModelError(
-                    f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
-                    f"transformers; leave it out"
-                )
             self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
@@ -668,6 +663,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
+        drafts = None if self.ranks.rank else self._guess(plan, speculator, most)
+        return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
+
+    def _guess(self, plan: StepPlan, speculator: Speculator, most: int) -> Drafts | None:
+        slots = self.batch.decode_slots
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
@@ -675,6 +675,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if plan.late_slots.size and self.tell_drafts is not None:
             self.tell_drafts(drafts_of(slots, drafts, plan))
         return drafts
+
+    def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
+        """Those of the first rank, on every rank. most: of a row."""
+        told = np.zeros((len(self.batch.decode_slots), 1 + max(0, most)), np.int32)  # how many, and which
+        if drafts is not None:
+            told[:, 0] = drafts.counts
+            told[:, 1:][_firsts(drafts.counts, told.shape[1] - 1)] = drafts.tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if not counts.any():
+            return None
+        return Drafts(counts, told[:, 1:][_firsts(counts, told.shape[1] - 1)])
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -774,7 +786,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:
-            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if not self.ranks.rank:
+                tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if self.ranks.size > 1:
+                tokens, runs = self._agreed_runs(handle, tokens, runs)
         if self._draft_model is not None and handle.seen is not None:
             self._draft_model.keep(self.batch, handle.inputs, handle.seen, runs)
         if self._speculator is not None and late is not None and late.counts.size:
@@ -859,6 +874,24 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if position == 0:
             return tokens, NO_I32, spans
         return np.array([token for row in by_row for token in row], np.int32), runs, joined_runs(spans)
+
+    def _agreed_runs(self, handle: CpuStep, tokens: I32, runs: I32) -> tuple[I32, I32]:
+        """What the first rank has found of the drafts, on every rank: the others take the tokens that they have not stored yet."""
+        drafts = handle.inputs.drafts
+        assert drafts is not None
+        slots = self.batch.decode_slots
+        told = np.zeros((len(handle.sampling.slots), 2 + int(drafts.counts.max())), np.int32)  # how many, and which
+        if not self.ranks.rank:
+            told[:, 0] = runs if runs.size else 1
+            told[:, 1:][_firsts(told[:, 0], told.shape[1] - 1)] = tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if self.ranks.rank:
+            for position in range(1, int(counts.max())):
+                rows = np.flatnonzero(counts[: len(slots)] > position)
+                self.batch.accept(slots[rows])
+                self._store(slots[rows], told[rows, 1 + position])
+        return told[:, 1:][_firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
@@ -988,3 +1021,9 @@ def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
     is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
     tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
     return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)
+
+
+def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:
+    """[num_rows, width]: the first ones of each row, so many as it counts."""
+    mask: NDArray[np.bool_] = np.arange(width) < counts[:, None]
+    return mask
