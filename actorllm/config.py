@@ -49,7 +49,7 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method
+from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -351,14 +351,15 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     enable_expert_parallel: bool = False
     """Of experts each rank holds some as a whole, in the place of its part of each."""
-    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
-    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
     ready_replicas: int = 1
@@ -559,6 +560,7 @@ class EngineConfig:
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
+        dtype = _dtype(given["dtype"], hf, rules)
         if given["block_size"] is None:  # each row of a block of 8 bits has a scale besides: wider ones have fewer
             given["block_size"] = max(rules.block_size, INT8_BLOCK_SIZE * (given["kv_cache_dtype"] == INT8))
         block_size = _positive("block_size", given["block_size"])
@@ -587,7 +589,7 @@ class EngineConfig:
                 path=str(path),
                 tokenizer=_tokenizer(given, path),
                 architecture=_architecture(path, hf),
-                dtype=_dtype(given["dtype"], hf, rules),
+                dtype=dtype,
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
@@ -611,6 +613,7 @@ class EngineConfig:
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler, hf, device),
                 quantization_twin=_quantization_twin(given),
+                scheme=_compute_scheme(given, dtype, pooler),
                 module=module,
             ),
             cache=CacheConfig(
@@ -739,6 +742,10 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
     ):
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
+    if is_twin(given["compute_scheme"]):
+        raise ConfigError(
+            f"{told} needs one scheme for all rows, and compute_scheme={given['compute_scheme']!r} has two"
+        )
     return True
 
 
@@ -753,6 +760,36 @@ def _quantization_twin(given: dict[str, Any]) -> bool | None:
                 )
     twin: bool | None = given["quantization_twin"]
     return twin
+
+
+def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) -> str | None:
+    """Raises ConfigError for what the model's products cannot be computed as."""
+    scheme: str | None = given["compute_scheme"]
+    if scheme is None:
+        return None
+    told = f"compute_scheme={scheme!r}"
+    known = schemes_of(given["quantization"], dtype)
+    if scheme not in known:
+        these = f"one of {', '.join(map(repr, known))}" if known else "no choice"
+        raise ConfigError(
+            f"{told} is not known for quantization={given['quantization']!r} and dtype={dtype!r}: there is {these}; "
+            f"use that, or leave it out"
+        )
+    if given["quantization_twin"] is not None:
+        raise ConfigError(
+            f"{told} says already what quantization_twin={given['quantization_twin']!r} says; leave one of them out"
+        )
+    if is_twin(scheme):
+        if pooler is not None:
+            raise ConfigError(
+                f"{told} has a scheme for decode rows, and this model makes vectors of prompts; use one scheme"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if given[name] not in (None, 1):
+                raise ConfigError(
+                    f"{told} is not supported with {name}={given[name]!r} yet; use one scheme for all rows"
+                )
+    return scheme
 
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
@@ -991,7 +1028,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
     # None is allowed where None is the default.
-    for name in ("name", "scheduling_policy", "admission_policy", "router"):
+    for name in ("name", "scheduling_policy", "admission_policy", "router", "compute_scheme"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:

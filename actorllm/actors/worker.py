@@ -208,13 +208,14 @@ class WorkerActor(Actor):
             return
         num_tokens = self.count_tokens(plan)
         # Of a pipeline, a stage also waits for those before it: if one of them is stuck, that one is to be found first.
-        self.heartbeat.begin(plan.step, self._budget.of(num_tokens) * (1 + self._stage))
+        budget_s = self._budget.of(num_tokens)
+        self.heartbeat.begin(plan.step, budget_s * (1 + self._stage))
         started = now()
         try:
             await self._compute(link, plan)
         finally:
             self.heartbeat.end()
-        self._budget.observe(num_tokens, now() - started)
+        self._budget.observe(num_tokens, now() - started, budget_s)
 
     def count_tokens(self, plan: StepPlan) -> int:
         """Of the step of this plan, the next one."""
@@ -233,7 +234,7 @@ class WorkerActor(Actor):
         """A step is done that was launched ahead."""
         self._num_steps += 1
         self._busy_s += seconds
-        self._budget.observe(num_tokens, seconds)
+        self._budget.observe(num_tokens, seconds, self._budget.of(num_tokens))
 
     def drop_plans_of(self, link: Link) -> None:
         """Of a scheduler that is gone, and of a step that it cannot go on with."""

@@ -40,6 +40,8 @@ FAMILIES = {
     "OlmoeForCausalLM": "olmoe",
     "GptOssForCausalLM": "gpt_oss",
     "MiMoForCausalLM": "mimo",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 """The file of each architecture in `families/`."""
 

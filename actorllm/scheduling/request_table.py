@@ -71,7 +71,7 @@ class RequestTable:
         self.num_wasted = 0
         """Tokens that were sampled for requests that had ended by then."""
         self._view = view
-        self._policy = policy
+        self.policy = policy
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
@@ -107,7 +107,7 @@ class RequestTable:
         self.waiting.add(sequence)
         if sequence.submit.has_started:
             self.resuming.add(sequence)  # it had started under another scheduler
-        self._policy.on_arrival(sequence, self._view)
+        self.policy.on_arrival(sequence, self._view)
 
     def follow(self, sequence: Sequence, leader: Sequence) -> None:
         """A request waits for another one to compute the prompt they share."""
@@ -233,7 +233,7 @@ class RequestTable:
             self._admission.leave(sequence)
         for part in sequence.counted_by:
             part.discard(sequence)
-        self._policy.on_end(sequence, self._view)
+        self.policy.on_end(sequence, self._view)
         if self.followers.leaders:
             for follower in self.followers.take(sequence):
                 self.wait(follower)

@@ -503,6 +503,11 @@ class SimulatedReplica:
         self.scheduler.give_up_policy(reason, now)
         self._happened(now)
 
+    def change_policy(self, policy: str, admission: str | None, now: float) -> None:
+        """Others decide from now on. No step is in flight."""
+        self.scheduler.change_policy(policy, admission, now)
+        self._happened(now)
+
     def abort_at(self, at: float, key: Key) -> None:
         """The request's client will give up then, if it is not done by then."""
         heapq.heappush(self._aborts, (at, key))
@@ -594,7 +599,7 @@ class SimulatedReplica:
         has_launched = False
         while scheduler.has_room:
             plan = scheduler.schedule(now)
-            if scheduler.has_rejected:
+            if scheduler.rejected:
                 self._tell(scheduler.take_rejected())
             if plan is None:
                 if scheduler.wake_at < math.inf:
@@ -1245,7 +1250,7 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
             has_planned = True
         elif verb == "finish":
             finishes.setdefault(last_step, []).extend(((f, rid), reason, stop) for (f, rid), reason, stop in argument)
-        elif verb in ("submit", "abort", "unblock", "expire", "give_up"):
+        elif verb in ("submit", "abort", "unblock", "expire", "give_up", "change_policy"):
             arrivals.append((now, call, argument))
             has_planned = False
         elif verb != "decide":
@@ -1266,6 +1271,8 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
                 replica.expire(now)
             case "give_up":
                 replica.give_up_policy(argument, now)
+            case "change_policy":
+                replica.change_policy(argument[0], argument[1], now)
             case _:
                 replica.unblock((argument[0][0], argument[0][1]), argument[1], now, *argument[2:])
     replica.run_until(math.inf)

@@ -70,6 +70,9 @@ class EngineOptions(VLLMOptions, total=False):
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
     False also keeps rows of prompts in bfloat16 where float32 is faster for them."""
+    compute_scheme: Annotated[str | None, None]
+    """What products are computed as, on a CPU: 'int8', 'int4', 'bfloat16', 'float32', or two such as 'int4+int8', of decode rows
+    and of rows of prompts. None: what is fastest, measured at the first start. Fix it where two engines must have the same bits."""
     batch_invariant: Annotated[bool, False]
     """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
     hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""

@@ -83,6 +83,8 @@ async def test_a_place_that_is_found_too_late_is_given_back(monkeypatch: pytest.
     removed: list[object] = []
 
     class Group:
+        bundle_count = 1
+
         def wait(self, timeout: float) -> bool:
             is_waiting.set()
             return may_go_on.wait()

@@ -7,7 +7,7 @@ import torch
 from actorllm.config import EngineConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
-from actorllm.model.cpu.draft_heads.shape import read_head
+from actorllm.model.cpu.draft_heads.head_shape import read_head
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.draft_passes import DraftingModel
 from actorllm.model.families.decoder_config import DecoderConfig

@@ -1,7 +1,7 @@
 """`HeadDrafter`: drafts of a head that reads states of the target (`speculative_config`, methods "eagle", "eagle3" and "mtp").
 
 A token goes through the head with the target's state of the token before it. States of prompts go through at once. Those of
-decoded tokens wait by slot until the row drafts next, and a row that rests is brought forward before its room is used up. The
+decoded tokens wait by slot until the row drafts next. A row that rests is brought forward before its room is used up. The
 state of the last token of each block is kept beside the head's keys and values. So a request that finds a prefix in
 the cache finds all that the head needs, and no block of a hit is computed again.
 
@@ -23,7 +23,7 @@ from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache, zero_pages
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads.head import DraftHead
-from actorllm.model.cpu.draft_heads.shape import HeadShape
+from actorllm.model.cpu.draft_heads.head_shape import HeadShape
 from actorllm.model.cpu.draft_passes import I64, DraftingModel, decode_inputs, newest_of
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs

@@ -13,7 +13,7 @@ import torch
 from actorllm.errors import CorruptModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache
 from actorllm.model.cpu.decoder import Decoder, DecoderLayer
-from actorllm.model.cpu.draft_heads.shape import HeadShape
+from actorllm.model.cpu.draft_heads.head_shape import HeadShape
 from actorllm.model.cpu.layers import RMSNorm, RotaryEmbedding, linear
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import LayerTensors
@@ -44,46 +44,28 @@ class DraftHead:
     def __init__(self, shape: HeadShape, weights: Weights, target: Decoder, max_positions: int) -> None:
         self.shape, self.target = shape, target
         c, method = shape.layers, shape.method
-        size, eps = c.hidden_size, c.rms_norm_eps
         base = "model.mtp_layers.0." if method == MTP else "model."
         first = base if method == MTP else f"{base}layers.0."
         if method == EAGLE3 and _has(weights, f"{base}midlayer.self_attn.q_proj.weight"):
             first = f"{base}midlayer."
-
-        def norm(name: str, width: int = size) -> RMSNorm:
-            return RMSNorm(weights.take(f"{base}{name}.weight", width), eps)
-
-        ranks, share = Ranks(), HeadShare(c.num_heads, c.num_kv_heads, c.head_dim, Ranks())
+        share = HeadShare(c.num_heads, c.num_kv_heads, c.head_dim, Ranks())
         self.layers: list[DecoderLayer] = []
         for index in range(c.num_layers):
             is_first = index == 0
-            prefix = first if is_first else f"{base}layers.{index}."
             tensors = layer_tensors(
                 c,
                 weights,
-                prefix,
-                num_inputs=2 * size if is_first and method == EAGLE3 else size,
+                first if is_first else f"{base}layers.{index}.",
+                num_inputs=2 * c.hidden_size if is_first and method == EAGLE3 else c.hidden_size,
                 has_input_norm=not (is_first and method == EAGLE),
             )
-            self.layers.append(DecoderLayer(c, tensors, index, ranks, share))
-        self.hidden_norm = self.token_norm = self.norm = self.input_norm = None
+            self.layers.append(DecoderLayer(c, tensors, index, Ranks(), share))
+        self.hidden_norm: RMSNorm | None = None
+        self.token_norm: RMSNorm | None = None
+        self.norm: RMSNorm | None = None
+        self.input_norm: RMSNorm | None = None
         self.fc_norms: list[RMSNorm] = []
-        if method == MTP:
-            self.fc = linear(Dense.sharded(weights, f"{base}input_proj", size, 2 * size))
-            self.hidden_norm, self.token_norm = norm("hidden_layernorm"), norm("token_layernorm")
-            self.norm = norm("final_layernorm")
-        else:
-            width = 2 * size if method == EAGLE else shape.state_size
-            has_bias = _has(weights, f"{base}fc.bias")
-            self.fc = linear(Dense.sharded(weights, f"{base}fc", size, width, has_bias=has_bias))
-        if method == EAGLE3:
-            self.hidden_norm = RMSNorm(weights.take(f"{first}hidden_norm.weight", size), eps)
-            self.norm = norm("norm")
-            if shape.norm_before_fc:
-                self.input_norm = norm("input_norm", shape.state_size)
-            if shape.has_fc_norms:
-                each = shape.state_size // len(shape.taps)
-                self.fc_norms = [norm(f"fc_norm.{i}", each) for i in range(len(shape.taps))]
+        self.fc = self._read_inputs(weights, base, first)
         self._rotary = RotaryEmbedding(
             rotation_angles(c.head_dim, c.rope, c.max_position_embeddings, max_positions), rotation_length(c.rope)
         )
@@ -95,6 +77,28 @@ class DraftHead:
         if method != MTP:
             self._read_vocabulary(weights)
             weights.close(lambda name: name.endswith("rotary_emb.inv_freq") or name in IGNORABLE)
+
+    def _read_inputs(self, weights: Weights, base: str, first: str) -> Linear:
+        """The norms around the layers, and what joins a token and a state. first: what names of the first layer begin with."""
+        shape, size = self.shape, self.shape.layers.hidden_size
+
+        def norm(name: str, width: int = size) -> RMSNorm:
+            return RMSNorm(weights.take(f"{name}.weight", width), shape.layers.rms_norm_eps)
+
+        if shape.method == MTP:
+            self.hidden_norm, self.token_norm = norm(f"{base}hidden_layernorm"), norm(f"{base}token_layernorm")
+            self.norm = norm(f"{base}final_layernorm")
+            return linear(Dense.sharded(weights, f"{base}input_proj", size, 2 * size))
+        width = 2 * size
+        if shape.method == EAGLE3:
+            width = shape.state_size
+            self.hidden_norm, self.norm = norm(f"{first}hidden_norm"), norm(f"{base}norm")
+            if shape.norm_before_fc:
+                self.input_norm = norm(f"{base}input_norm", width)
+            if shape.has_fc_norms:
+                each = width // len(shape.taps)
+                self.fc_norms = [norm(f"{base}fc_norm.{i}", each) for i in range(len(shape.taps))]
+        return linear(Dense.sharded(weights, f"{base}fc", size, width, has_bias=_has(weights, f"{base}fc.bias")))
 
     def _read_vocabulary(self, weights: Weights) -> None:
         shape, size = self.shape, self.shape.layers.hidden_size
