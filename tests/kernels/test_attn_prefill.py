@@ -35,6 +35,17 @@ def test_variants(window: int, softcap: float, has_sinks: bool) -> None:
     run(CHUNKS, window=window, softcap=softcap, has_sinks=has_sinks)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "window", "has_sinks"), [(64, 0, False), (80, 20, True)])
+def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, dim: int, window: int, has_sinks: bool) -> None:
+    run(CHUNKS, dtype=dtype, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)
+
+
+def test_descriptors_read_no_codes() -> None:
+    with pytest.raises(ValueError, match="must be in the type of q"):
+        run([(3, 3)], by_tma=True, is_float8=True)
+
+
 @pytest.mark.parametrize(("dim", "group", "window", "has_sinks"), [
     (64, 2, 0, False), (128, 7, 0, True), (64, 4, 20, False),
 ])  # fmt: skip
