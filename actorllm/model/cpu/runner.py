@@ -26,12 +26,13 @@ from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
+from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
 from actorllm.model.linear import Linear, LinearWeight
@@ -126,6 +127,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> None:
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self._whole_plan = self.model_config
+        if self._latent is not None:
+            check_latent(config)
         self.stage = Stage(config, rank)
         if isinstance(self.model_config, DecoderConfig):
             self.model_config = self.stage.part.shape_of(self.model_config)
@@ -351,10 +354,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @property
     def block_bytes(self) -> int:
         of_drafts = 0 if self._draft_model is None else self._draft_model.block_bytes
+        if self._latent is not None:
+            size = self.config.cache.block_size * self._latent.width * self.dtype.itemsize
+            return self.model_config.num_layers * size + of_drafts
         if not self._has_int8_cache:
             return super().block_bytes + of_drafts
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def _latent(self) -> LatentShape | None:
+        """What is cached of each token, where that is not its keys and values."""
+        return self.model_config.latent if isinstance(self.model_config, DecoderConfig) else None
 
     @property
     def _has_int8_cache(self) -> bool:
@@ -419,7 +430,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        if self._has_int8_cache:
+        keeps_output_apart = self.config.batch_invariant or is_twin(self.scheme)
+        if self._latent is not None:
+            self.cache = LatentCache(
+                c.num_layers, self._latent, num_blocks, size, self.dtype, keeps_output_apart=keeps_output_apart
+            )
+        elif self._has_int8_cache:
             self.cache = Int8KVCache(
                 *shape,
                 num_blocks,
@@ -434,7 +450,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 num_blocks,
                 size,
                 self.dtype,
-                keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
+                keeps_output_apart=keeps_output_apart,
                 has_fixed_tiles=self.config.batch_invariant,
             )
         self.batch = self._empty_batch()
@@ -473,6 +489,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        if self._latent is not None:
+            context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model
             context *= 4 + self.dtype.itemsize
         del self.cache
