@@ -45,8 +45,9 @@ class EngineOptions(VLLMOptions, total=False):
     """Most tokens of one step, of prompts and outputs together."""
     block_size: Annotated[int | None, None]
     """Tokens of one block of the KV cache; None: 32, or 64 on CUDA and with kv_cache_dtype='int8'."""
-    kv_cache_dtype: Annotated[Literal["auto", "int8"], "auto"]
-    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'auto': as the model."""
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8", "fp8_e4m3"], "auto"]
+    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'fp8' or 'fp8_e4m3': all of it
+    to floats of 8 bits, on CUDA; 'auto': as the model."""
     enable_prefix_caching: Annotated[bool | None, None]
     """Use the KV of earlier requests with the same beginning; None: yes."""
     kv_cache_memory_bytes: Annotated[int | None, None]
