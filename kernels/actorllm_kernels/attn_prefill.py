@@ -215,12 +215,17 @@ def attn_prefill_kernel(
     tl.store(out_ptr + q_first + q_inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
-def _config(head_dim: int, device: torch.device, by_tma: bool = False) -> Config:
-    return lookup("attn_prefill", f"d{triton.next_power_of_2(head_dim)}" + ("-tma" if by_tma else ""), device)
+def _config(head_dim: int, device: torch.device, by_tma: bool = False, is_float8: bool = False) -> Config:
+    dim = triton.next_power_of_2(head_dim)
+    variant = "-tma" if by_tma else "-float8" if is_float8 and dim == 256 else ""  # numbers of codes take registers
+    return lookup("attn_prefill", f"d{dim}{variant}", device)
 
 
 def tokens_per_tile(group: int, head_dim: int, device: torch.device, by_tma: bool = False) -> int:
-    """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head."""
+    """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head.
+
+    As many for floats of 8 bits.
+    """
     return _config(head_dim, device, by_tma)["BLOCK_M"] // group
 
 
@@ -271,7 +276,7 @@ def attn_prefill(
     by_tma, is_float8 = q.dim() == 4, keys.dtype == torch.uint8
     if by_tma and is_float8:
         raise ValueError("the build by descriptors reads no codes: keys and values must be in the type of q")
-    config = dict(_config(dim, q.device, by_tma))
+    config = dict(_config(dim, q.device, by_tma, is_float8))
     if block_m is not None:
         config["BLOCK_M"] = block_m
     if tile is not None:

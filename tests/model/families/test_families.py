@@ -20,6 +20,7 @@ from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
+from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
@@ -305,8 +306,13 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
-        if plan.experts is None and plan.latent is None:  # there are no kernels of experts, or of latents, yet
+        is_fused = plan.experts is None and plan.latent is None  # there are no kernels of these yet
+        assert (plan.switches <= CudaRunner.switches) == is_fused
+        if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
+        (row,) = (row for row in table("fused") if row["architecture"] == architecture)
+        assert row["cuda"] == ("fused" if is_fused else "transformers")
+        assert row["cache"] == ("keys and values" if plan.latent is None else "latents")
 
 
 # What config.json may say ---------------------------------------------------------------------------------------------
