@@ -20,6 +20,7 @@ from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
+from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
@@ -35,6 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**HEADS_OF_32, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", HEADS_OF_32),
     "qwen2": ("qwen2", HEADS_OF_32),
+    "mimo": ("qwen2", {**HEADS_OF_32, "use_sliding_window": False, "architecture": "MiMoForCausalLM"}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "phi3": ("phi3", HEADS_OF_32),
     "phi3, tied, long window": (
@@ -305,8 +307,13 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
-        if plan.experts is None and plan.latent is None:  # there are no kernels of experts, or of latents, yet
+        is_fused = plan.experts is None and plan.latent is None  # there are no kernels of these yet
+        assert (plan.switches <= CudaRunner.switches) == is_fused
+        if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
+        (row,) = (row for row in table("fused") if row["architecture"] == architecture)
+        assert row["cuda"] == ("fused" if is_fused else "transformers")
+        assert row["cache"] == ("keys and values" if plan.latent is None else "latents")
 
 
 # What config.json may say ---------------------------------------------------------------------------------------------
