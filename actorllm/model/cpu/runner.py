@@ -49,6 +49,7 @@ from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.registry import Plan, check_same_model, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation import costs
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
@@ -143,6 +144,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What torch computes with. A step sets it, from the size of its products."""
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
+        self._shown = ShownLogits.of(config.model.logprobs_mode)
         self._speculator: Speculator | None = None
         self._draft_model: DraftModel | None = None
         if config.speculation is not None:
@@ -784,7 +786,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 )
                 if self.ranks.rank:
                     continue  # the others have no logits
-                whole = logprobs.gather(logits, np.concatenate([p.tokens for p in slice_]), num_top)
+                tokens = np.concatenate([p.tokens for p in slice_])
+                whole = logprobs.gather(logits, tokens, num_top, as_logits=self._shown.as_logits)
                 at = 0
                 for part in slice_:
                     spans.append(whole.part(at, at + len(part.where)).of_row(part.row, part.first))
@@ -814,7 +817,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 continue  # the first rank samples
             slots = sampling.slots[start:end]
             raw = logits
-            if sampling.has_logprobs and (sampling.has_rules or handle.late_slots.size):
+            if (
+                sampling.has_logprobs
+                and not self._shown.is_processed
+                and (sampling.has_rules or handle.late_slots.size)
+            ):
                 raw = logits.clone()
             is_void[start:end], bad, failed = self._prepare(logits, slots, first_masks, has_rules=sampling.has_rules)
             for row, count in bad.items():
@@ -824,6 +831,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._choose(logits, columns, slots, first_masks)
             if sampling.has_logprobs:
+                if self._shown.is_processed:
+                    raw = self._drawn_from(logits, columns, tokens[start:end])
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         self._team.end()
         if self.ranks.size > 1 and num_samples:
@@ -905,7 +914,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             if not rows.size:
                 break
             here = logits.index_select(0, torch.from_numpy(firsts[rows] + position))
-            raw = here.clone() if handle.sampling.has_logprobs else here
+            raw = here.clone() if handle.sampling.has_logprobs and not self._shown.is_processed else here
             has_rules = handle.sampling.has_rules
             masks = None if late is None else masks_behind(late, position + 1, self.model_config.vocab_size)
             void, _, _ = self._prepare(here, slots[rows], masks, has_rules=has_rules)
@@ -918,6 +927,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             ((_, _, columns),) = self._how(slots[rows], has_rules=has_rules, has_logprobs=False)
             newest = self._choose(here, columns, slots[rows], masks)
             if handle.sampling.has_logprobs:
+                if self._shown.is_processed:
+                    raw = self._drawn_from(here, columns, newest)
                 spans = spans + self._run_logprobs(raw, slots[rows], rows, newest)
             self.batch.accept(slots[rows])
             self._store(slots[rows], newest)
@@ -932,14 +943,22 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
-        rules = self.batch.rules
+        rules, as_logits = self.batch.rules, self._shown.as_logits
         spans: list[LogprobSpan] = []
         for i, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+            of, token = raw[i : i + 1], tokens[i : i + 1]
             if slot in rules.logprob_ids:
-                spans.append(logprobs.gather_ids(raw[i : i + 1], int(tokens[i]), rules.logprob_ids[slot], row))
+                ids = rules.logprob_ids[slot]
+                spans.append(logprobs.gather_ids(of, int(token[0]), ids, row, as_logits=as_logits))
             elif slot in rules.num_logprobs:
-                spans.append(logprobs.gather(raw[i : i + 1], tokens[i : i + 1], rules.num_logprobs[slot], row))
+                spans.append(logprobs.gather(of, token, rules.num_logprobs[slot], row, as_logits=as_logits))
         return spans
+
+    @staticmethod
+    def _drawn_from(logits: torch.Tensor, columns: SamplingColumns, tokens: I32) -> torch.Tensor:
+        """What these tokens were drawn from, where log-probabilities are told of that. logits: as `_prepare` left them."""
+        chosen = torch.from_numpy(tokens.astype(np.int64))
+        return drawn_from(logits, chosen, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
 
     def _vectors(self, handle: CpuStep) -> NDArray[np.float32]:
         """Of the rows that are pooled, made of their final states."""
@@ -950,19 +969,22 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors: NDArray[np.float32] = (states if self._head is None else self._head(states)).numpy()
         return vectors
 
-    @staticmethod
-    def _logprobs(raw: torch.Tensor, sampling: SamplingRows[Chunks], start: int, tokens: I32) -> list[LogprobSpan]:
-        """Of the samples from `start` on that want them, whose untouched logits are `raw`."""
+    def _logprobs(
+        self, raw: torch.Tensor, sampling: SamplingRows[Chunks], start: int, tokens: I32
+    ) -> list[LogprobSpan]:
+        """Of the samples from `start` on that want them; raw: their untouched logits, or what they were drawn from."""
         spans: list[LogprobSpan] = []
+        as_logits = self._shown.as_logits
         here = [(i - start, num_top) for i, num_top in sampling.num_logprobs if start <= i < start + len(tokens)]
         for i, ids in sampling.logprob_ids.items():
             if start <= i < start + len(tokens):
                 at = i - start
-                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, sampling.row_of(i)))
+                row = sampling.row_of(i)
+                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, row, as_logits=as_logits))
         for num_top in sorted({num_top for _, num_top in here}):
             samples = np.array([i for i, n in here if n == num_top], np.intp)
             logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
-            span = logprobs.gather(logits, tokens[samples], num_top)
+            span = logprobs.gather(logits, tokens[samples], num_top, as_logits=as_logits)
             spans += [
                 span.part(i, i + 1).of_row(sampling.row_of(sample + start), 0) for i, sample in enumerate(samples)
             ]
