@@ -493,7 +493,12 @@ class EngineConfig(EngineNames):
         return self.window_blocks(self.cache.window, self.cache.num_blocks)
 
     def window_blocks(self, window: int, num_blocks: int) -> int:
-        """Blocks of a second KV group beside so many of the first one."""
+        """Blocks of a second KV group beside those of the first one.
+
+        Arguments:
+            window: tokens that a token sees in the layers of the second group.
+            num_blocks: of the first group.
+        """
         return num_window_blocks(
             num_blocks,
             window=window,
