@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
-from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.config import EngineConfig
 from actorllm.messages import pack
 from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.scheduling.telemetry.recording import replay
+from actorllm.slo.simulator import EngineShape
 from tests.api.prompted import DRAFTS
 from tests.model.architectures import table
 from tests.model.hf.decoders import prompt, reference, save
@@ -124,6 +125,8 @@ def test_forks_have_the_streams_of_requests_of_their_own(model: tuple[Path, Any]
 def test_a_recording_replays(model: tuple[Path, Any], expected: list[list[int]], tmp_path: Path) -> None:
     file = tmp_path / "record"
     assert run(model[0], max_num_seqs=3, max_num_batched_tokens=20, record=str(file))[0] == expected
+    shape = EngineShape.of(recorded_configuration(file).resolved(500, window=WINDOW))
+    assert shape.scheduler_arguments()["window"] == WINDOW, "a simulation has the group, too"
     plans, again = ([pack(plan) for plan in replay(read_recording(file), fresh_scheduler(file))] for _ in range(2))
     assert repr(plans) == repr(again)
     assert any(plan.partners.size for plan in replay(read_recording(file), fresh_scheduler(file)))
