@@ -40,6 +40,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
+from actorllm.types.kv_groups import num_window_blocks
 from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
@@ -204,7 +205,9 @@ class CacheConfig:
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
-    """"int8": full blocks are rounded to 8 bits; "fp8": all to floats of 8 bits; "auto": all are in the type of the model."""
+    """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
+    window: int | None = None
+    """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
 
     @property
     def cache_dtype(self) -> str:
@@ -447,7 +450,13 @@ class EngineConfig(EngineNames):
         return ParallelConfig(self.tensor_size, max(1, len(self.stages)), self.data_parallel_size)
 
     def resolved(
-        self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = (), *, scheme: str | None = None
+        self,
+        num_blocks: int,
+        step_costs: Costs = (),
+        draft_costs: Costs = (),
+        *,
+        scheme: str | None = None,
+        window: int | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
 
@@ -455,6 +464,7 @@ class EngineConfig(EngineNames):
             num_blocks: of `cache.block_size` tokens each.
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
+            window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
 
         Raises:
             ConfigError: not even one sequence of max_model_len would fit.
@@ -473,7 +483,31 @@ class EngineConfig(EngineNames):
         if speculation is not None:
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
-        return replace(self, model=model, cache=replace(self.cache, num_blocks=num_blocks), speculation=speculation)
+        cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        return replace(self, model=model, cache=cache, speculation=speculation)
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Blocks of the second KV group, which there is (`CacheConfig.window`)."""
+        assert self.cache.num_blocks is not None
+        assert self.cache.window is not None
+        return self.window_blocks(self.cache.window, self.cache.num_blocks)
+
+    def window_blocks(self, window: int, num_blocks: int) -> int:
+        """Blocks of a second KV group beside those of the first one.
+
+        Arguments:
+            window: tokens that a token sees in the layers of the second group.
+            num_blocks: of the first group.
+        """
+        return num_window_blocks(
+            num_blocks,
+            window=window,
+            block_size=self.cache.block_size,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            spare=self.scheduler.num_spare_tokens,
+        )
 
     def to_json(self) -> bytes:
         """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""

@@ -275,6 +275,8 @@ BOUNDS = (
             "kvcache.block_pool: BlockPool._queue",
             "kvcache.block_pool: BlockPool._unlabelled",
             "kvcache.manager: KVCacheManager._emptied",
+            "kvcache.window_group: WindowGroup._pairs",
+            "kvcache.window_group: WindowGroup._behind",
         ),
         "prompts, `cache_salt`",
         ("kv_cache_memory_bytes=None",),

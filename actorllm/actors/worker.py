@@ -109,6 +109,8 @@ class WorkerActor(Actor):
         sizes: dict[str, Any] = {"weight_bytes": self.runner.weight_bytes}
         if self.runner.scheme is not None:
             sizes["scheme"] = self.runner.scheme
+        if self.runner.cache_window is not None:
+            sizes["window"] = self.runner.cache_window
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
@@ -137,7 +139,10 @@ class WorkerActor(Actor):
     def on_configure(self, config: EngineConfig) -> None:
         """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
-        self.runner.allocate(config.cache.num_blocks)
+        if config.cache.window is None:
+            self.runner.allocate(config.cache.num_blocks)
+        else:
+            self.runner.allocate_groups(config.cache.num_blocks, config.num_window_blocks)
         self.runner.tell_drafts = self._tell_drafts
         if config.topology == "inline" and self.waker() is not None:
             self.runner.between_layers = GivingWay().between_layers

@@ -75,6 +75,7 @@ from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.kv_groups import window_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
@@ -229,7 +230,7 @@ class Engine:
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
+        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts))
 
     # Life
 
