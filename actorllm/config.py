@@ -39,6 +39,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
+from actorllm.types.kv_tiers import read_tiers
 from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
@@ -226,6 +227,23 @@ class CacheConfig:
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
     """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+    offloading_bytes: int = 0
+    """Of host memory, for blocks that left the cache."""
+    offloading_path: str | None = None
+    """Of that memory, which the owner of the engine has; None: there is none."""
+    disk_path: str | None = None
+    """The folder for such blocks; None: there is none."""
+    disk_bytes: int = 0
+    """That the files there may take."""
+    tier_fingerprint: str = ""
+    """What the bits of blocks depend on besides their hashes, as hexadecimal digits; once a worker has told."""
+    tier_slot_bytes: int = 0
+    """Of a block in these tiers; in the same way."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Blocks that leave the cache may be kept elsewhere."""
+        return self.offloading_path is not None or self.disk_path is not None
 
     @property
     def cache_dtype(self) -> str:
@@ -462,7 +480,13 @@ class EngineConfig:
         return ParallelConfig(self.tensor_size, max(1, len(self.stages)), self.data_parallel_size)
 
     def resolved(
-        self, num_blocks: int, step_costs: Costs = (), draft_costs: Costs = (), *, scheme: str | None = None
+        self,
+        num_blocks: int,
+        step_costs: Costs = (),
+        draft_costs: Costs = (),
+        *,
+        scheme: str | None = None,
+        tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
 
@@ -470,6 +494,7 @@ class EngineConfig:
             num_blocks: of `cache.block_size` tokens each.
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
+            tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
             ConfigError: not even one sequence of max_model_len would fit.
@@ -488,7 +513,10 @@ class EngineConfig:
         if speculation is not None:
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
-        return replace(self, model=model, cache=replace(self.cache, num_blocks=num_blocks), speculation=speculation)
+        cache = replace(self.cache, num_blocks=num_blocks)
+        if tier is not None:
+            cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
+        return replace(self, model=model, cache=cache, speculation=speculation)
 
     def to_json(self) -> bytes:
         """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""
@@ -579,6 +607,7 @@ class EngineConfig:
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
+        tiers = read_tiers(given, _without_tiers(given, device, pooler, module, speculation, stages))
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -623,6 +652,9 @@ class EngineConfig:
                     given["num_gpu_blocks_override"], block_size, max_model_len + lookahead * _depth(given)
                 ),
                 dtype=_kv_cache_dtype(given, pooler, media, device),
+                offloading_bytes=tiers.memory_bytes,
+                disk_path=tiers.disk_path if tiers.disk_bytes else None,
+                disk_bytes=tiers.disk_bytes,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -766,6 +798,32 @@ def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRu
         if media is not None:
             raise ConfigError(f"{told} is not supported for models that take images or audio yet; leave it out")
     return dtype
+
+
+def _without_tiers(
+    given: dict[str, Any],
+    device: str,
+    pooler: Pooler | None,
+    module: LentModule | None,
+    speculation: Speculation | None,
+    stages: tuple[int, ...],
+) -> str | None:
+    """Why there can be no KV tiers; None: there can be."""
+    if device != "cpu":
+        return f"with device={device!r} yet"
+    if given["enable_prefix_caching"] is False:
+        return "with enable_prefix_caching=False: what is in them could not be found"
+    if pooler is not None:
+        return "by models that make vectors"
+    if module is not None:
+        return "with module=: nothing tells its weights from others"
+    if given["tensor_parallel_size"] > 1 or stages or given["is_launched"]:
+        return "with several ranks yet"
+    if speculation is not None and speculation.model is not None:
+        return "with a draft model yet"
+    if given["record"] is not None:
+        return "with record= yet"
+    return None
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:
