@@ -49,8 +49,9 @@ from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method
+from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
 from actorllm.types.speculation import read_speculation, with_costs
+from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
 from actorllm.types.vllm_variables import read_variables
@@ -75,6 +76,9 @@ INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
 START_TIMEOUT_S: float = DEFAULTS["start_timeout_s"]
 MAX_PROMPT_CHARACTERS: int = DEFAULTS["max_prompt_characters"]
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+DEFAULT_NUM_SEQS, DEFAULT_BATCHED_TOKENS = 256, 2048
+"""Of a step, where nothing else is given."""
 MAX_LORAS = 1024
 MAX_LORA_RANK = 1024
 """Bounds of what the slots for adapters take."""
@@ -83,7 +87,7 @@ MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(ModelNames):
     """The model and what its config.json says about it."""
 
     name: str
@@ -106,6 +110,8 @@ class ModelConfig:
     """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
     max_logprobs: int = 20
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    logprobs_mode: str = "raw_logprobs"
+    """What log-probabilities are of (`model.shown_logits`)."""
     max_prompt_characters: int = MAX_PROMPT_CHARACTERS
     """Most characters that the text of a prompt may have, before anything reads it."""
     prompt_embedding_size: int | None = None
@@ -147,11 +153,6 @@ class ModelConfig:
     # By vLLM's names, for plug-ins
 
     @property
-    def model(self) -> str:
-        """The folder, where vLLM has what the user gave."""
-        return self.path
-
-    @property
     def pooler_config(self) -> Pooler | None:
         """As `pooler`."""
         return self.pooler
@@ -165,29 +166,6 @@ class ModelConfig:
     def is_matryoshka(self) -> bool:
         """The vectors may be cut."""
         return self.pooler is not None and self.pooler.matryoshka is not None
-
-    @property
-    def hf_text_config(self) -> Any:
-        """The part of `hf_config` that is about text."""
-        return self.hf_config.get_text_config()
-
-    @property
-    def hf_config(self) -> Any:
-        """The configuration as transformers has it, with `overrides`; of a lent module its own. Imports transformers."""
-        if self.module is not None:
-            return self.module.module.config
-        from transformers import AutoConfig
-
-        tree = overridden(read_object(Path(self.path) / "config.json"), self.overrides)
-        return AutoConfig.for_model(**tree)
-
-    def get_vocab_size(self) -> int:
-        """As `vocab_size`."""
-        return self.vocab_size
-
-    def get_hidden_size(self) -> int:
-        """How many numbers a state of the model has. Imports transformers."""
-        return int(self.hf_config.get_text_config().hidden_size)
 
     @property
     def embedding_size(self) -> int:
@@ -267,7 +245,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(SchedulerNames):
     """Limits of a step, and the policies that decide its contents."""
 
     max_num_seqs: int
@@ -312,7 +290,7 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(ParallelNames):
     """The ranks of the model, by vLLM's names."""
 
     tensor_parallel_size: int
@@ -326,7 +304,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(EngineNames):
     """Everything an engine is built from."""
 
     model: ModelConfig
@@ -368,14 +346,15 @@ class EngineConfig:
     intake_timeout_s: float = INTAKE_TIMEOUT_S
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
+    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     enable_expert_parallel: bool = False
     """Of experts each rank holds some as a whole, in the place of its part of each."""
-    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
     log_statistics: bool = False
-    otlp_traces_endpoint: str | None = None
     """Throughput and load go to the log from time to time."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent."""
     data_parallel_size: int = 1
     """Replicas at the start, each a scheduler with `world_size` workers (`actorllm.fleet`)."""
     ready_replicas: int = 1
@@ -433,6 +412,11 @@ class EngineConfig:
     def num_workers(self) -> int:
         """Ranks that are actors of this engine."""
         return 1 if self.is_launched else self.world_size
+
+    @property
+    def is_fleet(self) -> bool:
+        """There are or may be several replicas, or some on other machines."""
+        return self.data_parallel_size > 1 or bool(self.nodes) or bool(self.max_replicas)
 
     @property
     def tensor_size(self) -> int:
@@ -586,19 +570,11 @@ class EngineConfig:
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
+        dtype = _dtype(given["dtype"], hf, rules)
         if given["block_size"] is None:  # each row of a block of 8 bits has a scale besides: wider ones have fewer
             given["block_size"] = max(rules.block_size, INT8_BLOCK_SIZE * (given["kv_cache_dtype"] == INT8))
         block_size = _positive("block_size", given["block_size"])
-        max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
-        max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
-        if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
-            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt goes through in one step
-        # The scheduler relies on this: every decode row fits into a step.
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
-                f"could not hold one token of every running sequence; raise the one or lower the other"
-            )
+        max_num_seqs, max_num_batched_tokens = _limits(given, max_model_len if pooler and pooler.is_encoder else 0)
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = _generation(path, given["generation_config"], module)
@@ -615,7 +591,7 @@ class EngineConfig:
                 path=str(path),
                 tokenizer=_tokenizer(given, path),
                 architecture=_architecture(path, hf),
-                dtype=_dtype(given["dtype"], hf, rules),
+                dtype=dtype,
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
@@ -626,6 +602,7 @@ class EngineConfig:
                 ),
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
+                logprobs_mode=_choice("logprobs_mode", given["logprobs_mode"], LOGPROBS_MODES),
                 max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
                 prompt_embedding_size=_embedding_size(path, text) if has_embeds else None,
                 takes_prompt_embeds=given["enable_prompt_embeds"],
@@ -639,6 +616,7 @@ class EngineConfig:
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler, hf, device),
                 quantization_twin=_quantization_twin(given),
+                scheme=_compute_scheme(given, dtype, pooler),
                 module=module,
             ),
             cache=CacheConfig(
@@ -706,6 +684,25 @@ class EngineConfig:
         )
 
 
+def _limits(given: dict[str, Any], longest_prompt: int) -> tuple[int, int]:
+    """The most sequences and tokens of a step. longest_prompt: that goes through in one step; 0: prompts go through in parts.
+
+    What is not given gives way to what is. Raises ConfigError where both are given and do not go together: the scheduler relies on
+    every decode row having room.
+    """
+    rows, tokens = (_optional_positive(name, given[name]) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    if tokens is None:
+        tokens = max(DEFAULT_BATCHED_TOKENS, rows or 0, longest_prompt)
+    if rows is None:
+        rows = min(DEFAULT_NUM_SEQS, tokens)
+    if tokens < rows:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is less than max_num_seqs={rows}: a step "
+            f"could not hold one token of every running sequence; raise the one or lower the other"
+        )
+    return rows, tokens
+
+
 def _media(
     architecture: str,
     hf: dict[str, Any],
@@ -770,6 +767,10 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
     ):
         if given[name] not in unused:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r} yet; leave one of them out")
+    if is_twin(given["compute_scheme"]):
+        raise ConfigError(
+            f"{told} needs one scheme for all rows, and compute_scheme={given['compute_scheme']!r} has two"
+        )
     return True
 
 
@@ -784,6 +785,36 @@ def _quantization_twin(given: dict[str, Any]) -> bool | None:
                 )
     twin: bool | None = given["quantization_twin"]
     return twin
+
+
+def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) -> str | None:
+    """Raises ConfigError for what the model's products cannot be computed as."""
+    scheme: str | None = given["compute_scheme"]
+    if scheme is None:
+        return None
+    told = f"compute_scheme={scheme!r}"
+    known = schemes_of(given["quantization"], dtype)
+    if scheme not in known:
+        these = f"one of {', '.join(map(repr, known))}" if known else "no choice"
+        raise ConfigError(
+            f"{told} is not known for quantization={given['quantization']!r} and dtype={dtype!r}: there is {these}; "
+            f"use that, or leave it out"
+        )
+    if given["quantization_twin"] is not None:
+        raise ConfigError(
+            f"{told} says already what quantization_twin={given['quantization_twin']!r} says; leave one of them out"
+        )
+    if is_twin(scheme):
+        if pooler is not None:
+            raise ConfigError(
+                f"{told} has a scheme for decode rows, and this model makes vectors of prompts; use one scheme"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if given[name] not in (None, 1):
+                raise ConfigError(
+                    f"{told} is not supported with {name}={given[name]!r} yet; use one scheme for all rows"
+                )
+    return scheme
 
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
@@ -963,11 +994,6 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         )
     if nodes and given["topology"] == "inline":
         raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
-    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
-        raise ConfigError(
-            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
-            f"data_parallel_size_local to 1 or more"
-        )
     # In vLLM every machine runs the same command; here only the first one builds an engine.
     if given["node_rank"] != 0:
         raise ConfigError(
@@ -1015,6 +1041,8 @@ def _check_names(arguments: dict[str, Any]) -> None:
         if value in VLLM_ARGUMENTS[name]:
             continue
         if name in HARMLESS:
+            if value is None:  # of a program that hands on what its user has not said
+                continue
             warnings.warn(f"{name}={value!r} is taken and has no effect: {HARMLESS[name]}", stacklevel=5)
         else:
             accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
@@ -1046,7 +1074,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
     # None is allowed where None is the default.
-    for name in ("name", "scheduling_policy", "admission_policy", "router"):
+    for name in ("name", "scheduling_policy", "admission_policy", "router", "compute_scheme"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:

@@ -23,7 +23,12 @@ class Bound(NamedTuple):
     at_bound: str
 
 
-WAITING = ("max_num_seqs=256", "max_waiting_requests=None", "max_waiting_tokens=None", "max_waiting_attached=4096")
+WAITING = (
+    "config:DEFAULT_NUM_SEQS=256",
+    "max_waiting_requests=None",
+    "max_waiting_tokens=None",
+    "max_waiting_attached=4096",
+)
 
 BOUNDS = (
     Bound(
@@ -46,11 +51,15 @@ BOUNDS = (
     ),
     Bound(
         "connections to an agent",
-        ("fleet.nodes.agent: NodeAgent._strangers", "fleet.nodes.agent: NodeAgent.tenants"),
+        (
+            "fleet.nodes.agent: NodeAgent._strangers",
+            "fleet.nodes.agent: NodeAgent.tenants",
+            "fleet.nodes.agent: Tenant._guests",
+        ),
         "each connection to its port",
         (
             "fleet.nodes.agent:MAX_STRANGERS=32",
-            "fleet.nodes.agent:MAX_TENANTS=64",
+            "fleet.nodes.agent:MAX_TENANTS=256",
             "fleet.nodes.handshake:HANDSHAKE_TIMEOUT_S=5.0",
         ),
         "connections that have not shown the key, for so many seconds; those that have",
@@ -161,7 +170,7 @@ BOUNDS = (
             "scheduling.policies.vtc: Vtc._active",
         ),
         "`tenant=`",
-        ("scheduling.policies.vtc:Vtc.max_idle=4096", "max_num_seqs=256"),
+        ("scheduling.policies.vtc:Vtc.max_idle=4096", "config:DEFAULT_NUM_SEQS=256"),
         "idle tenants, besides those that have requests",
         "those with the least service above what a new one starts with are forgotten",
     ),
@@ -195,7 +204,7 @@ BOUNDS = (
             "client.stream: Mailbox.versions",
         ),
         "a program that reads nothing",
-        ("max_num_seqs=256", "max_waiting_attached=4096"),
+        ("config:DEFAULT_NUM_SEQS=256", "max_waiting_attached=4096"),
         "tokens that its requests may still have",
         "its new requests wait; an attached program is dropped at its limit",
     ),
@@ -222,7 +231,7 @@ BOUNDS = (
             "scheduling.request_table: RequestTable.tokenless",
         ),
         "requests whose steps fail",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests that had a slot; an entry goes with its request",
         "a request ends that fails alone",
     ),
@@ -240,10 +249,10 @@ BOUNDS = (
             "scheduling.plan: PlanBuilder._new",
             "scheduling.plan: PlanBuilder._new_blocks",
             "scheduling.plan: PlanBuilder._sources",
-            "actors.output_buffer: OutputBuffer._held",
+            "actors.output_buffer: OutputBuffer.held",
         ),
         "each request",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests",
         "the others wait",
     ),
@@ -252,7 +261,7 @@ BOUNDS = (
         (
             "scheduling.admission_policy: AdmissionGate._rejected",
             "scheduling.policy: Decision.reject",
-            "scheduling.scheduler: Scheduler._rejected",
+            "scheduling.scheduler: Scheduler.rejected",
         ),
         "an admission policy",
         WAITING,
@@ -276,7 +285,7 @@ BOUNDS = (
         "prompts that are looked up while another request computes them",
         ("scheduling.prefix_cache: PrefixCache._fresh",),
         "prompts, `cache_salt`",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "requests with a slot",
         "an entry goes with its request",
     ),
@@ -652,7 +661,7 @@ BOUNDS = (
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",
-        ("max_num_seqs=256",),
+        ("config:DEFAULT_NUM_SEQS=256",),
         "rows",
         "the others wait for a place",
     ),
@@ -716,6 +725,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "fleet.fleet: Fleet._start_s",
         "fleet.attached: FleetAttachClient.replicas",
         "fleet.attached: FleetAttachClient._frames",
+        "fleet.attached: FleetAttachClient._calling",
         "fleet.attached: FleetAttachClient._children",
         "fleet.dispatcher: Dispatcher._others",
         "attach.server: Visitor.children",
@@ -724,13 +734,14 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.router: LeastLoad._chosen",
         "fleet.scaling: DemandScaling._counted",
         "fleet.nodes.ray_cluster: RayPlacement._agents",
+        "fleet.nodes.ray_cluster: RayPlacement._calls",
         "fleet.nodes.ray_cluster: RayPlacement._more",
         "fleet.nodes.ray_cluster: RayPlacement._ours",
         "server.processes: ApiProcesses._processes",
     ),
-    "counts of the last periods and promises of the last requests, fixed numbers": (
+    "counts of the last periods, and of promised times by size in 64 parts of a window": (
         "scheduling.autoscaler: Autoscaler._buckets",
-        "scheduling.autoscaler: Autoscaler._promises",
+        "scheduling.window_quantile: WindowQuantile._parts",
         "scheduling.autoscaler: Autoscaler._late",
     ),
     "the last lines that a process wrote, a fixed number": ("supervision.stderr_pipe: StderrPipe._lines",),
@@ -738,8 +749,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.draft_budget: DraftBudget._wanted",
     ),
     "the steps in flight, two at most, and what belongs to them": (
-        "actors.constraints: Constraints._unsent",
-        "actors.constraints: Constraints._awaited",
+        "actors.constraints: Constraints.unsent",
+        "actors.constraints: Constraints.awaited",
         "actors.pipeline: Pipeline._flights",
         "actors.pipeline: Pipeline._awaited",
         "actors.scheduler: SchedulerActor._results",

@@ -444,6 +444,8 @@ def run_side(name: str, options: dict[str, Any]) -> None:
         started = await STARTS[name](options)
         async for _ in started.generate("first", 1, 1):
             break
+        gc.collect()
+        gc.freeze()  # docs/embedding.md advises it to programs that share their process with torch; so do all sides
         hello = {
             "versions": versions(),
             "engine": started.configuration,

@@ -135,9 +135,9 @@ class Constraints:
         self._queue: FairExecutor[CompileJob] | None = None
         self._jobs: dict[tuple[int, str], CompileJob] = {}
         """Those that are not done, by frontend and grammar: requests for the same grammar wait for the same job."""
-        self._unsent: deque[Unsent] = deque()
+        self.unsent: deque[Unsent] = deque()
         """Steps whose late inputs are due."""
-        self._awaited: deque[int] = deque()
+        self.awaited: deque[int] = deque()
         """Steps with constrained rows whose results are not there."""
         self.num_failed = 0
 
@@ -273,19 +273,19 @@ class Constraints:
         """A step with flagged rows."""
         rows = record.rows
         sequences = rows.sequences[np.isin(rows.slots, plan.late_slots)]
-        self._unsent.append(Unsent(plan.step, plan.late_slots, sequences, plan.max_drafts))
-        self._awaited.append(plan.step)
+        self.unsent.append(Unsent(plan.step, plan.late_slots, sequences, plan.max_drafts))
+        self.awaited.append(plan.step)
 
     def is_due(self, last_done: int) -> bool:
         """Whether the late inputs of the next such step can be made: all before it are done."""
-        if not self._unsent or self._unsent[0].step > last_done + 1:
+        if not self.unsent or self.unsent[0].step > last_done + 1:
             return False
-        first = self._unsent[0]  # a step that has failed may never tell its drafts
+        first = self.unsent[0]  # a step that has failed may never tell its drafts
         return not first.max_drafts or first.drafts is not None or first.step <= last_done
 
     def tell_drafts(self, drafted: Drafted) -> str | None:
         """What a step tries. Returns why that cannot be; None: it can. Steps that nothing waits for are passed over."""
-        step = next((step for step in self._unsent if step.step == drafted.step), None)
+        step = next((step for step in self.unsent if step.step == drafted.step), None)
         if step is None:
             return None
         slots, counts, tokens = drafted.slots, drafted.counts, drafted.tokens
@@ -307,7 +307,7 @@ class Constraints:
     def late_inputs(self) -> tuple[LateInputs, list[Sequence], list[tuple[Sequence, str]]]:
         """Those of the next step; the requests that end without an end of text, whose rows count for nothing; and those
         whose masks cannot be made, with the reasons."""
-        unsent = self._unsent.popleft()
+        unsent = self.unsent.popleft()
         step, slots = unsent.step, unsent.slots
         here = [
             (row, sequence)
@@ -385,14 +385,14 @@ class Constraints:
     def has_waited_for(self, step: int) -> bool:
         """Whether the result of this step may have tokens of constrained rows."""
         found = False
-        while self._awaited and self._awaited[0] <= step:
-            found |= self._awaited.popleft() == step
+        while self.awaited and self.awaited[0] <= step:
+            found |= self.awaited.popleft() == step
         return found
 
     def forget_steps(self) -> None:
         """The workers are gone, and the steps in flight with them."""
-        self._unsent.clear()
-        self._awaited.clear()
+        self.unsent.clear()
+        self.awaited.clear()
 
     def advance(self, events: Events, at: float) -> Events:
         """Let the matchers see what was sampled."""

@@ -245,7 +245,7 @@ class Renderer:
         spans = _spans_by_sequence(events) if events.logprobs else {}
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else None
-        output_buffer = self.output_buffer if self.output_buffer else None
+        output_buffer = self.output_buffer if self.output_buffer.held else None
         at = 0
         # Every row with new tokens: its text, its stop string if there is one, and then its place in a message.
         for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):

@@ -13,7 +13,7 @@ pages exist that were written.
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,16 +37,29 @@ MAX_BUCKETS = 1 << 18
 """Of the table of a replica: with four entries each, and some 60 bytes a block."""
 PAGE_WORDS = 512
 
-Journal = tuple[int, int, int, int]
-"""What a program has on a replica: sequences that wait, their prompt tokens, sequences that run, their tokens of context."""
-NO_JOURNAL: Journal = (0, 0, 0, 0)
+
+class ProgramLoad(NamedTuple):
+    """What a program has on a replica."""
+
+    num_waiting: int = 0
+    """Sequences that wait."""
+    num_waiting_tokens: int = 0
+    """Of their prompts."""
+    num_running: int = 0
+    num_context: int = 0
+    """Tokens of those that run."""
+    num_pinned: int = 0
+    """Sequences of both kinds that may go nowhere else."""
+
+
+NO_LOAD = ProgramLoad()
 
 
 class LoadBoard:
     """See the module docstring."""
 
     NUM_LOADS = MAX_REPLICAS * NUM_COLUMNS
-    NUM_JOURNALS = MAX_PROGRAMS * MAX_REPLICAS * len(NO_JOURNAL)
+    NUM_JOURNALS = MAX_PROGRAMS * MAX_REPLICAS * len(NO_LOAD)
     FIRST_TABLE = -(-(NUM_LOADS + NUM_JOURNALS + 1) // PAGE_WORDS) * PAGE_WORDS
     TABLE_WORDS = -(-num_words(MAX_BUCKETS) // PAGE_WORDS) * PAGE_WORDS
     NUM_BYTES = (FIRST_TABLE + MAX_REPLICAS * TABLE_WORDS) * 8
@@ -58,7 +71,7 @@ class LoadBoard:
         words: NDArray[np.float64] = np.frombuffer(memory, np.float64, self.FIRST_TABLE)
         num_before = self.NUM_LOADS + self.NUM_JOURNALS
         self._table = words[: self.NUM_LOADS].reshape(MAX_REPLICAS, NUM_COLUMNS)
-        self._journals = words[self.NUM_LOADS : num_before].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_JOURNAL))
+        self._journals = words[self.NUM_LOADS : num_before].reshape(MAX_PROGRAMS, MAX_REPLICAS, len(NO_LOAD))
         self._num_programs = words[num_before : num_before + 1]
         self._words = memoryview(memory).cast("Q")
 
@@ -114,16 +127,16 @@ class LoadBoard:
         """It is gone, with what it had."""
         self._journals[self._row_of(program)] = 0.0
 
-    def write_journal(self, program: int, replica: int, journal: Journal) -> None:
+    def write_journal(self, program: int, replica: int, journal: ProgramLoad) -> None:
         self._journals[self._row_of(program), replica] = journal
 
-    def journals_of_others(self, program: int) -> list[Journal]:
+    def journals_of_others(self, program: int) -> list[ProgramLoad]:
         """By replica, of all programs but this one."""
         known = self._journals[: int(self._num_programs[0])]
         total = known.sum(axis=0)
         if len(known):
             total -= known[self._row_of(program)]
-        return [(int(a), int(b), int(c), int(d)) for a, b, c, d in total.tolist()]
+        return [ProgramLoad(*map(int, numbers)) for numbers in total.tolist()]
 
     @staticmethod
     def _row_of(program: int) -> int:

@@ -59,33 +59,31 @@ class HeldOutput:
 
 
 class OutputBuffer:
-    """The requests that hold output back. Falsy while there are none."""
+    """The requests that hold output back."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("held",)
 
     def __init__(self) -> None:
-        self._held: dict[Key, HeldOutput] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        self.held: dict[Key, HeldOutput] = {}
+        """By request. Only the methods here change it."""
 
     def add(self, key: Key, interval: int, *, is_first: bool) -> None:
         """From now on the request's output is due every `interval` tokens (0: at its end); is_first: none was sent."""
-        self._held[key] = HeldOutput(interval, is_first)
+        self.held[key] = HeldOutput(interval, is_first)
 
     def due(self, key: Key, row: Row, is_end: bool) -> Row | None:
         """The row to send now, with what was held back before it; None: nothing yet. After the end the key is unknown."""
-        held = self._held.get(key)
+        held = self.held.get(key)
         if held is None:
             return row
         held.add(row)
         if is_end:
-            del self._held[key]
+            del self.held[key]
         elif not held.is_due:
             return None
         return held.take()
 
     def drop_frontend(self, frontend: int) -> None:
         """The output of these requests is not taken any more."""
-        for key in [key for key in self._held if key[0] == frontend]:
-            del self._held[key]
+        for key in [key for key in self.held if key[0] == frontend]:
+            del self.held[key]

@@ -11,6 +11,8 @@ import logging
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -178,13 +180,30 @@ def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int |
 
 
 def recorded_arguments(path: str | Path) -> dict[str, Any]:
-    """What the recorded scheduler was built with, but for its policy (`build_policy`). Raises ConfigError."""
-    return scheduler_arguments(*_read_header(path))
+    """What the recorded scheduler was built with, but for its first policy (`recorded_policy`). Raises ConfigError."""
+    segments: list[list[Entry]] = [[]]
+    for entry in read_recording(path):
+        if entry[0] == "change_policy":
+            segments.append([])
+        elif entry[0].startswith(DECIDE):
+            segments[-1].append(entry)
+    config = recorded_configuration(path).scheduler
+
+    def build(policy: str, admission: str | None, number: int) -> PlanPolicy:
+        changed = replace(config, policy=policy, admission=admission)
+        return cast("PlanPolicy", ToldPolicy(segments[number])) if is_of_user(changed) else build_policy(changed)
+
+    return {**scheduler_arguments(*_read_header(path)), "build_policy": build}
 
 
 def fresh_scheduler(path: str | Path) -> Scheduler:
-    """One that is built as the recorded one was. Raises ConfigError."""
-    return Scheduler(policy=build_policy(recorded_configuration(path).scheduler), **recorded_arguments(path))
+    """One that is built as the recorded one was, and whose policies decide anew. Raises ConfigError."""
+    config = recorded_configuration(path).scheduler
+
+    def build(policy: str, admission: str | None, number: int) -> PlanPolicy:
+        return build_policy(replace(config, policy=policy, admission=admission))
+
+    return Scheduler(policy=build_policy(config), build_policy=build, **scheduler_arguments(*_read_header(path)))
 
 
 def is_of_user(config: SchedulerConfig) -> bool:
@@ -197,7 +216,8 @@ def recorded_policy(path: str | Path) -> Callable[[], PlanPolicy]:
 
     What it builds raises ConfigError for a policy that cannot be loaded.
     """
-    entries = [entry for entry in read_recording(path) if entry[0].startswith(DECIDE)]
+    first = takewhile(lambda entry: entry[0] != "change_policy", read_recording(path))
+    entries = [entry for entry in first if entry[0].startswith(DECIDE)]
     if entries:
         return lambda: cast("PlanPolicy", ToldPolicy(entries))
     config = recorded_configuration(path).scheduler

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
+from actorllm.actors.active_policies import ActivePolicies
 from actorllm.actors.actor import Actor
 from actorllm.actors.adapters import AdapterLoading
 from actorllm.actors.constraints import Constraints, with_ends
@@ -31,7 +32,7 @@ from actorllm.actors.load_board import LoadPublisher
 from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, LoopPart, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
-from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
+from actorllm.actors.record_file import RecordFile, scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate
@@ -42,7 +43,7 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.actors.weight_commits import WeightCommits
 from actorllm.actors.worker_calls import call_all_ranks
 from actorllm.clock import now
-from actorllm.config import EngineConfig, SchedulerConfig
+from actorllm.config import EngineConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.messages import (
     DRAINING,
@@ -61,13 +62,10 @@ from actorllm.messages.schema import WORKER, shown, violation
 from actorllm.messages.untrusted import check_foreign
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.pause import PauseState
-from actorllm.scheduling.policy import PlanPolicy
-from actorllm.scheduling.policy_fallback import FALLBACK
 from actorllm.scheduling.policy_monitor import SHORTEST_TIMER_S, PolicyMonitor, WakeTimer
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
-from actorllm.scheduling.telemetry.decisions import TellingPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.scheduling.telemetry.request_counters import RequestCounters
 from actorllm.scheduling.telemetry.snapshot import glance
@@ -126,6 +124,7 @@ class SchedulerActor(Actor):
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_workers",
         *("sleep", "wake_up"),
+        *("check_policy", "set_policy"),
     )
 
     WARMS_UP = True
@@ -158,14 +157,11 @@ class SchedulerActor(Actor):
         self._probes: SchedulerProbes[Outlet]
         self._pausing: Pausing
         self._timeline: Timeline | None = None
-        self._policy_name = "fcfs"
-        self._policy_failure: str | None = None
-        self._admission_failure: str | None = None
+        self._policies: ActivePolicies
         self._watch = PolicyMonitor()
         self._timer = WakeTimer()
         self._wake_at = math.inf
         """When the policy is to be asked again even if nothing happens."""
-        self._has_told_stall = False
         self._step_watch: StepModelMonitor | None = None
         self._load: LoadPublisher | None = None
         self._directory: TierDirectory | None = None
@@ -197,7 +193,10 @@ class SchedulerActor(Actor):
         self._adapters = AdapterLoading(self, config.lora, self._go_on)
         self._gate = StepGate(self)
         self._weights = WeightCommits(self, self._gate, self._outlets, config.model.weights)
-        check = partial(check_policy, config)
+
+        def check() -> None:
+            check_policy(replace(config, scheduler=self._policies.config))
+
         self._probes = SchedulerProbes(
             self.scheduler,
             self._outlets,
@@ -233,7 +232,12 @@ class SchedulerActor(Actor):
         eos_token_ids = self._eos_token_ids(config)
         primary = None if self._tokenizer is None else self._tokenizer.eos_token_id
         arguments = scheduler_arguments(config, eos_token_ids, primary)
-        arguments["policy"] = self._policy(config.scheduler)
+        if config.scheduler.step_model is not None:
+            from actorllm.actors.step_model_error import StepModelMonitor
+
+            self._step_watch = StepModelMonitor(config.scheduler.step_model)
+        self._policies = ActivePolicies(config.scheduler, None if config.record is None else self._write_entry)
+        arguments |= {"policy": self._policies.first(), "build_policy": self._policies.build}
         if config.cache.has_tiers:
             self._directory = TierDirectory(open_tiers(config.cache))
             arguments["tiers"] = self._directory
@@ -243,29 +247,7 @@ class SchedulerActor(Actor):
             return Scheduler(**arguments)
         self._record_path = Path(config.record)
         self._record = RecordFile(config, eos_token_ids, primary)
-        if is_of_user(config.scheduler):  # a reader of the recording may not have the policy
-            arguments["policy"] = TellingPolicy(arguments["policy"], self._write_entry)
         return RecordedScheduler(sink=self._write_entry, **arguments)
-
-    def _policy(self, config: SchedulerConfig) -> PlanPolicy:
-        """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
-        self._policy_name = config.policy
-        if config.step_model is not None:
-            from actorllm.actors.step_model_error import StepModelMonitor
-
-            self._step_watch = StepModelMonitor(config.step_model)
-
-        def log_admission(what: str, error: BaseException) -> None:
-            name = config.admission
-            self._admission_failure = f"{what} raised {type(error).__name__}: {error}"
-            logger.error("admission policy %r failed in %s; everybody is admitted", name, what, exc_info=error)
-
-        def log(what: str, error: BaseException) -> None:
-            name = config.policy
-            self._policy_failure = f"{what} raised {type(error).__name__}: {error}"
-            logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
-
-        return build_policy(config, log, log_admission)
 
     def _ends_stall(self) -> bool:
         """Nothing was planned. If that is a stall, the policy at fault is replaced; whether planning is worth another try."""
@@ -274,9 +256,9 @@ class SchedulerActor(Actor):
             return False
         if self.scheduler.give_up_policy(reason, now()):
             return True
-        if not self._has_told_stall:
-            self._has_told_stall = True
-            logger.error("scheduling policy %r stalls: %s", self._policy_name, reason)
+        if not self._policies.has_told_stall:
+            self._policies.has_told_stall = True
+            logger.error("scheduling policy %r stalls: %s", self._policies.name, reason)
         return False
 
     def _set_timer(self) -> None:
@@ -285,7 +267,7 @@ class SchedulerActor(Actor):
             return
         self._wake_at = self._timer.next(self.scheduler)
         if complaint := self._timer.complaint(self.scheduler):
-            logger.warning("scheduling policy %r: %s", self._policy_name, complaint)
+            logger.warning("scheduling policy %r: %s", self._policies.name, complaint)
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""
@@ -481,11 +463,11 @@ class SchedulerActor(Actor):
         if self._results and not self.scheduler.ledger.has_room:  # no step can be planned before it
             self._take_result()
             return True
-        for part in self._before_plan:
-            part()
+        for hook in self._before_plan:
+            hook()
         self._plan_steps()
-        for part in self._after_plan:
-            part()
+        for hook in self._after_plan:
+            hook()
         if not self._results:
             return False
         self._take_result()
@@ -499,7 +481,7 @@ class SchedulerActor(Actor):
             began = now()
             plan = scheduler.schedule(began)
             scheduler.seconds.planning += now() - began
-            if scheduler.has_rejected:
+            if scheduler.rejected:
                 self.send_ends(scheduler.take_rejected())
             if plan is not None:
                 self._launch(plan)
@@ -510,12 +492,12 @@ class SchedulerActor(Actor):
     def _take_result(self) -> None:
         """Apply the oldest result and send what it brought."""
         events = self._apply(*self._results.popleft())
-        if ends := self._send_late_inputs():
+        if self._constraints.unsent and (ends := self._send_late_inputs()):
             events = with_ends(events, ends)
         # While the next step runs; a request at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
-        for part in self._after_result:
-            part(events)
+        for hook in self._after_result:
+            hook(events)
         if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
             self.report_progress()
@@ -593,7 +575,7 @@ class SchedulerActor(Actor):
         if message.adapter is not None:
             message = self._adapters.blocked(message)
         if starvation := self._watch.starvation(self.scheduler, now()):
-            logger.warning("scheduling policy %r: %s", self._policy_name, starvation)
+            logger.warning("scheduling policy %r: %s", self._policies.name, starvation)
         end = self.scheduler.submit(key[0], replace(message, is_resumed=True) if is_let_in else message, now())
         if end is not None:
             return [end]
@@ -661,7 +643,7 @@ class SchedulerActor(Actor):
             for told in self._watch.measure(result):
                 logger.warning("%s", told)
         self._step_log.done(result.step, result.started, result.ended, began)
-        if self._constraints.has_waited_for(result.step):
+        if self._constraints.awaited and self._constraints.has_waited_for(result.step):
             events = self._constraints.advance(events, began)
         if self._timeline is not None:
             self._timeline.updated(result, began, now())
@@ -684,7 +666,7 @@ class SchedulerActor(Actor):
                 self.send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and (outgoing.all or self._renderer.output_buffer):
+        if self._timeline is not None and (outgoing.all or self._renderer.output_buffer.held):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for _, rows in outgoing.all))
 
     def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
@@ -726,6 +708,7 @@ class SchedulerActor(Actor):
     # Controls
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        # One case for each of VERBS. What takes longer than a turn is a coroutine, and is answered when it is through.
         match verb:
             case "reset_prefix_cache":
                 self.scheduler.reset_prefix_cache(now(), bool(arguments.get("reset_running_requests")))
@@ -781,6 +764,8 @@ class SchedulerActor(Actor):
                 return self._sleeping.sleep(arguments["level"], arguments["mode"])
             case "wake_up":
                 return self._sleeping.wake_up(arguments["tags"])
+            case "check_policy" | "set_policy":
+                return self._policies.answer(verb, self, self._gate, **arguments)
             case "call_workers":
                 return call_all_ranks(self, lambda: self._workers, self._gate, arguments)
             case "worker_statistics":
@@ -810,9 +795,10 @@ class SchedulerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {
             "scheduler": asdict(self.scheduler.statistics()),
-            "policy_failure": self._policy_failure,
+            "policy": self._policies.statistics(self.scheduler.num_policy_changes),
+            "policy_failure": self._policies.failure,
             "num_held_requests": len(self._probes),
-            "admission_failure": self._admission_failure,
+            "admission_failure": self._policies.admission_failure,
             "num_starving": self._watch.num_starving,
             "num_wakes_in_vain": self._timer.num_in_vain,
             "step_model": None if self._step_watch is None else self._step_watch.statistics(),

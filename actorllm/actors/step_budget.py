@@ -33,11 +33,11 @@ class StepBudget:
             seconds = self._seconds[largest] * 2.0 ** (size - largest)
         return max(NEW_BUDGET_S, MULTIPLE * seconds)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step is through."""
+    def observe(self, num_tokens: int, seconds: float, budget_s: float) -> None:
+        """A step is through. budget_s: what `of` gave it."""
         size = num_tokens.bit_length()
         known = self._seconds
         if size >= len(known):
             known += [0.0] * (size + 1 - len(known))
-        if seconds < self.of(num_tokens):  # else it was not computing: this process was stopped meanwhile
+        if seconds < budget_s:  # else it was not computing: this process was stopped meanwhile
             known[size] = max(seconds, FADING * known[size])

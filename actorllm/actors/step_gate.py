@@ -19,19 +19,17 @@ class StepGate(LoopPart):
     def __init__(self, host: LoopHost) -> None:
         self._host = host
         self._num_holders = 0
+        self.is_closed = False
+        """No step may be planned."""
         self._drained: anyio.Event | None = None
         self._has_begun: anyio.Event | None = None
         """There are workers again."""
-
-    @property
-    def is_closed(self) -> bool:
-        """No step may be planned."""
-        return self._num_holders > 0
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Entered once no step is in flight. Where there is no loop there is none, and nothing is waited for."""
         self._num_holders += 1
+        self.is_closed = True
         try:
             while self._host.scheduler.num_in_flight:
                 if self._drained is None:
@@ -40,6 +38,7 @@ class StepGate(LoopPart):
             yield
         finally:
             self._num_holders -= 1
+            self.is_closed = self._num_holders > 0
             self._host.wake()
 
     @asynccontextmanager

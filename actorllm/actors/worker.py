@@ -161,6 +161,11 @@ class WorkerActor(Actor):
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
         if config.cache.has_tiers:
+            slot_bytes = sum(view.nbytes for view in self.runner.block_views(0))
+            if slot_bytes != config.cache.tier_slot_bytes:  # what a block is, is not all in these bytes
+                raise EngineError(
+                    f"blocks have {slot_bytes} bytes of {config.cache.tier_slot_bytes}: no tier can keep them"
+                )
             self._mover = BlockMover(self._open_tiers(config), self.runner.block_views)
         self.runner.tell_drafts = self._tell_drafts
         if config.topology == "inline" and self.waker() is not None:
@@ -245,13 +250,14 @@ class WorkerActor(Actor):
             return
         num_tokens = self.count_tokens(plan)
         # Of a pipeline, a stage also waits for those before it: if one of them is stuck, that one is to be found first.
-        self.heartbeat.begin(plan.step, self._budget.of(num_tokens) * (1 + self._stage))
+        budget_s = self._budget.of(num_tokens)
+        self.heartbeat.begin(plan.step, budget_s * (1 + self._stage))
         started = now()
         try:
             await self._compute(link, plan)
         finally:
             self.heartbeat.end()
-        self._budget.observe(num_tokens, now() - started)
+        self._budget.observe(num_tokens, now() - started, budget_s)
 
     def count_tokens(self, plan: StepPlan) -> int:
         """Of the step of this plan, the next one."""
@@ -270,7 +276,7 @@ class WorkerActor(Actor):
         """A step is done that was launched ahead."""
         self._num_steps += 1
         self._busy_s += seconds
-        self._budget.observe(num_tokens, seconds)
+        self._budget.observe(num_tokens, seconds, self._budget.of(num_tokens))
 
     def drop_plans_of(self, link: Link) -> None:
         """Of a scheduler that is gone, and of a step that it cannot go on with."""

@@ -656,6 +656,28 @@ class AsyncLLM:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
 
+    async def set_policy(self, scheduling_policy: str | None = None, *, admission_policy: str | None = None) -> None:
+        """Let another scheduling or admission policy decide from the next step on. Requests that run or wait go on, under it.
+
+        All replicas change, and every scheduler that is started later begins with it. Recordings have the change, so that they
+        replay byte for byte. What the policy before had learned is forgotten.
+
+        Arguments:
+            scheduling_policy: as the engine's argument: a name, or "module:Class"; None (default): it stays.
+            admission_policy: likewise; "none": there is none any more; None (default): it stays.
+
+        Raises:
+            InvalidParameterError: neither is given, or there is no such policy, or it cannot be built; nothing has changed.
+            EngineError: another change is under way, or the engine belongs to another process.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+
+        Example:
+            await llm.set_policy("edf")
+        """
+        await self.start()
+        await HostLoop.current().result_of(self._engine.all_handed_over())
+        await HostLoop.current().result_of(self._engine.set_policy(scheduling_policy, admission_policy))
+
     async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort", *, requests: SleepRequests = "wait") -> int:
         """Give back the memory of the weights and of the KV cache, until `wake_up`. Returns how many bytes.
 

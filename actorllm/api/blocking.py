@@ -101,6 +101,21 @@ class BlockingDoor(ABC):
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 
+    def set_policy(self, scheduling_policy: str | None = None, *, admission_policy: str | None = None) -> None:
+        """Let another scheduling or admission policy decide from the next step on, as `AsyncLLM.set_policy`.
+
+        Arguments:
+            scheduling_policy: a name, or "module:Class"; None (default): it stays.
+            admission_policy: likewise; "none": there is none any more; None (default): it stays.
+
+        Raises:
+            InvalidParameterError: neither is given, or there is no such policy, or it cannot be built; nothing has changed.
+            EngineError: another change is under way, or the engine belongs to another process.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        self._engine.start()
+        self._engine.set_policy(scheduling_policy, admission_policy).result()
+
     def update_weights_from_disk(
         self,
         folder: str | os.PathLike[str],

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, make_dataclass
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, get_args
 
 import orjson
 
-from actorllm.config import ARGUMENTS, EngineConfig
+from actorllm.config import ARGUMENTS, EngineConfig, ModelConfig, human_number
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
-from actorllm.types.options import EngineOptions, is_switch, meanings, with_options
+from actorllm.types.options import TYPES, EngineOptions, is_switch, meanings, with_options
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 DEFAULT_MODEL = "storyteller"
@@ -100,6 +100,14 @@ class EngineArgs:
         arguments = {name: getattr(self, name) for name in DEFAULTS if name != "model"}
         return EngineConfig.from_arguments(self.model, **arguments)
 
+    def create_model_config(self) -> ModelConfig:
+        """Of that what is about the model.
+
+        Raises:
+            ConfigError, ModelError: as `create_engine_config`.
+        """
+        return self.create_engine_config().model
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches.
@@ -168,7 +176,14 @@ def _option_of(name: str, default: Any) -> dict[str, Any]:
         convert = str
     elif isinstance(default, int | float):
         convert = type(default)
+    elif set(get_args(TYPES.get(name))) == {int, type(None)}:
+        convert = _whole
     return {"type": convert, "metavar": name.upper()}
+
+
+def _whole(text: str) -> int | None:
+    """A whole number, also as people write it, or None. Raises ValueError."""
+    return None if text in ("None", "null") else int(human_number(text))
 
 
 def _literal(text: str) -> Any:

@@ -23,7 +23,7 @@ from actorllm.client.scoring import TextScoring, tokenization_of
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import InvalidParameterError
+from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt, as_batch
@@ -137,9 +137,10 @@ class LLM(BlockingDoor):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
@@ -152,6 +153,7 @@ class LLM(BlockingDoor):
         Arguments:
             prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
             sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
+            prompt_token_ids: token ids in the place of `prompts`, as in older releases of vLLM; None: `prompts` are given.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
             priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
@@ -175,7 +177,10 @@ class LLM(BlockingDoor):
             "lora_request": lora_request,
             **vllm_arguments,
         }
-        return self._complete(as_batch(prompts), sampling_params, use_tqdm, priority, extras)
+        if prompts is not None and prompt_token_ids is not None:
+            raise InvalidPromptError("generate() takes prompts, or prompt_token_ids in their place: both are given")
+        batch = as_batch(prompts if prompt_token_ids is None else prompt_token_ids)  # type: ignore[arg-type]
+        return self._complete(batch, sampling_params, use_tqdm, priority, extras)
 
     def chat(
         self,

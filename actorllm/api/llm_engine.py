@@ -17,7 +17,7 @@ from actorllm.api.engine_args import EngineArgs
 from actorllm.client.engine import Engine, Hold
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
-from actorllm.config import EngineConfig, ModelConfig
+from actorllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.fleet.fleet_engine import new_engine
 from actorllm.intake.tokenization import Prompt
@@ -115,6 +115,33 @@ class LLMEngine(BlockingDoor):
     def vllm_config(self) -> EngineConfig:
         """The configuration, complete with the number of KV blocks."""
         return self._engine.config
+
+    # By older names, and by those that programs end an engine by
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """As `vllm_config.cache_config`; of older releases of vLLM."""
+        return self.vllm_config.cache_config
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """As `vllm_config.scheduler_config`; of older releases of vLLM."""
+        return self.vllm_config.scheduler_config
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """As `vllm_config.parallel_config`; of older releases of vLLM."""
+        return self.vllm_config.parallel_config
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """As `vllm_config.lora_config`; of older releases of vLLM."""
+        return self.vllm_config.lora_config
+
+    @property
+    def engine_core(self) -> EngineCore:
+        """What programs of vLLM call to end an engine: `engine_core.shutdown()`."""
+        return EngineCore(self)
 
     # Requests
 
@@ -319,6 +346,21 @@ class LLMEngine(BlockingDoor):
         self._streams.clear()
         self._ready.clear()
         self._host.close()
+
+
+class EngineCore:
+    """What of vLLM's engine core there is: its end."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine, as `LLMEngine.shutdown`.
+
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
+        """
+        self._engine.shutdown(5.0 if timeout is None else timeout)
 
 
 class Note(Waiter):

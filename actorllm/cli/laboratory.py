@@ -8,6 +8,7 @@ that one is in. Called by the command line.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from actorllm.config import EngineConfig
+    from actorllm.slo.energy import PowerModel
     from actorllm.slo.experiments import Point, Scenario, SweepResults
     from actorllm.slo.journal import RecordedRun
+    from actorllm.slo.simulator import SimulatedRun
 
 Many = Parameter(consume_multiple=True)
 
@@ -116,6 +119,9 @@ def simulate(
     seed: int = 0,
     scale: float = 1.0,
     options: ScenarioOptions = DEFAULT,
+    failures: str | None = None,
+    policy_cost: str | None = None,
+    power: str | None = None,
     output_json: Path | None = None,
     csv: Path | None = None,
     report: Path | None = None,
@@ -131,6 +137,12 @@ def simulate(
         Requests per second.
     scale
         Every objective so many times as loose.
+    failures
+        What ends and comes back: KIND:MEAN_S:DOWN_S with kind workers, scheduler or replica; or a JSON file with a list of them.
+    policy_cost
+        What the policy takes: measured, measured:FACTOR, or PLAN_S[:WAITING_S[:EVENT_S]] in seconds.
+    power
+        Of a replica: IDLE_W:BUSY_W[:PRICE_PER_HOUR[:PRICE_PER_KWH]]; energy and cost are printed.
     output_json
         Write the figures to this file, with the keys of `vllm bench serve`.
     csv
@@ -147,11 +159,17 @@ def simulate(
     point = _point(options, policy, rate, seed, scale)
     check_apart(output_json=output_json, csv=csv, report=report, timeline=timeline)
     check_writable(output_json=output_json, csv=csv, report=report, timeline=timeline)
-    run, journal = _watched(point) if report is not None or timeline is not None else (point.run(), None)
+    more, watts = _costs(failures, policy_cost, power)
+    if report is not None or timeline is not None:
+        run, journal = _watched(point, **more)
+    else:
+        run, journal = point.run(**more), None
     figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
+    if watts is not None:
+        _print_energy(run, watts)
     if output_json is not None:
         model_name, warnings = point.scenario.model, run.warnings
         told = bench_json(run.timeline, run.workload, figures["summary"], model=model_name, warnings=warnings)
@@ -489,11 +507,42 @@ def _model(point: Point) -> Any:
     return load_model(point.scenario.model)
 
 
-def _watched(point: Point, request_id: int | None = None) -> Any:
+def _watched(point: Point, request_id: int | None = None, **more: Any) -> Any:
     """The run of a point with its journal."""
     from actorllm.slo.experiments.point import watched_run
 
-    return watched_run(point, () if request_id is None else (request_id,))
+    return watched_run(point, () if request_id is None else (request_id,), **more)
+
+
+def _costs(
+    failures: str | None, policy_cost: str | None, power: str | None
+) -> tuple[dict[str, Any], PowerModel | None]:
+    """What `simulate` takes of these options. Raises ConfigError."""
+    from actorllm.slo.energy import PowerModel
+    from actorllm.slo.failures import parse_failures
+    from actorllm.slo.policy_cost import parse_policy_cost
+
+    more: dict[str, Any] = {}
+    if failures is not None:
+        more["failures"] = parse_failures(failures)
+    if policy_cost is not None:
+        more["policy_cost"] = parse_policy_cost(policy_cost, time.thread_time)
+    if power is None:
+        return more, None
+    return {**more, "metered": True}, PowerModel.parse(power)
+
+
+def _print_energy(run: SimulatedRun, power: PowerModel) -> None:
+    from actorllm.slo.energy import energy_of
+
+    use = energy_of(run, power)
+    print(
+        f"energy by {power.idle_w:g} W idle and {power.busy_w:g} W busy: {use.joules / 3.6e6:.4g} kWh, "
+        f"{use.joules_per_request:.4g} J a request, {use.joules_per_output_token:.4g} J an output token; "
+        f"busy for {use.utilization:.1%} of the time"
+    )
+    if use.cost:
+        print(f"cost: {use.cost:.4g}, {use.cost_per_million_output_tokens:.4g} a million output tokens")
 
 
 @contextmanager

@@ -70,6 +70,11 @@ class AttachedEngine(Engine):
         self._check()
         raise EngineError("this engine belongs to another process, which alone can wake it up")
 
+    def set_policy(self, scheduling_policy: object, admission_policy: object) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can change its policies")
+
     def call_workers(
         self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
     ) -> Future[list[Any]]:

@@ -35,6 +35,7 @@ from actorllm.client.cache_memory import CacheMemory, worker_pids_of
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.plugin_data import PluginData
+from actorllm.client.policy_changes import PolicyChanges, check_policy_names
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.request_spans import NO_TRACE, RequestSpans, RequestTrace, checked_trace_headers
 from actorllm.client.sleep import Sleep
@@ -172,6 +173,7 @@ class Engine:
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
         self.sleep_state = Sleep(self)
+        self._policy_changes = PolicyChanges(self)
         self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
 
     # What it is made of; an AttachedEngine is made of something else
@@ -929,6 +931,12 @@ class Engine:
         """The opposite. Raises InvalidParameterError."""
         self._check()
         return self._thread.call(self.sleep_state.wake_up, checked_tags(tags))
+
+    def set_policy(self, scheduling_policy: str | None, admission_policy: str | None) -> Future[None]:
+        """Let other policies decide on all replicas; see `PolicyChanges`. Raises InvalidParameterError."""
+        self._check()
+        check_policy_names(scheduling_policy, admission_policy)
+        return self._thread.call(self._policy_changes.change, scheduling_policy, admission_policy)
 
     def call_workers(
         self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf

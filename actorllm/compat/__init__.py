@@ -1,7 +1,9 @@
 """vLLM's submodules by their names: `from actorllm.compat.sampling_params import SamplingParams`; `import actorllm.compat as vllm`.
 
 Names only: each is defined elsewhere in actorllm, or in `functions` beside it, and is loaded when it is used. `MODULES` is the
-whole table. A name or a submodule that is not in it raises ImportError, as any that does not exist.
+whole table. vLLM's modules also have what they import themselves, and programs import it from there. So each submodule here has
+the names of all others, where only one thing is called so. A name or a submodule that is not in the table raises ImportError, as
+any that does not exist. Submodules are attributes of the package without an import of their own, as they are in vLLM.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ class UsageContext(StrEnum):
     OPENAI_API_SERVER = "OPENAI_API_SERVER"
     OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+VLLM_VERSION = "0.32.0"
+"""Whose names these are."""
+__version__ = f"{VLLM_VERSION}+actorllm.{actorllm.__version__}"
+"""Programs compare it before they import what their vLLM has; `actorllm.__version__` is that of this package."""
+__version_tuple__ = (0, 32, 0)
 
 
 def random_uuid() -> str:
@@ -90,7 +99,8 @@ _TOKENIZER = dict.fromkeys(("AnyTokenizer", "TokenizerLike"), "typing:Any")
 
 _FUNCTIONS = "actorllm.compat.functions"
 _MODELS = _same(_FUNCTIONS, "ModelRegistry")
-_TOP = {**{name: f"actorllm:{name}" for name in (*actorllm.__all__, "__version__")}, **_MODELS}
+_VERSION = _same("actorllm.compat", "__version__", "__version_tuple__")
+_TOP = {**{name: f"actorllm:{name}" for name in actorllm.__all__ if name != "__version__"}, **_MODELS}
 _MERGED = _same(_FUNCTIONS, "merge_async_iterators")
 _SERVER = "actorllm.cli.vllm_server"
 _SERVER_ARGUMENTS = _same(_SERVER, "make_arg_parser", "validate_parsed_serve_args")
@@ -106,7 +116,9 @@ _CLEANING = dict.fromkeys(
     ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"),
     f"{_FUNCTIONS}:cleanup_dist_env_and_memory",
 )
-_PORTS = _same(_FUNCTIONS, "get_open_port")
+_PORTS = _same(_FUNCTIONS, "get_open_port", "get_ip")
+_DEVICES = _same(_FUNCTIONS, "cuda_device_count_stateless")
+_CLI = _same(_FUNCTIONS, "cli_env_setup")
 _COUNTER, _GET_TOKENIZER = {"Counter": f"{_FUNCTIONS}:IdCounter"}, _same(_FUNCTIONS, "get_tokenizer")
 _IS_LIST = _same("actorllm.types.io_processor", "is_list_of")
 
@@ -129,7 +141,7 @@ _CONFIG_HOMES = {
 }
 _CHAT_UTILS = {
     **_CALL_IDS,
-    **_same(_FUNCTIONS, "load_chat_template"),
+    **_same(_FUNCTIONS, "load_chat_template", "resolve_hf_chat_template"),
     **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), "typing:Any"),
 }
 _RENDERER = {"BaseRenderer": "actorllm.client.plugin_data:PromptRenderer"}
@@ -188,6 +200,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.serve": {},
     "entrypoints.serve.engine": {},
     "entrypoints.serve.engine.protocol": _BODY_NAMES,
+    "entrypoints.utils": _CLI,
     "envs": {name: f"actorllm.compat.variables:{name}" for name in VARIABLES},
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
@@ -222,6 +235,7 @@ MODULES: dict[str, dict[str, str]] = {
     "sampling_params": {
         **_same("actorllm", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams"),
         **_same("actorllm", "RepetitionDetectionParams", "BeamSearchParams"),
+        **_same("actorllm.types.structured_outputs", "GuidedDecodingParams"),
     },
     "sequence": {**_LOGPROBS, **_same("actorllm", "RequestMetrics")},
     "tasks": dict.fromkeys(("PoolingTask", "SupportedTask"), "builtins:str"),
@@ -242,6 +256,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_COUNTER,
         **_IS_LIST,
         **_PORTS,
+        **_DEVICES,
         **_MERGED,
     },
     "utils.argparse_utils": _PARSER,
@@ -249,6 +264,7 @@ MODULES: dict[str, dict[str, str]] = {
     "utils.collection_utils": _IS_LIST,
     "utils.counter": _COUNTER,
     "utils.network_utils": _PORTS,
+    "utils.torch_utils": _DEVICES,
     "v1": {},
     "v1.sample": {},
     "v1.sample.logits_processor": {
@@ -271,9 +287,22 @@ MODULES: dict[str, dict[str, str]] = {
         "actorllm.types.stat_loggers", "SchedulerStats", "IterationStats", "FinishedRequestStats", "PrefixCacheStats"
     ),
     "v1.metrics.reader": _same("actorllm.types.engine_metrics", "Metric", "Counter", "Vector", "Gauge", "Histogram"),
-    "version": _same("actorllm", "__version__"),
+    "version": _VERSION,
 }
 """By submodule, what it exports: "module:name", where it is defined."""
+
+
+def _elsewhere() -> dict[str, str]:
+    """The names of all submodules that stand for one thing."""
+    places: dict[str, set[str]] = {}
+    for module, names in MODULES.items():
+        if module != "envs":
+            for name, place in names.items():
+                places.setdefault(name, set()).add(place)
+    return {name: min(found) for name, found in places.items() if len(found) == 1 and name != "main"}
+
+
+_ELSEWHERE = _elsewhere()
 
 
 def serve(arguments: Sequence[str] | None = None) -> int:
@@ -302,6 +331,9 @@ def _command(name: str, arguments: Sequence[str] | None) -> int:
 
 def _found(names: dict[str, str], module: str, name: str) -> Any:
     if name not in names:
+        inner = f"{module}.{name}"
+        if inner.removeprefix(f"{__name__}.") in MODULES:
+            return importlib.import_module(inner)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     home, _, original = names[name].partition(":")
     return getattr(importlib.import_module(home), original)
@@ -329,7 +361,8 @@ class _Names(MetaPathFinder, InspectLoader):
         names = MODULES[module.__name__.removeprefix(f"{__name__}.")]
         contents: dict[str, Any] = vars(module)
         contents["__all__"] = tuple(names)
-        contents["__getattr__"] = lambda name: _found(names, module.__name__, name)
+        found = names if module.__name__.endswith(".envs") else {**_ELSEWHERE, **names}
+        contents["__getattr__"] = lambda name: _found(found, module.__name__, name)
         contents["__dir__"] = lambda: sorted(names)
 
     def get_source(self, fullname: str) -> str:

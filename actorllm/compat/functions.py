@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from enum import IntEnum
@@ -179,6 +180,30 @@ def get_open_port() -> int:
         return port
 
 
+def get_ip() -> str:
+    """The address by which other machines reach this one: $VLLM_HOST_IP, else that of its route outwards, else 127.0.0.1."""
+    if told := os.environ.get("VLLM_HOST_IP"):
+        return told
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # chooses a route, and sends nothing
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def cuda_device_count_stateless() -> int:
+    """How many GPUs of NVIDIA this process may use."""
+    import torch
+
+    return torch.cuda.device_count() if current_platform.is_cuda() else 0
+
+
+def cli_env_setup() -> None:
+    """Nothing: the command needs no environment of its own."""
+
+
 def get_tokenizer(tokenizer_name: Any, *_: Any, **__: Any) -> Any:
     """The tokenizer of a model as transformers has it.
 
@@ -209,6 +234,22 @@ def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str |
     from actorllm.text.chat_template import load_template
 
     return str(chat_template) if is_literal else load_template(chat_template)
+
+
+def resolve_hf_chat_template(tokenizer: Any, chat_template: str | None = None, *_: Any, **__: Any) -> str | None:
+    """The chat template that counts, as harnesses ask for it.
+
+    Arguments:
+        tokenizer: of transformers.
+        chat_template: the caller's own, or the name of one of the model's; None: the tokenizer's.
+
+    Further arguments of vLLM are taken and have no effect. None: the model has no template.
+    """
+    own = tokenizer.chat_template
+    named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    if chat_template is None:
+        return named.get("default")
+    return named.get(chat_template, chat_template)
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

@@ -24,14 +24,13 @@ from typing import Any
 import anyio
 
 from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
-from actorllm.actors.load_board import Journal, LoadBoard
-from actorllm.client.stream import Mailbox, Sibling
+from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
 from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
-from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, routable_of, views_of
+from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, pin_of, routable_of, views_of
 from actorllm.messages import Submit
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 from actorllm.types.weight_version import WeightSource
@@ -67,7 +66,7 @@ class Dispatcher:
         self._views_at = -math.inf
         self._board = board
         self._program = program
-        self._others: list[Journal] = []
+        self._others: list[ProgramLoad] = []
         self._published_at = -math.inf
         self._num_published = 0
         self.on_arrival: Callable[[Routable, Sequence[ReplicaView]], None] | None = None
@@ -294,6 +293,13 @@ class Dispatcher:
         for replica in self._replicas.values():
             self._board.write_journal(self._program, replica.number, journal_of(replica))
 
+    def num_pinned(self, number: int) -> int:
+        """Sequences of all programs that may go to this replica only."""
+        found = journal_of(self._replicas[number]).num_pinned
+        if self._board is not None and self._board.has_others:
+            found += self._board.journals_of_others(self._program)[number].num_pinned
+        return found
+
     def _show_sent(self, replica: RoutedReplica) -> None:
         """What was just sent counts for the routers of other programs, pinned requests as well."""
         if self._board is not None and self._board.has_others:
@@ -496,10 +502,3 @@ class Dispatcher:
         others = [entry for rid, entry in target.frontend.journal().items() if rid not in arriving]
         (view,) = views_of([target])
         return room(view, others, now())
-
-
-def pin_of(consumer: Consumer) -> int | None:
-    """The replica that the caller asked for (`data_parallel_rank`); None: any."""
-    if isinstance(consumer, Sibling):
-        consumer = consumer.mailbox
-    return consumer.replica if isinstance(consumer, Mailbox) else None

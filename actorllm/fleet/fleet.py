@@ -42,6 +42,7 @@ from actorllm.errors import (
 )
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
+from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
@@ -132,6 +133,15 @@ class Fleet:
             if isinstance(replica.supervisor, Supervisor)
             and replica.supervisor.state in ("running", "recovering")
             and not replica.is_removed
+        }
+
+    def places(self) -> dict[int, dict[str, Any]]:
+        """Where the replicas of other machines are that programs can join now, by number."""
+        remote = {n: one.supervisor for n, one in self._replicas.items() if not one.is_removed}
+        return {
+            number: place
+            for number, one in remote.items()
+            if isinstance(one, RemoteReplica) and (place := one.place) is not None
         }
 
     @property
@@ -239,11 +249,14 @@ class Fleet:
             def ready(began: float = began) -> None:
                 nonlocal pause_s
                 pause_s = FIRST_PAUSE_S
+                replica.has_run = True
                 self._start_s[replica.number] = now() - began
                 events.is_settled.set()
                 self._note_ready(replica)
                 if self.attached is not None and isinstance(replica.supervisor, Supervisor):
                     self.attached.admit_all(replica.number, replica.supervisor)
+                elif self.attached is not None:
+                    self.attached.tell("remote", replica=replica.number, place=self.places()[replica.number])
 
             error: Exception | None = None
             try:
@@ -315,7 +328,9 @@ class Fleet:
         if self._tasks is not None and not self._is_over:
             fields = {"replica": replica.number, "type_name": type(error).__name__, "message": str(error)}
             self._tasks.start_soon(partial(self._tell_attached, trial, "gone", **fields))
-        is_alone = self._given.on_failure == "raise" or all(one.state == "lost" for one in self._replicas.values())
+        # One that never ran has lost nothing: its start is tried again, whatever a death is the end of.
+        is_fatal = self._given.on_failure == "raise" and replica.has_run
+        is_alone = is_fatal or all(one.state == "lost" for one in self._replicas.values())
         if is_alone and self._on_ready is None and not self._is_over and isinstance(error, Exception):
             self._end(error)  # at once: callers must not wait for the end of its processes
             assert self._over is not None
@@ -383,6 +398,7 @@ class Fleet:
                     f"num_replicas={num_replicas} must be from min_replicas={least} to max_replicas={most} of this engine"
                 )
             self._scaling.autoscaler.set_wanted(num_replicas, now())
+        await self._ask_for_room(num_replicas)
         for replica in await self._resize(num_replicas):
             await self._settled(replica)
 
@@ -404,11 +420,15 @@ class Fleet:
             await self._divide_cores(num_replicas)
         return added
 
-    async def _resize_for_demand(self, num_replicas: int) -> None:
+    async def _ask_for_room(self, num_replicas: int) -> None:
+        """Of Ray, whose autoscaler adds nodes and takes them away."""
         if self._placement is not None:
             await to_thread.run_sync(self._placement.want, num_replicas, abandon_on_cancel=True)
-            if self._scaling is not None:
-                num_replicas = self._scaling.autoscaler.wanted  # `scale` may have set another one meanwhile
+
+    async def _resize_for_demand(self, num_replicas: int) -> None:
+        await self._ask_for_room(num_replicas)
+        if self._scaling is not None:
+            num_replicas = self._scaling.autoscaler.wanted  # `scale` may have set another one meanwhile
         await self._resize(num_replicas)
 
     async def _scale_by_demand(self, scaling: DemandScaling) -> None:

@@ -281,6 +281,8 @@ class Replica:
         """It is stopped, and not started again."""
         self.is_lost = False
         """Its supervisor has given it up; it may be made anew."""
+        self.has_run = False
+        """It has been ready in this life."""
         self.num_lives = 0
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
@@ -305,7 +307,7 @@ class Replica:
     def renew(self) -> None:
         """A new supervisor, which has not started, for its next life."""
         self.num_lives += 1
-        self.is_leaving = False
+        self.is_leaving = self.has_run = False
         if self._given.node is not None:
             self.supervisor = RemoteReplica(
                 self._given,

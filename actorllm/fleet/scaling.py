@@ -15,7 +15,7 @@ import anyio
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError
-from actorllm.fleet.dispatcher import Dispatcher, pin_of
+from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend, RoutedReplica
 from actorllm.scheduling.autoscaler import Autoscaler, ScalingPolicy
 
@@ -86,8 +86,7 @@ class DemandScaling:
 
     def _is_last_pinned(self) -> bool:
         """Whether the replica that would go first has requests that are pinned to it, and would fail."""
-        last = self._replicas[max(self._replicas)]
-        return any(pin_of(entry.consumer) == last.number for entry in last.frontend.journal().values())
+        return self._dispatcher.num_pinned(max(self._replicas)) > 0
 
     def _count_ends(self) -> None:
         counted = {}

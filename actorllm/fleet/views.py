@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actorllm.actors.frontend import JournalEntry
-from actorllm.actors.load_board import Journal
+from actorllm.actors.frontend import Consumer, JournalEntry
+from actorllm.actors.load_board import ProgramLoad
+from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.messages import Submit
@@ -48,9 +49,9 @@ def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
     return views
 
 
-def journal_of(replica: RoutedReplica) -> Journal:
+def journal_of(replica: RoutedReplica) -> ProgramLoad:
     """What this program has there."""
-    num_waiting = num_waiting_tokens = num_running = num_context = 0
+    num_waiting = num_waiting_tokens = num_running = num_context = num_pinned = 0
     for entry in replica.frontend.journal().values():
         if entry.first_token is None:
             num_waiting += 1
@@ -58,13 +59,20 @@ def journal_of(replica: RoutedReplica) -> Journal:
         else:
             num_running += 1
             num_context += entry.submit.prompt.size + len(entry.emitted)
-    return num_waiting, num_waiting_tokens, num_running, num_context
+        num_pinned += pin_of(entry.consumer) == replica.number
+    return ProgramLoad(num_waiting, num_waiting_tokens, num_running, num_context, num_pinned)
 
 
-def add_journal(view: ReplicaView, journal: Journal, sign: int = 1) -> None:
+def pin_of(consumer: Consumer) -> int | None:
+    """The replica that the caller asked for (`data_parallel_rank`); None: any."""
+    if isinstance(consumer, Sibling):
+        consumer = consumer.mailbox
+    return consumer.replica if isinstance(consumer, Mailbox) else None
+
+
+def add_journal(view: ReplicaView, journal: ProgramLoad, sign: int = 1) -> None:
     """Count what a program has there; sign -1: no more."""
-    num_waiting, num_waiting_tokens, num_running, num_context = journal
-    view.num_waiting += sign * num_waiting
-    view.num_waiting_tokens += sign * num_waiting_tokens
-    view.num_running += sign * num_running
-    view.num_context += sign * num_context
+    view.num_waiting += sign * journal.num_waiting
+    view.num_waiting_tokens += sign * journal.num_waiting_tokens
+    view.num_running += sign * journal.num_running
+    view.num_context += sign * journal.num_context

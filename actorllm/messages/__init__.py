@@ -192,7 +192,7 @@ class Unblock:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepResult:
-    """What one step sampled. Only rank 0 reports tokens; the other ranks acknowledge with empty columns.
+    """What one step sampled. Only `EngineConfig.reporting_rank` has tokens; other ranks answer with empty columns.
 
     Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens, then the
     forks, which have one token each.
@@ -264,7 +264,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Drafted:
-    """What the late rows of a step try, told when its forward begins: their masks depend on it. Rank 0 sends it.
+    """What the late rows of a step try, told when its forward begins: their masks depend on it. Sent by the reporting rank.
 
     Of each plan with late rows and drafts there is one, before its result, be there drafts or not. tokens: those of slots[0],
     then those of slots[1], counts of each.

@@ -1,8 +1,8 @@
 """Log-probabilities of chosen tokens and of the most likely ones, from the logits as the model gave them.
 
-As vLLM's raw logprobs: log_softmax of the float32 logits before anything is done to them. The rank of a token is the number
-of tokens at least as likely. Among equally likely ones the smaller id comes first. Called by the runner, for the rows that
-asked only.
+As vLLM's raw logprobs: log_softmax of the float32 logits before anything is done to them; `shown_logits` has other modes. The
+rank of a token is the number of tokens at least as likely. Among equally likely ones the smaller id comes first. Called by the
+runner, for the rows that asked only.
 
 Only three things look at every logit: the maxima of tiles, the normalizer and the rank. They do so a few rows at a time,
 because what they make then stays in the caches. They use 2 ** x, which takes torch a quarter of the time of e ** x.
@@ -29,11 +29,13 @@ CHUNK_ELEMENTS = 1 << 20
 LOG2_E = math.log2(math.e)
 
 
-def gather(logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, position: int = 0) -> LogprobSpan:
+def gather(
+    logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, position: int = 0, *, as_logits: bool = False
+) -> LogprobSpan:
     """A span over the rows of logits [count, vocab_size]: of tokens [count], and of the num_top most likely.
 
     logits: in the type of the model or widened to float32; the result is the same. row and position: what the span says
-    of itself.
+    of itself. as_logits: its values are the logits themselves.
     """
     num_rows, vocab_size = logits.shape
     chosen = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(1)
@@ -51,16 +53,21 @@ def gather(logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, positi
         top = most_likely(rows, num_top, ids[part, 1:]) if num_top else rows.amax(1, keepdim=True)
         raw = rows.gather(1, ids[part])
         ranks[part] = torch.ge(rows, raw[:, :1], out=work).sum(1)
+        if as_logits:
+            values[part] = raw
+            continue
         mass = torch.sub(rows, top, out=work).mul_(LOG2_E).exp2_().sum(1, keepdim=True)
         values[part] = raw.sub_(top).sub_(mass.log_())  # in this order: large logits have no digits to spare
     return LogprobSpan(row, position, ids.int().numpy(), values.numpy(), ranks.int().numpy())
 
 
-def gather_ids(logits: torch.Tensor, token: int, ids: NDArray[np.int64], row: int) -> LogprobSpan:
+def gather_ids(
+    logits: torch.Tensor, token: int, ids: NDArray[np.int64], row: int, *, as_logits: bool = False
+) -> LogprobSpan:
     """A span over one row of logits, float32 [1, vocab_size]: of its token, and of these ids in their order."""
     wanted = torch.from_numpy(np.concatenate(([token], ids))).unsqueeze(0)
     ranks = torch.sum(logits >= logits[:, token : token + 1], 1, dtype=torch.int32)
-    values = torch.log_softmax(logits, 1).gather(1, wanted)
+    values = (logits if as_logits else torch.log_softmax(logits, 1)).gather(1, wanted)
     return LogprobSpan(row, 0, wanted.int().numpy(), values.numpy(), ranks.numpy())
 
 

@@ -132,9 +132,6 @@ class SampledColumns:
         self.filtered = np.flatnonzero(is_filtered)
         self.unfiltered = np.flatnonzero(~is_filtered) if is_filtered.any() else None
 
-    def __len__(self) -> int:
-        return len(self.temperature)
-
 
 class Sampler:
     """Samples rows of `vocab_size` logits. Holds scratch memory and no state."""
@@ -165,8 +162,9 @@ class Sampler:
         return self._sample(logits, columns, with_margin=True)
 
     def _sample(self, logits: torch.Tensor, columns: SamplingColumns, *, with_margin: bool) -> tuple[I32, F32]:
-        if logits.shape != (len(columns), self.vocab_size):
-            raise ValueError(f"logits of shape {list(logits.shape)}, not [{len(columns)}, {self.vocab_size}]")
+        num_rows = columns.temperature.size
+        if logits.shape != (num_rows, self.vocab_size):
+            raise ValueError(f"logits of shape {list(logits.shape)}, not [{num_rows}, {self.vocab_size}]")
         logits = logits.detach().float().contiguous()
         x: F32 = logits.numpy()
         # rows with NaN or infinity are the caller's business
@@ -189,7 +187,7 @@ class Sampler:
         self, logits: torch.Tensor, columns: SampledColumns, token_index: I32, *, with_margin: bool
     ) -> tuple[I32, F32]:
         """Both stages, for rows that are not greedy."""
-        num_rows = len(columns)
+        num_rows = columns.temperature.size
         x: F32 = logits.numpy()
         # No choice depends on the row maximum that is subtracted, and near 0 float32 is finest.
         maximum = logits.amax(1, keepdim=True)
@@ -226,7 +224,7 @@ class Sampler:
         rows, divisor = columns.unfiltered, columns.divisor
         if rows is not None:
             if not len(rows):
-                return np.empty((len(columns), self.num_tiles), np.float32)
+                return np.empty((columns.temperature.size, self.num_tiles), np.float32)
             index = torch.from_numpy(rows)
             logits, maximum, divisor = logits.index_select(0, index), maximum.index_select(0, index), divisor[rows]
         if columns.is_scaled:
@@ -239,7 +237,7 @@ class Sampler:
             mass = torch.cat((mass, probability[:, whole * TILE :].sum(-1, keepdim=True)), 1)
         if rows is None:
             return mass.numpy()
-        masses = np.empty((len(columns), self.num_tiles), np.float32)
+        masses = np.empty((columns.temperature.size, self.num_tiles), np.float32)
         masses[rows] = mass.numpy()
         return masses
 

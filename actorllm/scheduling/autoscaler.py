@@ -26,11 +26,12 @@ import numpy as np
 from actorllm.errors import ConfigError, nearest_name, shown
 from actorllm.messages import F64
 from actorllm.scheduling.router import ReplicaView, Routable, Seconds, StepSeconds
+from actorllm.scheduling.window_quantile import WindowQuantile
 
-NUM_PROMISES = 1024
-"""Of so many of the last requests, what they were promised."""
 UNKNOWN_OUTPUT, UNKNOWN_WEIGHT = 128.0, 16.0
 """Tokens of an answer, as long as none has ended; and of how many ended answers that counts as the mean."""
+NUM_GROUPS = 128
+"""Of more periods several count as one, where a step is told from a slope."""
 MAX_ENDS = 4096.0
 """Of more answers, the older half counts half."""
 
@@ -154,7 +155,8 @@ class Autoscaler:
         self.predicted_attainment = 1.0
         """The share of the window's requests whose promises the wanted number keeps."""
         self._buckets: deque[Bucket] = deque()
-        self._promises: deque[tuple[float, float]] = deque(maxlen=NUM_PROMISES)
+        self._ttfts, self._tpots = WindowQuantile(self.policy.window_s), WindowQuantile(self.policy.window_s)
+        """What was promised to the requests of the window."""
         self._num_ends = self._num_output = self._num_running_tokens = 0.0
         self._late: deque[tuple[float, float]] = deque()
         self._changed_at = -math.inf
@@ -177,7 +179,8 @@ class Autoscaler:
             if slo.e2e is not None:
                 ttft = min(ttft, slo.e2e / 2)
                 tpot = min(tpot, slo.e2e / 2 / max(1.0, self.mean_output))
-        self._promises.append((ttft, tpot))
+        self._ttfts.note(ttft, at)
+        self._tpots.note(tpot, at)
 
     def note_ends(self, num_sequences: int, num_tokens: int) -> None:
         """So many sequences have ended, with so many tokens in all."""
@@ -281,11 +284,8 @@ class Autoscaler:
 
     def _promised(self) -> tuple[float, float]:
         """Times to the first token and between tokens that all but a share of the requests have as long or longer."""
-        if not self._promises:
-            return self.policy.patience_s, math.inf
-        at = int((1.0 - self.target_attainment) * (len(self._promises) - 1))
-        ttft = sorted(ttft for ttft, _ in self._promises)[at]
-        tpot = sorted(tpot for _, tpot in self._promises)[at]
+        share = 1.0 - self.target_attainment
+        ttft, tpot = self._ttfts.at(share, math.inf), self._tpots.at(share, math.inf)
         return (self.policy.patience_s if ttft == math.inf else ttft), tpot
 
     def _needs(self, point: WorkingPoint) -> tuple[F64, F64]:
@@ -321,12 +321,12 @@ class Autoscaler:
         if not 0 < 2 * length < needs.size:
             return 0.0
         newest = self._buckets[-1].number  # which has just begun
-        now = before = 0
+        counts = np.zeros(2 * length)
         for bucket in self._buckets:
-            age = newest - bucket.number
-            now += bucket.num_sequences if 0 < age <= length else 0
-            before += bucket.num_sequences if length < age <= 2 * length else 0
-        if now - before <= 2.0 * math.sqrt(now + before):
+            if 0 < (age := newest - bucket.number) <= 2 * length:
+                counts[-age] = bucket.num_sequences
+        before, now = float(counts[:length].sum()), float(counts[length:].sum())
+        if now - before <= 2.0 * math.sqrt(now + before) or is_step(counts):
             return 0.0
         return float(needs[-1 - length : -1].mean()) * (1.0 + 1.5 * (now - before) / now)
 
@@ -381,6 +381,23 @@ def survivors_keep(views: Sequence[ReplicaView], num_left: int, ttft_s: float, t
             if wait_s > ttft_s:
                 return False
     return True
+
+
+def is_step(values: F64) -> bool:
+    """Whether one step explains the values better than a constant that becomes a slope, and so rises further."""
+    length = -(-values.size // NUM_GROUPS)
+    groups = values[values.size % length :].reshape(-1, length).mean(axis=1)
+    number, places = groups.size, np.arange(groups.size)
+    # The slope has lasted for a quarter at least. A shorter one would be what a step of a moment ago looks like.
+    steps = [(places >= first).astype(float) for first in range(1, number)]
+    slopes = [np.maximum(0.0, places - first) for first in range(number - number // 4)]
+
+    def misfit(shapes: list[F64]) -> float:
+        rest = groups - groups.mean()
+        explained = [float(rest @ shape) ** 2 / float(((shape - shape.mean()) ** 2).sum()) for shape in shapes]
+        return float(rest @ rest) - max(explained)
+
+    return number < 4 or misfit(steps) <= misfit(slopes)
 
 
 def stretch(values: F64, length: int) -> F64:

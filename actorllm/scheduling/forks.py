@@ -18,7 +18,7 @@ import numpy as np
 
 from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.plan import PlanBuilder
-from actorllm.scheduling.policy import PlanPolicy, View
+from actorllm.scheduling.policy import View
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 
@@ -32,7 +32,6 @@ class Forks:
     def __init__(
         self,
         view: View,
-        policy: PlanPolicy,
         table: RequestTable,
         builder: PlanBuilder,
         payload: MessageBudget,
@@ -40,7 +39,6 @@ class Forks:
     ) -> None:
         self.num_forks = 0
         self._view = view
-        self._policy = policy
         self._table = table
         self._builder = builder
         self._message_budget = payload
@@ -58,7 +56,7 @@ class Forks:
         """The request that will compute the prompt of a new one as well as its own; None: the new request itself."""
         submit, table = sequence.submit, self._table
         leader = table.alive.get((sequence.key[0], submit.fork_of or 0))
-        if leader is None or leader is sequence or not hasattr(self._policy, "may_fork"):
+        if leader is None or leader is sequence or not hasattr(self._table.policy, "may_fork"):
             return None
         if submit.had_slot:
             return None  # a pause waits for it: it follows no request that may not start
@@ -109,7 +107,7 @@ class Forks:
             taken = num_blocks - num_prompt // kv.block_size
             fits = len(forks) < num_slots and taken <= num_free
             fits = fits and self._message_budget.has_row_room(fork) and self._message_budget.has_plan_room(fork)
-            if not fits or not view.may_start(fork) or not self._policy.may_fork(fork, view):
+            if not fits or not view.may_start(fork) or not self._table.policy.may_fork(fork, view):
                 self._table.wait(fork)
                 continue
             num_free -= taken
@@ -117,7 +115,7 @@ class Forks:
             self._table.start_fork(fork, leader)
             self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
             forks.append(fork)
-            self._policy.on_fork(fork, view)
+            self._table.policy.on_fork(fork, view)
         return forks
 
     def _room(self, last: Sequence) -> tuple[int, int]:
@@ -129,7 +127,7 @@ class Forks:
         num_slots = view.batch.num_free_slots - len(preempted)
         num_blocks = view.kv.num_free - view.limits.headroom_blocks
         num_blocks -= sum(view.admission_blocks(other) for other in preempted)
-        for other in self._policy.ahead_of(last, view):
+        for other in self._table.policy.ahead_of(last, view):
             if num_slots <= 0 or num_blocks <= 0:
                 break
             num_slots -= 1

@@ -219,7 +219,10 @@ class KeyPolicy:
     other; `key_horizon` is not asked for the order."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
-        """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival."""
+        """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival.
+
+        Also asked of running requests, whose prompt has nothing left, unless `victim_key` is overridden.
+        """
         return ()
 
     def key_horizon(self, sequence: Sequence, view: View) -> float:

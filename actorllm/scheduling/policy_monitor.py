@@ -59,6 +59,8 @@ class PolicyMonitor:
         self._look_at = 0.0
         self._seen: set[Fields] = set()
         self._unjudged: list[Fields] = []
+        self.wants_steps = False
+        """There are objectives that have not been judged: `measure` is to be told of steps."""
         self._fastest = math.inf
         self._num_steps = 0
 
@@ -108,11 +110,8 @@ class PolicyMonitor:
         if fields not in self._seen and len(self._seen) < MAX_OBJECTIVES:
             self._seen.add(fields)
             self._unjudged.append(fields)
+            self.wants_steps = True
             self._num_steps, self._fastest = 0, math.inf
-
-    @property
-    def wants_steps(self) -> bool:
-        return bool(self._unjudged)
 
     def measure(self, result: StepResult) -> list[str]:
         """A step's result, while `wants_steps`. Returns what is wrong with new objectives once that is known."""
@@ -123,6 +122,7 @@ class PolicyMonitor:
         if self._num_steps < NUM_STEPS:
             return []
         unjudged, self._unjudged = self._unjudged, []
+        self.wants_steps = False
         return [told for fields in unjudged for told in _impossible(fields, self._fastest)]
 
 

@@ -76,7 +76,7 @@ class RequestTable:
         self.transfers: Transfers | None = None
         """Through which preempted requests may get their blocks back."""
         self._view = view
-        self._policy = policy
+        self.policy = policy
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
@@ -112,7 +112,7 @@ class RequestTable:
         self.waiting.add(sequence)
         if sequence.submit.has_started:
             self.resuming.add(sequence)  # it had started under another scheduler
-        self._policy.on_arrival(sequence, self._view)
+        self.policy.on_arrival(sequence, self._view)
 
     def follow(self, sequence: Sequence, leader: Sequence) -> None:
         """A request waits for another one to compute the prompt they share."""
@@ -177,7 +177,7 @@ class RequestTable:
             done = self._ledger.last_done
             ready = [s for s in self.preempted if s.last_step <= done]
             if self.transfers is not None:
-                ready = [s for s in ready if not self.transfers.holds(s, self._view.now)]
+                ready = [s for s in ready if not self.transfers.holds(s)]
             if ready:
                 self.preempted = [s for s in self.preempted if s not in ready]
                 for sequence in ready:
@@ -242,7 +242,7 @@ class RequestTable:
             self._admission.leave(sequence)
         for part in sequence.counted_by:
             part.discard(sequence)
-        self._policy.on_end(sequence, self._view)
+        self.policy.on_end(sequence, self._view)
         if self.followers.leaders:
             for follower in self.followers.take(sequence):
                 self.wait(follower)

@@ -322,7 +322,7 @@ class Results:
             for row in self._stopping.candidates(rows, tokens, known)
             if (end := self._stop(sequences.item(row), tokens.item(row), index.item(row) + 1)) is not None
         ]
-        return Events(sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
+        return Events(sequences, tokens, index, NO_I32, tuple(ends), cached=tuple(cached))
 
     def _first_tokens(self, record: StepRecord) -> list[Sequence]:
         """Prompts that ended with this step have their first token. Returns those that had found a part of them cached."""

@@ -11,6 +11,7 @@
     pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
     lose_workers(error, now)   the workers died, others will come: every request goes on from its known tokens
     give_up_policy(reason, now)  it stalls, and is replaced
+    change_policy(policy, admission, now)  others decide from the next step on
     expire(now)                requests whose deadline has passed end; the next one is due at `expires_at`
 
 Pure: the same calls with the same arguments give the same plans (`telemetry.recording` shows it). Cost follows change: a steady
@@ -52,6 +53,7 @@ from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.lanes import RowLanes
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.limits import Limits
+from actorllm.scheduling.loading import BuildsPolicy, load_policies
 from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
@@ -107,6 +109,7 @@ class Scheduler:
         cache_key: str = "",
         is_simulated: bool = False,
         num_lanes: int = 1,
+        build_policy: BuildsPolicy = load_policies,
         tiers: Directory | None = None,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
@@ -117,7 +120,8 @@ class Scheduler:
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
         `PrefixCache`. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
         made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
-        nothing, and one step of each is in flight. tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing."""
+        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names. tiers: what there is of KV
+        elsewhere (`tiers.transfers`); None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -142,6 +146,8 @@ class Scheduler:
         self.pause_state = PauseState.RUNNING
         self.wake_at = math.inf
         self._policy = policy
+        self._build_policy = build_policy
+        self.num_policy_changes = 0
         self.batch = batch = Batch(max_num_seqs)
         if is_simulated and enable_prefix_caching:
             raise ValueError("a simulated scheduler has no token ids by which a prefix could be found")
@@ -191,7 +197,7 @@ class Scheduler:
             seconds=self.seconds,
         )
         self.prefilling = self._table.prefilling
-        self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
+        self._forks = Forks(self, self._table, self._builder, self._message_budget, spare)
         self._results = Results(
             self,
             vocab_size=vocab_size,
@@ -213,7 +219,8 @@ class Scheduler:
         self._num_prefill_tokens = 0
         self._num_dropped = 0
         self._num_refused = 0
-        self._rejected: list[End] = []
+        self.rejected: list[End] = []
+        """Requests that ended while steps were planned. `take_rejected` empties it."""
         self._num_rejected = 0
 
     # Requests come and go ---------------------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ class Scheduler:
 
     def _load_or_wait(self, sequence: Sequence) -> None:
         """A request has all that it needs, but perhaps its KV is in a tier."""
-        if self.transfers is not None and self.transfers.holds(sequence, self.now):
+        if self.transfers is not None and self.transfers.holds(sequence):
             self._table.block(sequence)
         elif sequence.submit.fork_of is None:
             self._table.wait(sequence)
@@ -346,6 +353,32 @@ class Scheduler:
         self.now = now
         give_up = getattr(self._policy, "give_up", None)
         return give_up is not None and bool(give_up(StalledPolicyError(reason), self))
+
+    def change_policy(self, policy: str, admission: str | None, now: float) -> None:
+        """Let fresh policies decide from the next step on, by their names; no step may be in flight.
+
+        They hear of every request as if it had come now: those that run are admitted at once, the others wait. Raises
+        ConfigError if there are no such policies; nothing has changed then.
+        """
+        if len(self.ledger):
+            raise ValueError(f"the policy cannot change while {len(self.ledger)} steps are in flight")
+        fresh = self._build_policy(policy, admission, self.num_policy_changes + 1)
+        self.now = now
+        self.num_policy_changes += 1
+        self.wake_at = math.inf
+        self._policy = self._table.policy = fresh
+        alive = list(self._table.alive.values())
+        for sequence in alive:
+            sequence.policy_state.clear()
+        has_forks = hasattr(fresh, "may_fork")
+        for sequence in alive:
+            if sequence.state is State.RUNNING and has_forks:
+                fresh.on_fork(sequence, self)
+            elif sequence.state is State.RUNNING:
+                fresh.on_arrival(sequence, self)
+                fresh.on_admit(sequence, self)
+        for sequence in self.waiting():
+            fresh.on_arrival(sequence, self)
 
     def reset_prefix_cache(
         self, now: float, reset_running_requests: bool = False, *, keeps_tiers: bool = False
@@ -556,15 +589,11 @@ class Scheduler:
                 continue
             details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}
             self._num_rejected += 1
-            self._rejected.append(self._table.end(sequence, "error", error=reason)._replace(details=details))
-
-    @property
-    def has_rejected(self) -> bool:
-        return bool(self._rejected)
+            self.rejected.append(self._table.end(sequence, "error", error=reason)._replace(details=details))
 
     def take_rejected(self) -> list[End]:
         """Requests that ended while steps were planned, since the last call; to be asked for after `schedule`."""
-        rejected, self._rejected = self._rejected, []
+        rejected, self.rejected = self.rejected, []
         return rejected
 
     def _wanted_slots(self, mask: NDArray[np.bool_]) -> I32 | None:
@@ -843,7 +872,7 @@ class Scheduler:
 
     @property
     def policy(self) -> PlanPolicy:
-        """The one it was built with: requests are announced to it from the first one on."""
+        """The one that decides. Requests are announced to it from the first one on."""
         return self._policy
 
     @property

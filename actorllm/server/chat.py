@@ -39,6 +39,10 @@ def ask(
     is_streamed = bool(body.stream)
     tool_use = tool_use_of(body, defaults.tool_parser)
     conversation = conversation_of(body, defaults)
+    if body.chat_template is None:
+        extras.warnings += defaults.warnings_of_effort(body.reasoning_effort)
+        if body.documents and "documents" not in defaults.read_by_templates:
+            extras.warnings.append("documents has no effect here: the model's chat template does not show them")
     if body.truncate_prompt_tokens is None:
         for text in _texts(conversation):
             check_length(text, defaults.max_prompt_characters)
@@ -97,6 +101,8 @@ def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Def
         continue_final_message=body.continue_final_message,
         tools=tools,
         chat_template_kwargs=body.chat_template_kwargs,
+        effort=getattr(body, "reasoning_effort", None),
+        documents=getattr(body, "documents", None),
     )
 
 

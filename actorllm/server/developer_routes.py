@@ -55,6 +55,14 @@ class FolderUpdateRequest(Body):
     """'recompute', 'keep' or 'abort'."""
 
 
+class PolicyRequest(Body):
+    """`POST /set_policy`."""
+
+    scheduling_policy: str | None = None
+    admission_policy: str | None = None
+    """'none': there is none any more."""
+
+
 class VersionRequest(Body):
     """`POST /update_weight_version`."""
 
@@ -106,6 +114,19 @@ async def resume(request: Request) -> Response:
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
     return JSONResponse({"is_paused": await state_of(request).llm.is_paused()})
+
+
+@router.post("/set_policy", openapi_extra=takes(PolicyRequest))
+async def set_policy(request: Request) -> Response:
+    """Let another scheduling or admission policy decide from the next step on."""
+    body = await read_body(request, PolicyRequest)
+    state = state_of(request)
+    try:
+        await state.llm.set_policy(body.scheduling_policy, admission_policy=body.admission_policy)
+    except ActorLLMError as error:
+        raise error_of(error, PolicyRequest.model_fields, "scheduling_policy") from error
+    scheduler = state.engine.config.scheduler
+    return JSONResponse({"scheduling_policy": scheduler.policy, "admission_policy": scheduler.admission})
 
 
 @router.post("/collective_rpc", openapi_extra=takes(CollectiveRpcRequest))

@@ -234,6 +234,8 @@ class ChatCompletionRequest(ResumableBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    documents: Messages | None = None
 
     def renamed(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -24,6 +24,7 @@ from actorllm.text.reasoning.parsers import ReasoningParser, reasoning_named
 from actorllm.types.media_rules import Modality
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
+from actorllm.types.structured_outputs import StructuredOutputsParams
 
 SAMPLING_FIELDS = (
     *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
@@ -42,11 +43,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_whitespace_pattern": (None,),
     "structural_tag": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -55,7 +51,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "kv_transfer_params": (None,),
     "prompt_embeds": (None,),
-    "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
     "lora_request": (None,),
     "ec_transfer_params": (None,),
@@ -82,12 +77,24 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
     "guided_decoding_backend": (None, "auto"),
     "stream_include_usage": (None, False),
-    "reasoning_effort": (None,),
     "verbosity": (None,),
     "session_id": (None,),
     "max_tool_calls": (None,),
 }
 """Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
+
+OLDER_CONSTRAINTS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""What fields of structured_outputs were called when each stood in the body by itself."""
+
+EFFORT = ("reasoning_effort", "enable_thinking")
+"""The variables by which a chat template is told how much to think, as in vLLM."""
+SHOWN_BY_TEMPLATES = ("tools", "documents", *EFFORT)
 
 STREAMED_WITH_USAGE = (CompletionRequest, ChatCompletionRequest)
 """Bodies of streams that say how many tokens there were only when they are asked to."""
@@ -114,8 +121,8 @@ class Defaults:
     """Which one, may depend on the model's chat templates: known after `ServerState.read_templates`."""
     reasoning: type[ReasoningParser] | None = None
     """How the model marks what it thinks; None: it is not looked for."""
-    shows_tools: bool = True
-    """The model's chat template shows tools to the model. Known then, too."""
+    read_by_templates: frozenset[str] = frozenset(SHOWN_BY_TEMPLATES)
+    """Which of these variables the model's chat templates read. Known then, too."""
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     """Of the command line, or of `create_app`."""
 
@@ -139,20 +146,34 @@ class Defaults:
         """
         own = self.answers.chat_template
         templates = [own] if own is not None else [] if folder is None else chat_templates(folder)
-        shows_tools = any("tools" in template for template in templates)
+        read = frozenset(name for name in SHOWN_BY_TEMPLATES if any(name in template for template in templates))
         return replace(
             self,
             tool_parser=parser_named(tool_call_parser, templates).for_folder(folder),
             reasoning=None if self.reasoning is None else self.reasoning.for_folder(folder),
-            shows_tools=shows_tools,
+            read_by_templates=read,
         )
 
     def reasoning_of(self, body: Any) -> Callable[[str], ReasoningParser] | None:
         """What makes a parser of thoughts for this request, of the end of its prompt."""
         return None if self.reasoning is None else self.reasoning.for_request(body)
 
-    def conversation(self, messages: Any, **options: Any) -> Conversation:
+    @property
+    def shows_tools(self) -> bool:
+        """The model's chat template shows tools to the model."""
+        return "tools" in self.read_by_templates
+
+    def warnings_of_effort(self, effort: str | None) -> list[str]:
+        """What is to be said where the chat template does not look at it."""
+        is_read = effort in (None, "none") or not self.read_by_templates.isdisjoint(EFFORT)
+        return [] if is_read else ["reasoning_effort has no effect here: the model's chat template does not read it"]
+
+    def conversation(
+        self, messages: Any, *, effort: str | None = None, documents: Any = None, **options: Any
+    ) -> Conversation:
         """Of messages that no caller keeps. options: of `Conversation`; None: as the server has it.
+
+        effort: how much the model is to think; "none": not at all. documents: mappings that the template shows.
 
         Raises InvalidPromptError and InvalidParameterError, and ApiError for a template of the client's own unless that is
         trusted: it is a program that runs here.
@@ -169,6 +190,10 @@ class Defaults:
         further = options.get("chat_template_kwargs")
         if answers.default_chat_template_kwargs and (further is None or isinstance(further, Mapping)):
             options["chat_template_kwargs"] = {**answers.default_chat_template_kwargs, **(further or {})}
+        if effort is not None or documents:
+            told = options.get("chat_template_kwargs")
+            if told is None or isinstance(told, Mapping):  # else Conversation says what is wrong with it
+                options["chat_template_kwargs"] = _with_variables(told or {}, further or {}, effort, documents)
         options["chat_template_content_format"] = answers.chat_template_content_format
         return Conversation.of(messages, is_own=True, modality=self.modality, **options)
 
@@ -229,7 +254,36 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
         asked["extra_args"] = given["vllm_xargs"]
     if decided.get("structured_outputs") is None:
         decided["structured_outputs"] = response_format_of(body)
+    extra = body.model_extra or {}
+    older = {name: extra[name] for name in OLDER_CONSTRAINTS if extra.get(name) is not None}
+    if older:
+        decided["structured_outputs"] = _older_constraint(older, decided["structured_outputs"])
     return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})
+
+
+def _older_constraint(given: Mapping[str, Any], other: Any) -> StructuredOutputsParams:
+    """Of the fields of OLDER_CONSTRAINTS that are given. other: what the body asks for beside them. Raises ApiError."""
+    name = next(iter(given))
+    if other is not None:
+        raise ApiError(400, f"{name} beside another constraint of the output: give one of them", name)
+    try:
+        return StructuredOutputsParams(**{OLDER_CONSTRAINTS[one]: value for one, value in given.items()}).named(name)
+    except InvalidParameterError as error:
+        raise ApiError(400, f"{name}: {error}", name) from error
+
+
+def _with_variables(
+    told: Mapping[str, Any], further: Mapping[str, Any], effort: str | None, documents: Any
+) -> dict[str, Any]:
+    """The variables of a chat template, with what fields of a body add. told: all so far; further: those of the body."""
+    variables = dict(told)
+    if documents:
+        variables["documents"] = documents
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if "enable_thinking" not in further:
+            variables["enable_thinking"] = effort != "none"
+    return variables
 
 
 def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
@@ -239,6 +293,8 @@ def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
         if name in IDLE:
             check_idle(name, value)
     known = {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT, *NOT_HONOURED}
+    if isinstance(body, Generation):
+        known |= OLDER_CONSTRAINTS.keys()
     found = Extras(warnings=_of_unknown([name for name in extra if name not in known], known))
     found.warnings += [
         f"{name} has no effect here"
@@ -283,8 +339,6 @@ def check_idle(name: str, value: Any) -> None:
             return
         if isinstance(value, int | float) and not isinstance(value, bool) and value == accepted is not False:
             return
-    if name.startswith("guided_"):
-        raise ApiError(400, f"{name}: vLLM has given this field up; use structured_outputs or response_format", name)
     raise ApiError(400, f"{name} is not supported by this server yet; leave it out", name)
 
 

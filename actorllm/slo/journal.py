@@ -24,6 +24,7 @@ from actorllm.messages import F64, I32, I64, StepFailed, StepPlan, StepResult, S
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.cost_model import MeasuredSteps, StepModel
 from actorllm.scheduling.events import End, Events
+from actorllm.scheduling.loading import BuildsPolicy, load_policies
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
@@ -200,8 +201,19 @@ class Journal:
 class WatchedScheduler(Scheduler):
     """A scheduler that writes a journal."""
 
-    def __init__(self, *, journal: Journal, policy: PlanPolicy, replica: int = 0, **arguments: Any) -> None:
-        super().__init__(policy=_Watch(policy, journal), **arguments)
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        policy: PlanPolicy,
+        replica: int = 0,
+        build_policy: BuildsPolicy = load_policies,
+        **arguments: Any,
+    ) -> None:
+        def build(policy: str, admission: str | None, number: int) -> PlanPolicy:
+            return _Watch(build_policy(policy, admission, number), journal)
+
+        super().__init__(policy=_Watch(policy, journal), build_policy=build, **arguments)
         self._journal = journal
         self._replica_number = replica
         self._sensitive_of: tuple[Rows, int] | None = None

@@ -93,6 +93,8 @@ class CudaRules(BackendRules):
 
     def why_not(self, options: Mapping[str, Any], *, pools: bool) -> str | None:
         reason = super().why_not(options, pools=pools)
+        if reason is None and options.get("compute_scheme") is not None:
+            return f"compute_scheme={options['compute_scheme']!r} is about products on a CPU, not on {self.title}; leave it out"
         if reason is not None or options.get("quantization") is None:
             return reason
         for name, taken in (

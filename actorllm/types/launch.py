@@ -42,8 +42,9 @@ class LaunchedRank(NamedTuple):
 
 def is_placed_by_ray() -> bool:
     """Whether this process runs in a placement group of Ray, as an actor or a task. Ray is not imported to find out."""
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None
+    ray: Any = sys.modules.get("ray")
+    is_initialized = getattr(ray, "is_initialized", None)  # another module may have that name
+    return callable(is_initialized) and bool(is_initialized()) and ray.util.get_current_placement_group() is not None
 
 
 def check_launch(given: dict[str, Any]) -> bool:

@@ -39,10 +39,11 @@ class EngineOptions(VLLMOptions, total=False):
     max_model_len: Annotated[int | str | None, None]
     """Most tokens of a sequence, prompt and output together, also as '2k' or '2K'; None or -1: as many as the model has
     positions."""
-    max_num_seqs: Annotated[int, 256]
-    """Most sequences that run at a time."""
-    max_num_batched_tokens: Annotated[int, 2048]
-    """Most tokens of one step, of prompts and outputs together."""
+    max_num_seqs: Annotated[int | None, None]
+    """Most sequences that run at a time; None: 256, or max_num_batched_tokens where that is less."""
+    max_num_batched_tokens: Annotated[int | None, None]
+    """Most tokens of one step, of prompts and outputs together; None: 2,048, or max_num_seqs where that is more. Of an encoder
+    at least max_model_len."""
     block_size: Annotated[int | None, None]
     """Tokens of one block of the KV cache; None: 32, or 64 on CUDA and with kv_cache_dtype='int8'."""
     kv_cache_dtype: Annotated[Literal["auto", "int8"], "auto"]
@@ -78,6 +79,9 @@ class EngineOptions(VLLMOptions, total=False):
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
     False also keeps rows of prompts in bfloat16 where float32 is faster for them."""
+    compute_scheme: Annotated[str | None, None]
+    """What products are computed as, on a CPU: 'int8', 'int4', 'bfloat16', 'float32', or two such as 'int4+int8', of decode rows
+    and of rows of prompts. None: what is fastest, measured at the first start. Fix it where two engines must have the same bits."""
     batch_invariant: Annotated[bool, False]
     """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
     hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""
@@ -98,6 +102,11 @@ class EngineOptions(VLLMOptions, total=False):
     """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"], "raw_logprobs"
+    ]
+    """What log-probabilities are of: the logits as the model gave them, or 'processed': what tokens are drawn from, after biases,
+    penalties, masks, temperature and filters; '..._logits': the logits themselves. Of prompts they are never processed."""
     enable_lora: Annotated[bool | None, None]
     """Take requests with a LoRA adapter (`LoRARequest`), on the CPU. None: no."""
     max_loras: Annotated[int, 1]

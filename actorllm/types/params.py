@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import math
+import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -76,7 +77,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
     "logits_processors": (None, []),
-    "guided_decoding": (None,),
     "skip_clone": (False, True),
     "watermarking": (None, False),
     "routed_experts_prompt_start": (None, 0),
@@ -133,28 +133,31 @@ def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ..
         except Exception:  # an array, or an object's own failure: not one of these values in any case
             continue
     left_at = " or ".join(repr(accepted) for accepted in known[name])
-    instead = ", and use structured_outputs" if name == "guided_decoding" else ""
-    raise InvalidParameterError(f"{name}={shown(value)} is not supported yet; leave it at {left_at}{instead}")
+    raise InvalidParameterError(f"{name}={shown(value)} is not supported yet; leave it at {left_at}")
 
 
 def names_unknown_parameters(
-    idle: dict[str, tuple[Any, ...]], positions: tuple[str, ...] = ()
+    idle: dict[str, tuple[Any, ...]], positions: tuple[str, ...] = (), older: Mapping[str, str] | None = None
 ) -> Callable[[type[T]], type[T]]:
     """Make a dataclass answer an unknown keyword with the nearest known one.
 
     idle: further names that it takes, and the values at which they ask for nothing. positions: what arguments without a
-    name are, where the fields of the dataclass are to be named.
+    name are, where the fields of the dataclass are to be named. older: what fields were called in older releases of vLLM.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         generated: Callable[..., None] = cls.__init__
         names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+        renamed = older or {}
 
         @functools.wraps(generated)
         def __init__(self: T, *args: Any, **kwargs: Any) -> None:
             if args and positions:
                 args = _name(cls, args, positions, kwargs)
             for name in [name for name in kwargs if name not in names]:
+                if name in renamed:
+                    _take_older(name, renamed[name], kwargs)
+                    continue
                 if name not in idle:
                     nearest = nearest_name(name, [*names, *idle])
                     raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest}")
@@ -165,6 +168,16 @@ def names_unknown_parameters(
         return cls
 
     return decorate
+
+
+def _take_older(name: str, newer: str, kwargs: dict[str, Any]) -> None:
+    """Rename what has another name now."""
+    value = kwargs.pop(name)
+    if value is None:
+        return
+    if kwargs.get(newer) is not None:
+        raise InvalidParameterError(f"{name} and {newer} are one parameter; give one of them")
+    kwargs[newer] = value
 
 
 def _name(cls: type[Any], args: tuple[Any, ...], positions: tuple[str, ...], kwargs: dict[str, Any]) -> tuple[()]:
@@ -218,7 +231,7 @@ class RepetitionDetectionParams:
             )
 
 
-@names_unknown_parameters(VLLM_PARAMETERS, VLLM_POSITIONS)
+@names_unknown_parameters(VLLM_PARAMETERS, VLLM_POSITIONS, {"guided_decoding": "structured_outputs"})
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop. Fields may be assigned; a request checks them again.
@@ -262,7 +275,8 @@ class SamplingParams:
         include_stop_str_in_output: the stop string, or the text of the token that ended it, is part of the text; default
             False.
         logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all;
-            None (default): none. They are those of the model, before anything above. At most the engine's max_logprobs.
+            None (default): none. They are those of the model, before anything above, unless the engine was built with another
+            logprobs_mode. At most the engine's max_logprobs.
         prompt_logprobs: the same for the prompt's tokens; such a request never reads the prefix cache.
         logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
             them. None (default): none.
@@ -383,6 +397,15 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"best_of={shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
             )
+
+    @property
+    def guided_decoding(self) -> StructuredOutputsParams | Mapping[str, Any] | None:
+        """As `structured_outputs`, by the name of older releases of vLLM. May be assigned."""
+        return self.structured_outputs
+
+    @guided_decoding.setter
+    def guided_decoding(self, value: StructuredOutputsParams | Mapping[str, Any] | None) -> None:
+        self.structured_outputs = value
 
     @property
     def num_logprobs(self) -> int | None:
@@ -598,6 +621,8 @@ def check_pooling_type(value: Any, where: str = "") -> PoolingType:
 def _number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
+    if not isinstance(value, int | float) and isinstance(value, numbers.Real):
+        value = float(value)  # of numpy
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
         raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
     if not low <= value <= high or (above is not None and value <= above):
@@ -608,6 +633,8 @@ def _number(
 
 
 def _integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
+    if not isinstance(value, int) and isinstance(value, numbers.Integral):
+        value = int(value)  # of numpy
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
     if low is not None and value < low:

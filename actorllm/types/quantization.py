@@ -80,6 +80,21 @@ def scheme_of(facts: Mapping[str, Mapping[str, Any]]) -> str | None:
     return next((fact["scheme"] for fact in facts.values() if fact.get("scheme")), None)
 
 
+PLAIN = ("bfloat16", "float16", "float32")
+"""Types that products without quantization are computed in."""
+
+
+def schemes_of(quantization: str | None, dtype: str) -> tuple[str, ...]:
+    """What the products of a model may be computed as (`compute_scheme`), of those that a CPU knows. dtype: of the model."""
+    if quantization is None:
+        return ("bfloat16", "float32", "bfloat16+float32") if dtype == "bfloat16" else (dtype,)
+    if quantization == INT8:
+        return (INT8, dtype)
+    if quantization in INT4_GROUPS:
+        return ("int4", "int4+int8", dtype)
+    return () if quantization == FP8 else ("int4", "int4+int8")
+
+
 def is_twin(scheme: str | None) -> bool:
     """Whether rows of prompts have a scheme of their own."""
     return scheme is not None and "+" in scheme

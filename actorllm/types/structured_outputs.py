@@ -205,6 +205,34 @@ class StructuredOutputsParams:
             raise InvalidParameterError(f"{self._source}: {name} holds characters that are not valid Unicode") from None
 
 
+class GuidedDecodingParams(StructuredOutputsParams):
+    """`StructuredOutputsParams` by the name that they have in older releases of vLLM.
+
+    Arguments:
+        values, fields: of StructuredOutputsParams; besides backend, backend_was_auto and disable_fallback, which have no
+            effect, since there is one backend.
+
+    Raises:
+        InvalidParameterError: as StructuredOutputsParams.
+    """
+
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        positions = ("json", "regex", "choice", "grammar", "json_object", "backend")
+        fields |= dict(zip(positions, values, strict=False))
+        for name in ("backend", "backend_was_auto", "disable_fallback"):
+            fields.pop(name, None)
+        super().__init__(**fields)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> GuidedDecodingParams | None:
+        """None where no constraint is given.
+
+        Arguments:
+            fields: of the constructor.
+        """
+        return cls(**fields) if any(fields.get(kind) is not None for kind in KINDS) else None
+
+
 OPTIONS = tuple(f.name for f in fields(StructuredOutputsParams) if f.init)
 
 

@@ -471,7 +471,7 @@ async def test_output_that_is_not_due_crosses_no_link(interval: int, expected: l
         assert bench.tokens() == stream_of()
         assert decoded(bench, [501, *stream_of()]).endswith(bench.text())
         assert bench.ends() == [[1, "length", None, None]]
-        assert not bench.actor._renderer.output_buffer
+        assert not bench.actor._renderer.output_buffer.held
 
 
 async def test_a_stop_string_is_found_in_text_that_is_held_back() -> None:
@@ -617,9 +617,9 @@ async def test_what_is_held_back_goes_with_its_frontend() -> None:
     async with running() as bench:
         await bench.send(submit(stream_interval=0))
         await bench.send(bench.model.run(bench.plans[0], None), bench.ranks[0])
-        assert bench.actor._renderer.output_buffer
+        assert bench.actor._renderer.output_buffer.held
         bench.actor.on_peer_lost(bench.frontend)  # type: ignore[arg-type]
-        assert not bench.actor._renderer.output_buffer
+        assert not bench.actor._renderer.output_buffer.held
 
 
 async def test_a_request_that_cannot_be_made_ends_with_the_error() -> None:

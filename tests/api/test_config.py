@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorllm import AsyncLLM
+from actorllm import AsyncLLM, EngineArgs
 from actorllm.config import (
     ARGUMENTS,
     BUNDLED_MODELS,
@@ -144,7 +144,6 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("max_model_len", "long", ["max_model_len='long'"]),
         ("max_num_seqs", -1, ["max_num_seqs=-1"]),
         ("max_num_seqs", True, ["max_num_seqs=True"]),
-        ("max_num_seqs", 4000, ["max_num_batched_tokens=2048", "max_num_seqs=4000", "raise the one"]),
         ("max_num_batched_tokens", 1.5, ["max_num_batched_tokens=1.5"]),
         ("block_size", 0, ["block_size=0"]),
         ("enable_prefix_caching", "no", ["enable_prefix_caching='no'", "True or False"]),
@@ -365,6 +364,49 @@ def test_infinity_is_a_time_that_travels() -> None:
     config = EngineConfig.from_arguments(STORYTELLER, step_timeout_s=float("inf"), heartbeat_timeout_s=float("inf"))
     again = EngineConfig.from_json(config.to_json())
     assert again.step_timeout_s == again.heartbeat_timeout_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "tokens"),
+    [
+        ({}, 256, 2048),
+        ({"max_num_seqs": None, "max_num_batched_tokens": None}, 256, 2048),
+        ({"max_num_seqs": 4000}, 4000, 4000),
+        ({"max_num_batched_tokens": 64}, 64, 64),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 300}, 300, 512),
+    ],
+)
+def test_what_is_not_given_of_a_step_gives_way_to_what_is(given: dict[str, Any], rows: int, tokens: int) -> None:
+    scheduler = config_of(**given).scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (rows, tokens)
+
+
+def test_a_step_has_room_for_every_row_that_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=64 is less than max_num_seqs=128"):
+        config_of(max_num_seqs=128, max_num_batched_tokens=64)
+
+
+def test_the_model_is_described_by_the_names_of_vllm() -> None:
+    """What harnesses and trainers read of `llm.llm_engine.model_config` and its neighbours."""
+    config = config_of(max_num_seqs=8)
+    model, parallel = config.model_config, config.parallel_config
+    assert (model.max_seq_len_to_capture, model.runner_type, model.get_head_size()) == (1024, "generate", 64)
+    assert model.get_num_layers(parallel) == model.hf_config.num_hidden_layers
+    assert model.get_num_kv_heads(parallel) == model.hf_text_config.num_key_value_heads
+    assert model.get_num_attention_heads(parallel) * model.get_head_size() == model.get_hidden_size()
+    assert (model.is_encoder_decoder, model.is_multimodal_model, model.skip_tokenizer_init) == (False, False, False)
+    assert model.get_diff_sampling_param() == model.sampling_defaults
+    assert model.try_get_generation_config()["eos_token_id"] is not None
+    assert (model.logprobs_mode, model.get_sliding_window(), model.using_transformers_backend()) == (
+        "raw_logprobs",
+        None,
+        False,
+    )
+    assert (config.device_config.device_type, config.load_config.load_format) == ("cpu", "auto")
+    assert (config.speculative_config, config.kv_transfer_config) == (None, None)
+    assert (config.scheduler_config.async_scheduling, config.scheduler_config.enable_chunked_prefill) == (True, True)
+    assert (parallel.rank, parallel.distributed_executor_backend) == (0, "mp")
+    assert EngineArgs("storyteller", max_model_len=64).create_model_config().max_model_len == 64
 
 
 def test_the_parts_have_the_names_of_vllm() -> None:

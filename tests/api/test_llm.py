@@ -79,6 +79,14 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert [output.outputs for output in mixed] == [text.outputs] * 4
 
 
+def test_token_ids_as_older_releases_of_vllm_take_them(llm: LLM) -> None:
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS[:2]]
+    outputs = llm.generate(prompt_token_ids=ids, sampling_params=short(), use_tqdm=False)
+    assert [output.outputs for output in outputs] == [output.outputs for output in generate(llm, PROMPTS[:2])]
+    with pytest.raises(InvalidPromptError, match="both are given"):
+        llm.generate("Once", short(), prompt_token_ids=ids)
+
+
 def test_no_prompts_no_outputs(llm: LLM) -> None:
     assert generate(llm, []) == []
 

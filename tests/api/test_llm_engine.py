@@ -167,6 +167,16 @@ def test_what_programs_ask_of_it(engine: LLMEngine) -> None:
     engine.do_log_stats()
 
 
+def test_configurations_and_the_end_by_the_names_that_programs_use(engine: LLMEngine) -> None:
+    assert engine.scheduler_config.max_num_seqs == 8
+    assert engine.cache_config.num_gpu_blocks == engine.vllm_config.cache.num_blocks
+    assert (engine.parallel_config.world_size, engine.lora_config) == (1, None)
+    other = LLMEngine("storyteller", topology="inline", num_threads=1)
+    other.engine_core.shutdown()
+    with pytest.raises(EngineShutdownError):
+        other.check_health()
+
+
 def test_inline_runs_on_no_thread_and_by_no_other_call() -> None:
     before = threading.active_count()
     engine = LLMEngine("storyteller", topology="inline", num_threads=1)

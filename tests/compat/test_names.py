@@ -55,11 +55,68 @@ def test_logits_processors_are_derived_from_the_classes_of_vllms_modules() -> No
     assert not targets
 
 
+def test_a_name_may_be_imported_from_any_submodule_that_vllm_has_it_in() -> None:
+    """Evaluation harnesses and trainers import what a module of vLLM imports itself."""
+    names: dict[str, object] = {}
+    exec(
+        "from actorllm.compat.v1.engine.async_llm import AsyncEngineArgs, AsyncLLM\n"
+        "from actorllm.compat.entrypoints.llm import LLM, UsageContext, RequestOutput\n"
+        "from actorllm.compat.engine.arg_utils import EngineArgs, FlexibleArgumentParser, init_logger",
+        names,
+    )
+    assert names["AsyncEngineArgs"] is actorllm.AsyncEngineArgs
+    assert names["RequestOutput"] is actorllm.RequestOutput
+    with pytest.raises(ImportError, match="cannot import name 'Counter'"):  # of ids, or of metrics: two things
+        exec("from actorllm.compat.sampling_params import Counter")
+
+
+def test_submodules_need_no_import_of_their_own() -> None:
+    program = (
+        "import actorllm.compat as vllm\n"
+        "print(vllm.sampling_params.SamplingParams is vllm.SamplingParams, vllm.v1.engine.async_llm.AsyncLLM.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True AsyncLLM\n"
+
+
+def test_the_version_is_that_of_the_names() -> None:
+    """Programs compare it before they import what their release of vLLM has."""
+    import actorllm.compat.version
+    from packaging.version import Version
+
+    assert Version("0.32") <= Version(actorllm.compat.__version__) < Version("0.33")
+    assert actorllm.compat.version.__version__ == actorllm.compat.__version__ != actorllm.__version__
+    assert actorllm.compat.__version_tuple__ >= (0, 32)
+
+
+def test_what_programs_ask_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actorllm.compat.entrypoints.utils import cli_env_setup
+    from actorllm.compat.utils import cuda_device_count_stateless, get_ip
+
+    assert cuda_device_count_stateless() >= 0
+    assert get_ip().count(".") == 3
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert get_ip() == "10.1.2.3"
+    cli_env_setup()
+
+
+def test_the_chat_template_that_counts() -> None:
+    from types import SimpleNamespace
+
+    from actorllm.compat.entrypoints.chat_utils import resolve_hf_chat_template
+
+    plain, named = SimpleNamespace(chat_template="T"), SimpleNamespace(chat_template={"default": "D", "tool_use": "U"})
+    assert resolve_hf_chat_template(plain, None, tools=None, model_config=None) == "T"
+    assert resolve_hf_chat_template(plain, "{{ own }}") == "{{ own }}"
+    assert resolve_hf_chat_template(named, chat_template="tool_use") == "U"
+    assert resolve_hf_chat_template(SimpleNamespace(chat_template=None)) is None
+
+
 def test_what_is_not_in_the_table_cannot_be_imported() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"actorllm\.compat\.model_executor\.layers"):
         importlib.import_module("actorllm.compat.model_executor.layers")
-    with pytest.raises(ImportError, match="cannot import name 'GuidedDecodingParams'"):
-        exec("from actorllm.compat.sampling_params import GuidedDecodingParams")
+    with pytest.raises(ImportError, match="cannot import name 'GuidingParams'"):
+        exec("from actorllm.compat.sampling_params import GuidingParams")
     with pytest.raises(AttributeError, match="no attribute 'Llm'"):
         _ = actorllm.compat.Llm
 

@@ -94,8 +94,11 @@ async def test_its_streams_follow_what_the_owner_does(
     assert_same(await run_all(guest, 10, lambda: owner.scale(2)), undisturbed)
     await until(lambda: len(guest.health().replicas) == 2)
     assert [output async for output in pinned][-1].finished
+    pinned_to = owner._engine._fleet.dispatcher.num_pinned  # type: ignore[attr-defined]
+    assert pinned_to(1) == 0
     stream = guest.generate(PROMPTS[0], params(1, max_tokens=1000), data_parallel_rank=1)
     await anext(stream)
+    assert pinned_to(1) == 1, "so the demand lets it stay"
     await owner.scale(1)
     with pytest.raises(ReplicaLostError, match="data_parallel_rank=1: this replica is lost for good"):
         async for _ in stream:

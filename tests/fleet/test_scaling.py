@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
+import actorllm.fleet.fleet
 from actorllm import SLO, AsyncLLM, EngineConfig
 from actorllm.client.metric_families import families_of
-from actorllm.errors import ConfigError, EngineShutdownError, InvalidParameterError
+from actorllm.errors import ConfigError, EngineDeadError, EngineShutdownError, InvalidParameterError
 from actorllm.fleet.fleet import Fleet
 from tests.fleet.streams import PROMPTS, all_run, params, until
 
@@ -133,6 +135,40 @@ async def test_nothing_starts_after_a_stop_that_came_while_another_number_was_se
         await anyio.wait_all_tasks_blocked()
         fleet.request_stop()
     assert len(refused) == len(fleet.replicas) == 1
+    fleet._board_file.close()
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_does_not_start_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With on_failure="raise" a death ends the engine; what has never run has lost nothing."""
+    config_of = actorllm.fleet.fleet.replica_config
+
+    def wrong(config: EngineConfig, number: int, *more: Any) -> EngineConfig:
+        made = config_of(config, number, *more)
+        return replace(made, model=replace(config.model, path="/nowhere")) if number else made
+
+    monkeypatch.setattr(actorllm.fleet.fleet, "replica_config", wrong)
+    async with AsyncLLM("storyteller", on_failure="raise", **OPTIONS) as llm:
+        with pytest.raises(EngineDeadError, match=r"replica 1 did not start.*nowhere"):
+            await llm.scale(2)
+        assert (await llm.complete(PROMPTS[0], params(1, max_tokens=3))).finished
+        assert llm.health().state == "running"
+
+
+@pytest.mark.anyio
+async def test_ray_is_asked_for_room_whoever_sets_the_number() -> None:
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", **OPTIONS), 0, lambda error: None)
+    done: list[tuple[str, int]] = []
+    fleet._placement = SimpleNamespace(want=lambda number: done.append(("want", number)))  # type: ignore[assignment]
+
+    async def resize(number: int) -> list[Any]:
+        done.append(("resize", number))
+        return []
+
+    fleet._resize = resize  # type: ignore[method-assign]
+    await fleet.scale(2)
+    await fleet._resize_for_demand(2)
+    assert done == [("want", 2), ("resize", 2)] * 2
     fleet._board_file.close()
 
 

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from actorllm import messages
 from actorllm.messages import KINDS, StepPlan, StepResult, Submit, pack, unpack
-from actorllm.messages.schema import EMPTY, FRONTEND, I32_MAX, SCHEDULER, SCHEMA, WORKER, Field, check_of, violation
+from actorllm.messages.schema import (
+    EMPTY,
+    FRONTEND,
+    I32_MAX,
+    SCHEDULER,
+    SCHEMA,
+    WORKER,
+    Field,
+    check_of,
+    check_of_fields,
+    violation,
+)
 
 ALIASES = {"i4": messages.I32, "u1": messages.U8, "u4": messages.U32, "f4": messages.F32}
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
@@ -181,6 +192,18 @@ def test_what_a_field_may_not_hold_is_refused_by_name(cls: type[Any], name: str)
         assert "\n" not in wrong
         tried += 1
     assert tried
+
+
+@pytest.mark.parametrize(("cls", "name"), EVERY)
+def test_the_check_of_some_fields_is_that_of_each(cls: type[Any], name: str) -> None:
+    """It is one expression where it can be: the results of steps come that way."""
+    field = SCHEMA[cls.__name__].fields[name]
+    message, check = valid(cls), check_of(field)
+    is_right = check_of_fields(cls.__name__, (name,))
+    swapped = [np.zeros(2, np.dtype(field.kind).newbyteorder())] if field.is_column else []
+    values = [*right_values(field), *wrong_values(field), np.float64(1), True, None, float("nan"), *swapped]
+    for value in values:
+        assert is_right(changed(message, name, value)) == check(value), value
 
 
 @pytest.mark.parametrize("name", [name for name, field in SCHEMA["StepResult"].fields.items() if field.is_column])

@@ -105,6 +105,47 @@ def test_they_are_of_the_untouched_logits(driver: Driver) -> None:
     assert not driver.step(decode=[2]).logprob_spans.size
 
 
+def drawn(logits: np.ndarray[Any, Any], temperature: float, top_k: int, top_p: float, min_p: float) -> Any:
+    """What a token is drawn from, of one row."""
+    scaled = logits / (temperature or 1.0)
+    order = np.argsort(-scaled, kind="stable")
+    mass = np.exp(scaled - scaled.max())
+    kept = mass >= min_p
+    if top_k:
+        kept &= scaled >= scaled[order[top_k - 1]]
+    running = np.where(kept, mass, 0.0)[order].cumsum()
+    if top_p < 1:
+        kept &= scaled >= scaled[order[int(np.argmax(running >= top_p * running[-1]))]]
+    return np.where(kept, scaled, -np.inf)
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_the_other_modes_of_vllm(tiny_llama: Path, make_driver: Callable[..., Driver], mode: str) -> None:
+    """Of what tokens are drawn from, and as logits; of prompts as the model gave them in every mode."""
+    driver = make_driver(tiny_llama, load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64, logprobs_mode=mode)
+    rows: list[tuple[float, int, float, float]] = [
+        *((0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.6, 0.0)),
+        *((1.0, 0, 1.0, 0.3), (0.8, 9, 0.7, 0.1)),
+    ]
+    for slot, (temperature, top_k, top_p, min_p) in enumerate(rows):
+        driver.add(slot, PROMPT[slot:], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=slot)
+    rules = SamplingRules(num_logprobs=VOCAB, num_prompt_logprobs=0, bias_ids=(3,), biases=(1.5,))
+    wanted = [(slot, 1, rules) for slot in range(len(rows))]
+    result = driver.step({slot: len(PROMPT[slot:]) for slot in range(len(rows))}, decode=[], **rules_columns(*wanted))
+    spans = {(span.row, span.is_prompt): span for span in spans_of(result)}
+    assert driver.logits is not None
+    for row, parameters in enumerate(rows):
+        shown = driver.logits[row].numpy().astype(np.float64)  # as the model gave them
+        if mode.startswith("processed"):
+            shown[3] += 1.5
+            shown = drawn(shown, *parameters)
+        expected = shown if mode.endswith("logits") else shown - np.log(np.exp(shown - shown.max()).sum()) - shown.max()
+        span = spans[row, False]
+        np.testing.assert_allclose(span.values[0], expected[span.ids[0]], atol=1e-4)
+        assert np.isfinite(span.values[0, 0]), "what was chosen can be chosen"
+        assert (spans[row, True].values.max() > 0) == (mode.endswith("logits")), "logits are of both signs"
+
+
 @pytest.mark.parametrize("slice_bytes", [1, 16 << 20])
 @pytest.mark.parametrize(("first", "chunks"), [(1, [10]), (1, [3, 1, 6]), (1, [9, 1]), (6, [2, 8]), (10, [10])])
 def test_those_of_a_prompt(

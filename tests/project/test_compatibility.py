@@ -202,6 +202,13 @@ def test_arguments_of_the_engine() -> None:
     assert methods == names("EngineArgs methods", are_there=True)
 
 
+def test_what_may_be_none_in_vllm_may_be_none_here() -> None:
+    """Harnesses hand on every argument that they have, None where the user has said nothing."""
+    assert "max_num_seqs" in VLLM["optional"]
+    given = dict.fromkeys(set(VLLM["optional"]) - {"runner", "convert"})
+    EngineArgs("storyteller", **given).create_engine_config()
+
+
 def test_arguments_of_the_constructor_of_llm() -> None:
     assert set(VLLM["constructor"]) <= {"model", "chat_template", *ARGUMENTS, *VLLM_ARGUMENTS}
     assert "chat_template" in inspect.signature(actorllm.LLM).parameters

@@ -112,6 +112,17 @@ def fields(node: ast.ClassDef) -> list[str]:
     ]
 
 
+def optional_fields(node: ast.ClassDef) -> list[str]:
+    """Those that may be None."""
+    return [
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and ("None" in ast.unparse(item.annotation) or (item.value is not None and ast.unparse(item.value) == "None"))
+    ]
+
+
 def parameters(node: ast.ClassDef, methods: tuple[str, ...]) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name in methods:
@@ -274,6 +285,9 @@ def main(root: Path) -> None:
         "bodies": {path: bodies.of(classes) for path, classes in BODIES.items()},
         "endpoints": endpoints(root),
         "homes": homes(root),
+        "optional": sorted(
+            {name for file, cls in CLASSES["EngineArgs"] for name in optional_fields(class_of(root / file, cls))}
+        ),
         "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.autoscaler import Autoscaler, ScalingPolicy, quantile, stretch, survivors_keep
+from actorllm.scheduling.autoscaler import Autoscaler, ScalingPolicy, is_step, quantile, stretch, survivors_keep
 from actorllm.scheduling.router import ReplicaView, Routable
+from actorllm.scheduling.window_quantile import WindowQuantile
 from actorllm.types.objective import SLO
 
 POLICY = ScalingPolicy(window_s=60.0, shrink_pause_s=10.0)
@@ -292,3 +293,59 @@ def test_a_quantile_leaves_out_no_more_than_it_may(pairs: list[tuple[float, int]
 def test_a_policy_of_no_sense(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="autoscaling: "):
         ScalingPolicy.of(given)
+
+
+@pytest.mark.parametrize("before", [0.0, 4.0])
+def test_a_step_is_met_as_it_is_and_not_as_the_beginning_of_a_slope(before: float) -> None:
+    slo = SLO(ttft=1.0, tpot=0.05)
+    policy = replace(POLICY, shrink_pause_s=1000.0)  # what was wanted too much would stay
+    ahead, behind = (Autoscaler(1, 40, policy=replace(policy, lead_s=lead)) for lead in (20.0, 0.0))
+    rates = [before] * 50 + [20.0] * 50
+    assert run(ahead, rates, slo) == run(behind, rates, slo)
+
+
+def test_a_slope_is_told_from_a_step_of_any_moment() -> None:
+    rng = np.random.default_rng(0)
+    for first in range(1, 40):
+        assert is_step(np.where(np.arange(40) >= first, 30.0, 3.0)), first
+    told = [
+        is_step(rng.poisson(5.0 + 1.5 * np.maximum(0, np.arange(40) - first)).astype(float))
+        for first in range(25)
+        for _ in range(10)
+    ]
+    assert sum(told) < len(told) / 20
+
+
+def test_promises_are_forgotten_with_the_window_and_not_by_their_number() -> None:
+    """Many requests of one second leave the strict ones of some seconds before in force; later ones do not."""
+    scaler = Autoscaler(1, 8, policy=POLICY)
+    for number in range(3000):
+        scaler.note(Routable(100, slo=SLO(tpot=0.05) if number < 100 else None), [], 0.5 if number < 100 else 30.5)
+    assert scaler._promised()[1] == 0.05
+    scaler.note(Routable(100), [], 70.0)
+    assert scaler._promised()[1] == np.inf
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e4) | st.just(np.inf), st.floats(0, 1)), min_size=1, max_size=60),
+    st.floats(0, 1),
+)
+def test_a_quantile_of_a_window_is_exact_to_two_percent(values: list[tuple[float, float]], share: float) -> None:
+    window, at, noted = WindowQuantile(64.0), 0.0, []
+    for value, pause in values:
+        at += 4 * pause
+        window.note(value, at)
+        noted.append((value, at))
+    kept = sorted(value for value, when in noted if when >= np.floor(at) - 63)
+    wanted = kept[int(share * (len(kept) - 1))]
+    found = window.at(share, 0.0)
+    assert found == wanted or wanted / 1.021 <= found <= wanted
+    assert found in kept
+    assert WindowQuantile(1.0).at(share, 3.0) == 3.0
+
+
+def test_a_window_of_many_values_takes_bounded_memory() -> None:
+    window = WindowQuantile(1.0)
+    for value in np.random.default_rng(0).lognormal(0, 9, 50_000).tolist():
+        window.note(value, 0.5)
+    assert window.num_counted < 1200

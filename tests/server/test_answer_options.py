@@ -54,6 +54,56 @@ async def test_a_template_in_place_of_the_models(llm: AsyncLLM, is_file: bool, t
     assert both.json()["usage"]["input_tokens"] == (await ask(app)).json()["usage"]["prompt_tokens"]
 
 
+VARIABLES = (
+    "{{ reasoning_effort }}/{{ enable_thinking }}/{% for d in documents or [] %}{{ d.text }}{% endfor %}/"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "//"),
+        ({"reasoning_effort": "low"}, "low/True/"),
+        ({"reasoning_effort": "none"}, "none/False/"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "high/False/"),
+        ({"documents": [{"title": "a", "text": "fox"}, {"text": "hen"}]}, "//foxhen"),
+    ],
+)
+async def test_templates_are_shown_documents_and_the_effort_that_is_wanted(
+    llm: AsyncLLM, fields: dict[str, Any], shown: str
+) -> None:
+    """By the names that vLLM gives them. Nothing is warned of where the template reads them."""
+    app = create_app(llm, chat_template=VARIABLES)
+    assert await rendered(app, **fields) == f"{shown}/dog"
+    assert "x-actorllm-warning" not in (await ask(app, **fields)).headers
+
+
+async def test_the_other_protocols_tell_the_effort_to_the_template(llm: AsyncLLM) -> None:
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}{{ 'aha ' * 9 }}{% endif %}{{ reasoning_effort }}"
+    )
+    app = create_app(llm, chat_template=template)
+    chat = {"messages": MESSAGES, "max_tokens": 1}
+    answer = {"input": "dog", "messages": None, "max_tokens": None, "max_output_tokens": 16}
+    counts = {}
+    for path, fields, key in (
+        ("/v1/responses", {**answer, "reasoning": {"effort": "none"}}, "input_tokens"),
+        ("/v1/responses", {**answer, "reasoning": {"effort": "low"}}, "input_tokens"),
+        ("/v1/messages", {**chat, "thinking": {"type": "disabled"}}, "input_tokens"),
+        ("/v1/messages", {**chat, "output_config": {"effort": "low"}}, "input_tokens"),
+        ("/v1/chat/completions", {**chat, "reasoning_effort": "none"}, "prompt_tokens"),
+        ("/v1/chat/completions", {**chat, "reasoning_effort": "low"}, "prompt_tokens"),
+    ):
+        response = await ask(app, path, **fields)
+        assert response.status_code == 200, response.text
+        counts[path, str(fields)] = response.json()["usage"][key]
+        if path == "/v1/responses":
+            assert response.json()["reasoning"]["effort"] == fields["reasoning"]["effort"]
+    assert len(set(list(counts.values())[::2])) == len(set(list(counts.values())[1::2])) == 1
+    assert len(set(counts.values())) == 2
+
+
 async def test_the_form_of_content(llm: AsyncLLM) -> None:
     template = "{% for m in messages %}{% if m.content is string %}text{% else %}parts{% endif %}{% endfor %}"
     for form, shown in (("openai", "parts"), ("string", "text")):

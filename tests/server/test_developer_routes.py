@@ -59,6 +59,13 @@ async def test_an_engine_sleeps_pauses_calls_and_changes(sleeper: AsyncLLM, tmp_
         for method, status in ((f"{HERE}:many_bytes", 500), (f"{HERE}:tensor", 400), ("a b", 400)):
             assert (await client.post("/collective_rpc", json={"method": method})).status_code == status
 
+        told = await client.post("/set_policy", json={"scheduling_policy": "edf"})
+        assert told.json() == {"scheduling_policy": "edf", "admission_policy": None}
+        assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == first
+        for wrong, said in (({"scheduling_policy": "edg"}, "did you mean 'edf'"), ({}, "set_policy() needs")):
+            refused = await client.post("/set_policy", json=wrong)
+            assert (refused.status_code, said in refused.text) == (400, True), refused.text
+
         assert (await client.get("/get_weight_version")).json() == {"weight_version": "0"}
         assert (await client.get("/get_world_size")).json() == {"world_size": 1}
         body = {"folder": str(write(tmp_path / "one", changed(1))), "version": "one", "running": "keep"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -201,6 +202,23 @@ async def test_response_formats(client: httpx.AsyncClient) -> None:
     assert isinstance(json.loads(whole["message"]["content"]), dict)
     plain = await ask(client, response_format={"type": "text"}, max_tokens=8)
     assert plain["message"] == (await ask(client, max_tokens=8))["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["red", "blue"]}, "red|blue"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_json": {"type": "integer"}, "guided_decoding_backend": "outlines"}, "-?[0-9]+"),
+    ],
+)
+async def test_constraints_as_older_clients_of_vllm_give_them(
+    client: httpx.AsyncClient, fields: dict[str, Any], pattern: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "dog"}], "max_tokens": 12, "seed": 1}
+    response = await client.post("/v1/chat/completions", json={**body, **fields})
+    assert response.status_code == 200, response.text
+    assert re.match(pattern, response.json()["choices"][0]["message"]["content"])
 
 
 async def test_structured_outputs_of_both_endpoints(client: httpx.AsyncClient) -> None:

@@ -148,10 +148,10 @@ def test_another_process_of_the_same_name_begins_anew() -> None:
 def test_the_budget_grows_with_the_step_and_with_what_was_measured() -> None:
     budget = StepBudget()
     assert budget.of(1) == budget.of(2048) == NEW_BUDGET_S, "nothing is known"
-    budget.observe(16, 0.01)
+    budget.observe(16, 0.01, budget.of(16))
     assert budget.of(16) == MIN_BUDGET_S
     assert budget.of(2048) == NEW_BUDGET_S, "memory is touched and kernels are made for the first time"
-    budget.observe(2048, 4.0)
+    budget.observe(2048, 4.0, budget.of(2048))
     assert budget.of(2048) == 4.0 * MULTIPLE
     assert budget.of(16) == MIN_BUDGET_S
     assert budget.of(16384) == 8 * 4.0 * MULTIPLE
@@ -160,18 +160,18 @@ def test_the_budget_grows_with_the_step_and_with_what_was_measured() -> None:
 
 def test_slow_steps_fade_and_a_stop_teaches_nothing() -> None:
     budget = StepBudget()
-    budget.observe(8, 10.0)
+    budget.observe(8, 10.0, budget.of(8))
     assert budget.of(8) == 200.0
-    budget.observe(8, 3600.0)  # it was stopped, and everybody with it
+    budget.observe(8, 3600.0, budget.of(8))  # it was stopped, and everybody with it
     assert budget.of(8) == 200.0
     for _ in range(200):
-        budget.observe(8, 0.01)
+        budget.observe(8, 0.01, budget.of(8))
     assert budget.of(8) == MIN_BUDGET_S
 
 
 def test_a_given_budget_is_the_budget() -> None:
     budget = StepBudget(2.5)
-    budget.observe(8, 2.0)
+    budget.observe(8, 2.0, budget.of(8))
     assert budget.of(8) == budget.of(4096) == 2.5
 
 

@@ -134,7 +134,7 @@ def test_help_of_the_command_line_says_what_they_mean(
     for name in names:
         first = meanings()[name].split()[:3]
         assert " ".join(first).strip("'`.,:;") in shown, name
-    assert "Most sequences that run at a time. Default: 256." in shown
+    assert "a request may ask for; -1: as many as there are. Default: 20." in shown
 
 
 def test_texts_are_read_when_help_is_asked_for_and_not_before() -> None:

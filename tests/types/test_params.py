@@ -19,6 +19,7 @@ from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingPara
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, UnknownParameterError
 from actorllm.types.params import VLLM_PARAMETERS, RepetitionDetectionParams
+from actorllm.types.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time"
 
@@ -42,6 +43,35 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.logprobs, params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None, None)
     assert params.repetition_detection is None
     assert RepetitionDetectionParams() == RepetitionDetectionParams(0, 0, 0)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Sweeps over parameters make them so."""
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_p=np.float64(0.9), top_k=np.int64(3), max_tokens=np.int32(4), seed=np.int64(1)
+    )
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.5, 0.9, 3, 4, 1)
+    assert {type(params.temperature), type(params.top_k)} == {float, int}
+    with pytest.raises(InvalidParameterError, match="temperature"):
+        SamplingParams(temperature=np.bool_(True))
+
+
+def test_guided_decoding_is_what_older_releases_call_structured_outputs() -> None:
+    form = GuidedDecodingParams(choice=["a", "b"], backend="outlines")
+    params = SamplingParams(guided_decoding=form)
+    assert isinstance(params.structured_outputs, StructuredOutputsParams)
+    assert params.structured_outputs.to_fields() == StructuredOutputsParams(choice=["a", "b"]).to_fields()
+    assert SamplingParams(guided_decoding=None).structured_outputs is None
+    params = SamplingParams()
+    params.guided_decoding = GuidedDecodingParams('{"type": "object"}')
+    checked = params.checked_copy().guided_decoding
+    assert isinstance(checked, StructuredOutputsParams)
+    assert checked.json == '{"type": "object"}'
+    assert GuidedDecodingParams.from_optional(backend="auto") is None
+    with pytest.raises(InvalidParameterError, match="guided_decoding and structured_outputs are one parameter"):
+        SamplingParams(guided_decoding=form, structured_outputs={"regex": "a"})
+    with pytest.raises(InvalidParameterError, match="needs exactly one of"):
+        SamplingParams(guided_decoding={})
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,12 @@ class LaunchedEngine(Engine):
             raise EngineError(f"rank {self.rank} computes what rank 0 plans; ask that one")
         return super().ask_scheduler(verb, **arguments)
 
+    def set_policy(self, scheduling_policy: str | None, admission_policy: str | None) -> Future[None]:
+        """Raises EngineError but on rank 0, which alone plans."""
+        if self.rank:
+            raise EngineError(f"rank {self.rank} computes what rank 0 plans; change the policy there")
+        return super().set_policy(scheduling_policy, admission_policy)
+
     def call_workers(self, target: str, data: Any, **keywords: Any) -> Future[list[Any]]:
         """Raises EngineError: only rank 0 would be called."""
         raise EngineError(

@@ -87,12 +87,14 @@ def bundle_of(config: EngineConfig) -> dict[str, float]:
     return bundle | {name: float(value) for name, value in config.resources_per_replica.items()}
 
 
+def room_for(bundle: Mapping[str, float], has: Mapping[str, float]) -> int:
+    """Pure. How many bundles fit where there is so much."""
+    return min(int(has.get(name, 0.0) / asked) for name, asked in bundle.items() if asked)
+
+
 def check_fit(bundle: Mapping[str, float], number: int, nodes: list[Mapping[str, float]]) -> None:
     """Pure. Raises ConfigError: so many bundles can never be placed on nodes that have so much in all."""
-    room = [
-        min((int(node.get(name, 0.0) / asked) for name, asked in bundle.items() if asked), default=number)
-        for node in nodes
-    ]
+    room = [room_for(bundle, node) for node in nodes]
     if nodes and max(room) >= 1 and sum(room) >= number:
         return
     largest = max(nodes, key=lambda node: sum(node.get(name, 0.0) for name in bundle), default={})
@@ -108,12 +110,19 @@ def check_fit(bundle: Mapping[str, float], number: int, nodes: list[Mapping[str,
 
 
 class RayPlacement:
-    """The agents of one fleet. All methods but `close` wait, and are called on threads beside the loop."""
+    """The agents of one fleet. All methods may wait for Ray, and are called on threads beside the loop.
+
+    Invariants: nothing is waited for with `_lock` held, so `release` and `close` do not wait for a place that is looked for. A
+    `locate` that was given up, because its replica was released or asked again, leaves no agent and no group behind.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._key = secrets.token_hex(32).encode()
+        self._making = threading.Lock()
+        """Held while Ray is joined and asked for groups, and not while it has no room for them."""
         self._lock = threading.Lock()
+        """Of what follows."""
         self._is_closed = False
         self._places: list[tuple[Any, int]] | None = None
         """Of the replicas that there always are: groups, and bundles of them."""
@@ -122,17 +131,29 @@ class RayPlacement:
         self._ours: list[Any] = []
         """Groups that are removed at the end."""
         self._agents: dict[int, Any] = {}
+        self._calls: dict[int, int] = {}
+        """By index: how often it was located or released. A `locate` goes on while it is the last one."""
         self._has_asked = False
 
     def locate(self, number: int) -> Located:
-        """An agent for the number-th replica. Raises ConfigError, EngineStartError."""
+        """An agent for the number-th replica. Raises ConfigError, EngineStartError; EngineShutdownError: it was given up."""
         ray = _ray()
+        index = number - self._config.data_parallel_size_local
         with self._lock:
-            self._check_open()
-            self._prepare(ray)
-            index = number - self._config.data_parallel_size_local
-            self._end(ray, index)
-            agent = self._agents[index] = self._start(ray, *self._place(ray, index))
+            call = self._calls[index] = self._calls.get(index, 0) + 1
+            before = self._agents.pop(index, None)
+        self._check_wanted(index, call)
+        self._end(ray, before)
+        group, bundle = self._place(ray, index, call)
+        self._wait_for_room(ray, group, index, call)
+        agent = self._start(ray, group, bundle)
+        with self._lock:
+            is_wanted = self._is_wanted(index, call)
+            if is_wanted:
+                self._agents[index] = agent  # ended from here on by whatever makes this call void
+        if not is_wanted:
+            self._end(ray, agent)
+            self._check_wanted(index, call)
         began = told_at = time.monotonic()
         found = agent.listen.remote()
         while True:
@@ -140,7 +161,7 @@ class RayPlacement:
                 host, port = ray.get(found, timeout=LOOK_EVERY_S)
                 break
             except ray.exceptions.GetTimeoutError:
-                self._check_open()
+                self._check_wanted(index, call)
                 waited_s = time.monotonic() - began
                 if waited_s > self._config.placement_timeout_s:
                     raise EngineStartError(
@@ -151,13 +172,44 @@ class RayPlacement:
                     told_at = time.monotonic()
                     logger.warning("Ray has not started replica %d yet, after %.0f s", number, waited_s)
             except ray.exceptions.RayError as error:
+                self._check_wanted(index, call)
                 raise EngineStartError(f"Ray could not start replica {number}: {error}") from error
         return Located(NodeAddress(host, port), self._key, lambda told: _when_over(agent, told))
 
-    def _prepare(self, ray: Any) -> None:
-        """Places for the replicas that there always are, once."""
-        if self._places is not None:
-            return
+    def _is_wanted(self, index: int, call: int) -> bool:
+        """Whether a `locate` goes on; with the lock."""
+        return not self._is_closed and self._calls[index] == call
+
+    def _check_wanted(self, index: int, call: int) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise EngineShutdownError("the engine was shut down while Ray placed its replicas")
+            if not self._is_wanted(index, call):
+                raise EngineShutdownError("the replica was stopped while Ray placed it")
+
+    def _place(self, ray: Any, index: int, call: int) -> tuple[Any, int]:
+        """That of a replica; one that there is not always has a group of its own, which is given back with it."""
+        with self._making:
+            self._check_wanted(index, call)
+            places = self._places
+            if places is None:
+                places = self._places = self._first_places(ray)
+            if index < len(places):
+                return places[index]
+            group = self._more.get(index)
+            if group is None:
+                group = self._asked_for(ray, 1)
+                with self._lock:
+                    is_wanted = self._is_wanted(index, call)
+                    if is_wanted:
+                        self._more[index] = group
+                if not is_wanted:
+                    self._give_back(ray, group)
+                    self._check_wanted(index, call)
+        return group, 0
+
+    def _first_places(self, ray: Any) -> list[tuple[Any, int]]:
+        """Places for the replicas that there always are. Raises ConfigError: they never fit."""
         if not ray.is_initialized():
             ray.init(address=self._config.ray_address or "auto", log_to_driver=False)
         bundle = bundle_of(self._config)
@@ -165,50 +217,65 @@ class RayPlacement:
         number = max(0, size - self._config.data_parallel_size_local)
         group = ray.util.get_current_placement_group()
         if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
-            fitting = [
-                index
-                for index, has in enumerate(group.bundle_specs)
-                if all(has.get(name, 0.0) >= asked for name, asked in bundle.items())
-            ]
-            check_fit(bundle, number, [group.bundle_specs[index] for index in fitting])
-            self._places = [(group, index) for index in fitting]
-            return
+            check_fit(bundle, number, group.bundle_specs)
+            free = ray.available_resources()
+            places = []
+            for index, has in enumerate(group.bundle_specs):
+                left = {name: free.get(f"{name}_group_{index}_{group.id.hex()}", 0.0) for name in bundle}
+                places += [(nth >= room_for(bundle, left), nth, index) for nth in range(room_for(bundle, has))]
+            # One after the other; last what is not free, as where the caller is itself.
+            return [(group, index) for _, _, index in sorted(places)]
         check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        made = self._placed(ray, bundle, number) if number else None
-        self._places = [(made, index) for index in range(number)]
+        made = self._asked_for(ray, number) if number else None
+        return [(made, index) for index in range(number)]
 
-    def _place(self, ray: Any, index: int) -> tuple[Any, int]:
-        """That of a replica; one that there is not always has a group of its own, which is given back with it."""
-        assert self._places is not None
-        if index < len(self._places):
-            return self._places[index]
-        if index not in self._more:
-            self._more[index] = self._placed(ray, bundle_of(self._config), 1)
-        return self._more[index], 0
-
-    def _placed(self, ray: Any, bundle: dict[str, float], number: int) -> Any:
-        """A group of so many bundles, once Ray has room for it. Raises EngineStartError, EngineShutdownError."""
+    def _asked_for(self, ray: Any, number: int) -> Any:
+        """A group of so many bundles, for which Ray may have no room yet. Raises EngineShutdownError."""
         strategy = {"spread": "SPREAD", "pack": "PACK"}[self._config.placement]
-        made = ray.util.placement_group([bundle] * number, strategy=strategy)
+        made = ray.util.placement_group([bundle_of(self._config)] * number, strategy=strategy)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._ours.append(made)
+        if is_closed:  # by a thread that did not wait for this one
+            self._remove(ray, made)
+            raise EngineShutdownError("the engine was shut down while Ray placed its replicas")
+        return made
+
+    def _wait_for_room(self, ray: Any, group: Any, index: int, call: int) -> None:
+        """Returns when Ray has room for a group of ours. Raises EngineStartError, EngineShutdownError."""
+        with self._lock:
+            if group not in self._ours:  # we run in it
+                return
         began = told_at = time.monotonic()
-        while not made.wait(LOOK_EVERY_S):
+        asked = f"{group.bundle_count} x {bundle_of(self._config)}"
+        while not group.wait(LOOK_EVERY_S):
+            self._check_wanted(index, call)
             waited_s = time.monotonic() - began
-            if self._is_closed:
-                break
-            if waited_s > self._config.placement_timeout_s:
-                ray.util.remove_placement_group(made)
+            with self._lock:
+                is_given_up = group not in self._ours  # by another replica of it, which waited as long
+            if is_given_up or waited_s > self._config.placement_timeout_s:
+                self._give_back(ray, group)
                 raise EngineStartError(
-                    f"Ray had no room for {number} x {bundle} within {waited_s:.0f} s: others use it (`ray status`); "
-                    f"placement_timeout_s says how long that may take"
+                    f"Ray had no room for {asked} within {waited_s:.0f} s: others use it (`ray status`); placement_timeout_s "
+                    f"says how long that may take"
                 )
             if time.monotonic() - told_at >= TOLD_EVERY_S:
                 told_at = time.monotonic()
-                logger.warning("Ray has no room for %d x %s yet, after %.0f s: others use it", number, bundle, waited_s)
-        if self._is_closed:  # by a thread that did not wait for this one
-            ray.util.remove_placement_group(made)
-            self._check_open()
-        self._ours.append(made)
-        return made
+                logger.warning("Ray has no room for %s yet, after %.0f s: others use it", asked, waited_s)
+        self._check_wanted(index, call)
+
+    def _give_back(self, ray: Any, group: Any) -> None:
+        """A group for which there was no room in time, or no use. Later calls ask for another one."""
+        with self._lock:
+            is_ours = group in self._ours
+            if is_ours:
+                self._ours.remove(group)
+            if self._places is not None and any(place is group for place, _ in self._places):
+                self._places = None
+            self._more = {index: one for index, one in self._more.items() if one is not group}
+        if is_ours:
+            self._remove(ray, group)
 
     def want(self, num_replicas: int) -> None:
         """Ask the autoscaler of the cluster for room for so many replicas in all; it adds nodes, and takes them away."""
@@ -222,10 +289,6 @@ class RayPlacement:
             importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[bundle] * number)
         except ray.exceptions.RayError as error:  # its head is away: places are asked for when replicas start
             logger.warning("Ray was not asked for %d x %s: %s", number, bundle, error)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineShutdownError("the engine was shut down while Ray placed its replicas")
 
     def _start(self, ray: Any, group: Any, bundle: int) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -245,44 +308,47 @@ class RayPlacement:
         given = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         return kind.remote(self._key, given)
 
-    def _end(self, ray: Any, index: int) -> None:
-        agent = self._agents.pop(index, None)
+    @staticmethod
+    def _end(ray: Any, agent: Any) -> None:
         if agent is not None:
             with contextlib.suppress(Exception):  # it is dead, or Ray's head is: nothing of it is used any more
                 ray.kill(agent)
-
-    def close(self) -> None:
-        """End all agents, and what waits for places. Idempotent; from any thread."""
-        self._is_closed = True
-        with self._lock:  # what holds it looks at `_is_closed`
-            groups, self._ours = self._ours, []
-        if not groups and not self._agents and not self._has_asked:
-            return
-        ray = _ray()
-        for index in list(self._agents):
-            self._end(ray, index)
-        for group in groups:
-            self._remove(ray, group)
-        if self._has_asked:
-            with contextlib.suppress(Exception):  # as below
-                importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[])
 
     @staticmethod
     def _remove(ray: Any, group: Any) -> None:
         with contextlib.suppress(Exception):  # Ray's head is gone, and the group with it
             ray.util.remove_placement_group(group)
 
+    def close(self) -> None:
+        """End all agents, and what waits for places. Idempotent; from any thread."""
+        with self._lock:
+            self._is_closed = True
+            groups, self._ours = self._ours, []
+            agents, self._agents = self._agents, {}
+        if not groups and not agents and not self._has_asked:
+            return
+        ray = _ray()
+        for agent in agents.values():
+            self._end(ray, agent)
+        for group in groups:
+            self._remove(ray, group)
+        if self._has_asked:
+            with contextlib.suppress(Exception):  # as above: its head is gone
+                importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[])
+
     def release(self, number: int) -> None:
         """The number-th replica has ended, and will not come back: what was held for it alone is free again."""
+        index = number - self._config.data_parallel_size_local
         with self._lock:
-            index = number - self._config.data_parallel_size_local
-            if index not in self._agents or self._is_closed:
-                return
-            ray = _ray()
-            self._end(ray, index)
-            group = self._more.pop(index, None)
-            if group is not None:
+            self._calls[index] = self._calls.get(index, 0) + 1
+            agent, group = self._agents.pop(index, None), self._more.pop(index, None)
+            is_ours = group in self._ours
+            if is_ours:
                 self._ours.remove(group)
+        if agent is not None or is_ours:
+            ray = _ray()
+            self._end(ray, agent)
+            if is_ours:
                 self._remove(ray, group)
 
 

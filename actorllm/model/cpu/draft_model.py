@@ -330,9 +330,9 @@ def draft_config(target: ModelConfig, folder: str) -> tuple[ModelConfig, Decoder
         shape = decoder_config(architecture, tree)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"speculative_config: model={folder!r}: {error}") from error
-    if unknown := sorted(shape.switches - SWITCHES):
+    if unknown := sorted(shape.switches - (SWITCHES - {"latent"})):
         raise UnsupportedModelError(
-            f"speculative_config: model={folder!r} needs {', '.join(unknown)}, which the fused forward does not know"
+            f"speculative_config: model={folder!r} needs {', '.join(unknown)}, which draft models must do without"
         )
     model = replace(
         target, name=folder, path=folder, architecture=architecture, overrides={}, quantization=None, module=None

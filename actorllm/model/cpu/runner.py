@@ -26,12 +26,13 @@ from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
+from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
 from actorllm.model.linear import Linear, LinearWeight
@@ -47,6 +48,7 @@ from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.registry import Plan, check_same_model, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation import costs
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
@@ -126,6 +128,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> None:
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self._whole_plan = self.model_config
+        if self._latent is not None:
+            check_latent(config)
         self.stage = Stage(config, rank)
         if isinstance(self.model_config, DecoderConfig):
             self.model_config = self.stage.part.shape_of(self.model_config)
@@ -139,6 +143,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What torch computes with. A step sets it, from the size of its products."""
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
+        self._shown = ShownLogits.of(config.model.logprobs_mode)
         self._speculator: Speculator | None = None
         self._draft_model: DraftModel | None = None
         if config.speculation is not None:
@@ -354,10 +359,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @property
     def block_bytes(self) -> int:
         of_drafts = 0 if self._draft_model is None else self._draft_model.block_bytes
+        if self._latent is not None:
+            size = self.config.cache.block_size * self._latent.width * self.dtype.itemsize
+            return self.model_config.num_layers * size + of_drafts
         if not self._has_int8_cache:
             return super().block_bytes + of_drafts
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def _latent(self) -> LatentShape | None:
+        """What is cached of each token, where that is not its keys and values."""
+        return self.model_config.latent if isinstance(self.model_config, DecoderConfig) else None
 
     @property
     def _has_int8_cache(self) -> bool:
@@ -422,7 +435,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        if self._has_int8_cache:
+        keeps_output_apart = self.config.batch_invariant or is_twin(self.scheme)
+        if self._latent is not None:
+            self.cache = LatentCache(
+                c.num_layers, self._latent, num_blocks, size, self.dtype, keeps_output_apart=keeps_output_apart
+            )
+        elif self._has_int8_cache:
             self.cache = Int8KVCache(
                 *shape,
                 num_blocks,
@@ -437,7 +455,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 num_blocks,
                 size,
                 self.dtype,
-                keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
+                keeps_output_apart=keeps_output_apart,
                 has_fixed_tiles=self.config.batch_invariant,
             )
         self.batch = self._empty_batch()
@@ -476,6 +494,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        if self._latent is not None:
+            context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model
             context *= 4 + self.dtype.itemsize
         del self.cache
@@ -707,7 +727,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 )
                 if self.ranks.rank:
                     continue  # the others have no logits
-                whole = logprobs.gather(logits, np.concatenate([p.tokens for p in slice_]), num_top)
+                tokens = np.concatenate([p.tokens for p in slice_])
+                whole = logprobs.gather(logits, tokens, num_top, as_logits=self._shown.as_logits)
                 at = 0
                 for part in slice_:
                     spans.append(whole.part(at, at + len(part.where)).of_row(part.row, part.first))
@@ -737,7 +758,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 continue  # the first rank samples
             slots = sampling.slots[start:end]
             raw = logits
-            if sampling.has_logprobs and (sampling.has_rules or handle.late_slots.size):
+            if (
+                sampling.has_logprobs
+                and not self._shown.is_processed
+                and (sampling.has_rules or handle.late_slots.size)
+            ):
                 raw = logits.clone()
             is_void[start:end], bad, failed = self._prepare(logits, slots, first_masks, has_rules=sampling.has_rules)
             for row, count in bad.items():
@@ -747,6 +772,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._choose(logits, columns, slots, first_masks)
             if sampling.has_logprobs:
+                if self._shown.is_processed:
+                    raw = self._drawn_from(logits, columns, tokens[start:end])
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         self._team.end()
         if self.ranks.size > 1 and num_samples:
@@ -828,7 +855,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             if not rows.size:
                 break
             here = logits.index_select(0, torch.from_numpy(firsts[rows] + position))
-            raw = here.clone() if handle.sampling.has_logprobs else here
+            raw = here.clone() if handle.sampling.has_logprobs and not self._shown.is_processed else here
             has_rules = handle.sampling.has_rules
             masks = None if late is None else masks_behind(late, position + 1, self.model_config.vocab_size)
             void, _, _ = self._prepare(here, slots[rows], masks, has_rules=has_rules)
@@ -841,6 +868,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             ((_, _, columns),) = self._how(slots[rows], has_rules=has_rules, has_logprobs=False)
             newest = self._choose(here, columns, slots[rows], masks)
             if handle.sampling.has_logprobs:
+                if self._shown.is_processed:
+                    raw = self._drawn_from(here, columns, newest)
                 spans = spans + self._run_logprobs(raw, slots[rows], rows, newest)
             self.batch.accept(slots[rows])
             self._store(slots[rows], newest)
@@ -855,14 +884,22 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
-        rules = self.batch.rules
+        rules, as_logits = self.batch.rules, self._shown.as_logits
         spans: list[LogprobSpan] = []
         for i, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+            of, token = raw[i : i + 1], tokens[i : i + 1]
             if slot in rules.logprob_ids:
-                spans.append(logprobs.gather_ids(raw[i : i + 1], int(tokens[i]), rules.logprob_ids[slot], row))
+                ids = rules.logprob_ids[slot]
+                spans.append(logprobs.gather_ids(of, int(token[0]), ids, row, as_logits=as_logits))
             elif slot in rules.num_logprobs:
-                spans.append(logprobs.gather(raw[i : i + 1], tokens[i : i + 1], rules.num_logprobs[slot], row))
+                spans.append(logprobs.gather(of, token, rules.num_logprobs[slot], row, as_logits=as_logits))
         return spans
+
+    @staticmethod
+    def _drawn_from(logits: torch.Tensor, columns: SamplingColumns, tokens: I32) -> torch.Tensor:
+        """What these tokens were drawn from, where log-probabilities are told of that. logits: as `_prepare` left them."""
+        chosen = torch.from_numpy(tokens.astype(np.int64))
+        return drawn_from(logits, chosen, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
 
     def _vectors(self, handle: CpuStep) -> NDArray[np.float32]:
         """Of the rows that are pooled, made of their final states."""
@@ -873,19 +910,22 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors: NDArray[np.float32] = (states if self._head is None else self._head(states)).numpy()
         return vectors
 
-    @staticmethod
-    def _logprobs(raw: torch.Tensor, sampling: SamplingRows[Chunks], start: int, tokens: I32) -> list[LogprobSpan]:
-        """Of the samples from `start` on that want them, whose untouched logits are `raw`."""
+    def _logprobs(
+        self, raw: torch.Tensor, sampling: SamplingRows[Chunks], start: int, tokens: I32
+    ) -> list[LogprobSpan]:
+        """Of the samples from `start` on that want them; raw: their untouched logits, or what they were drawn from."""
         spans: list[LogprobSpan] = []
+        as_logits = self._shown.as_logits
         here = [(i - start, num_top) for i, num_top in sampling.num_logprobs if start <= i < start + len(tokens)]
         for i, ids in sampling.logprob_ids.items():
             if start <= i < start + len(tokens):
                 at = i - start
-                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, sampling.row_of(i)))
+                row = sampling.row_of(i)
+                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, row, as_logits=as_logits))
         for num_top in sorted({num_top for _, num_top in here}):
             samples = np.array([i for i, n in here if n == num_top], np.intp)
             logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
-            span = logprobs.gather(logits, tokens[samples], num_top)
+            span = logprobs.gather(logits, tokens[samples], num_top, as_logits=as_logits)
             spans += [
                 span.part(i, i + 1).of_row(sampling.row_of(sample + start), 0) for i, sample in enumerate(samples)
             ]

@@ -33,9 +33,7 @@ from actorllm.model.quantization.int4 import Int4, Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import is_exact
 from actorllm.model.registry import Plan
-from actorllm.types.quantization import GGUF, ROUNDING
-
-PLAIN = ("bfloat16", "float16", "float32")
+from actorllm.types.quantization import GGUF, PLAIN, ROUNDING
 
 NUM_BYTES = {"int4": 0.625, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """Of a weight."""
@@ -98,7 +96,7 @@ def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) 
     if model.quantization_twin:
         _check_twin(model, plan)
     if model.scheme is not None:
-        return Scheme.parse(model.scheme)
+        return _checked(Scheme.parse(model.scheme), model, plan)
     if rank or config.world_size > 1 or config.data_parallel_size > 1:
         return None
     form, is_fused = rounding_of(model), isinstance(plan, DecoderConfig)
@@ -130,6 +128,31 @@ def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) 
         f"; quantization={model.quantization!r} would be slower or wrong, and is not used" if is_left_out else "",
     )
     return found
+
+
+def _checked(scheme: Scheme, model: ModelConfig, plan: Plan) -> Scheme:
+    """What the configuration asks for, or was told by another start. Raises UnsupportedModelError where it cannot be computed."""
+    told, kinds = f"compute_scheme={str(scheme)!r}", {scheme.decode, scheme.prompt}
+    if kinds & {"int8", "int4"} and model.quantization in ROUNDING and not is_exact():
+        raise UnsupportedModelError(
+            f"{told}: this processor has no VNNI, and its sums of 8 bits are not exact; leave it out"
+        )
+    if scheme.is_twin and not _has_two_forms(plan):
+        what = "with experts" if isinstance(plan, DecoderConfig) else "that run through transformers"
+        raise UnsupportedModelError(
+            f"{told} is not supported for models {what} yet ({model.architecture}); use one scheme"
+        )
+    if (
+        model.quantization is None
+        and "float32" in kinds
+        and model.dtype == "bfloat16"
+        and not isinstance(plan, DecoderConfig)
+    ):
+        raise UnsupportedModelError(
+            f"{told}: models that run through transformers are computed in their own type ({model.architecture}); "
+            f"use dtype='float32', or leave it out"
+        )
+    return scheme
 
 
 def _has_two_forms(plan: Plan) -> bool:

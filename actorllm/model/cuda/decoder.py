@@ -41,8 +41,6 @@ from actorllm_kernels.configs import table
 from actorllm_kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
 from actorllm_kernels.skinny_gemm import SplitScratch
 
-"""Above, products are cuBLAS's, whatever the table says."""
-
 SWITCHES = frozenset(
     {
         "has_qkv_bias",

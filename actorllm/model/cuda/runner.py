@@ -55,7 +55,15 @@ from actorllm.model.cuda.proof import memory, steps
 from actorllm.model.cuda.proof.self_check import SelfCheck
 from actorllm.model.cuda.quantized import ReadOnHost, device_form, open_on_device
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
-from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
+from actorllm.model.cuda.sampling import (
+    MAX_HEAD_ROWS,
+    MAX_KERNEL_TOP,
+    DeviceSampler,
+    PendingSpans,
+    Way,
+    combined,
+    sorted_logprobs,
+)
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import LayeredHead, LinearHead, read_linear
@@ -63,6 +71,7 @@ from actorllm.model.inputs import StepInputs
 from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
+from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -120,6 +129,8 @@ class CudaHandle(StepHandle[Way]):
     spans: list[PendingSpans] = field(default_factory=list)
     masks: dict[int, U32] = field(default_factory=dict)
     """Of samples, what the application's processors leave of their logits."""
+    choice_masks: dict[int, U32] = field(default_factory=dict)
+    """Of samples, what all masks together leave: these, those of rules, and those of grammars."""
     errors: dict[int, str] = field(default_factory=dict)
     """Of samples, why the application's processors failed."""
 
@@ -174,6 +185,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self.device = device if device is not None else own_device(config, rank)
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self._experiments = experimental.enabled()
+        self._shown = ShownLogits.of(config.model.logprobs_mode)
         self.collectives = Collectives()
         self.model: DeviceModel
         self.state: StateTable
@@ -372,7 +384,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if most == 0 or not self._decodes:
             return 0
         # Above what the kernel looks for: sorted logits with their ids in 64 bits, and the log-probabilities of all.
-        num_more = 0 if 0 < most <= MAX_KERNEL_TOP else 4
+        # Of other modes than the default all rows, with what is left of them by filters.
+        num_more = 8 if self._shown.is_processed else 0 if 0 < most <= MAX_KERNEL_TOP and self._shown.is_plain else 4
         prompts = min(PROMPT_LOGITS_BYTES, self.config.scheduler.max_num_batched_tokens * row)
         num_parts = 2 if self.collectives.size > 1 else 0  # this rank's logits and those of all
         return max((2 + num_more) * self._max_rows * row, (1 + num_more + num_parts) * prompts)
@@ -882,7 +895,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if count:
             logits = sampler.logits[:count]
             if sampling.how is Way.EDITED:
-                if sampling.has_logprobs:
+                if sampling.has_logprobs and not self._shown.is_processed:
                     logits = logits.clone()  # as the model gave them
                 if sampling.has_rules and self.processors is not None and not self.collectives.rank:
                     self._process(handle)
@@ -928,6 +941,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             for slot, mask in zip(late.slots.tolist(), words, strict=True):
                 for row in np.flatnonzero(slots == slot).tolist():
                     combined(masks, row, mask)
+        handle.choice_masks = masks
         if handle.size is not None and sampler.place(edits, masks):
             self.graphs.run(GraphPart.CHOICE, handle.size)
             return
@@ -938,18 +952,42 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _spans(self, handle: CudaHandle, logits: torch.Tensor) -> None:
         """The log-probabilities of the tokens that are being sampled. logits: of all samples, unchanged."""
-        sampling, sampler = handle.sampling, self.sampler
-
+        sampling, sampler, as_logits = handle.sampling, self.sampler, self._shown.as_logits
+        if self._shown.is_processed:
+            logits = self._drawn_from(handle, logits)
         for sample, ids in sampling.logprob_ids.items():
             part = slice(sample, sample + 1)
-            found = sampler.logprobs_of(logits[part], sampler.tokens[part], self.device.upload(ids))
+            wanted = self.device.upload(ids)
+            found = sampler.logprobs_of(logits[part], sampler.tokens[part], wanted, as_logits=as_logits)
             self._add_spans(handle, found, [(sampling.row_of(sample), 0, 0, 1)])
         for num_top in sorted({num_top for _, num_top in sampling.num_logprobs}):
             samples = np.array([i for i, n in sampling.num_logprobs if n == num_top], np.int64)
             at = self.device.upload(samples)
             tokens = sampler.tokens.index_select(0, at)
-            found = sampler.top_logprobs(logits.index_select(0, at), tokens, num_top)
+            found = self._top_logprobs(logits.index_select(0, at), tokens, num_top, is_drawn=True)
             self._add_spans(handle, found, [(sampling.row_of(i), 0, k, 1) for k, i in enumerate(samples.tolist())])
+
+    def _drawn_from(self, handle: CudaHandle, logits: torch.Tensor) -> torch.Tensor:
+        """What the tokens of a step were drawn from; logits: of all samples, as edits left them. Masks are put in here."""
+        columns, slots = self.batch.columns, handle.sampling.slots
+        if handle.choice_masks:
+            logits = logits.clone()
+            for row, words in handle.choice_masks.items():
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
+                logits[row].masked_fill_(self.device.upload(bits.astype(np.int32)) == 0, -torch.inf)
+        tokens = self.sampler.tokens[: len(slots)].long()
+        parameters = (columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
+        return drawn_from(logits, tokens, *parameters)
+
+    def _top_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, is_drawn: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the sampler's, in the mode of the engine. is_drawn: the logits may be what tokens were drawn from."""
+        if self._shown.as_logits or (
+            self._shown.is_processed and is_drawn
+        ):  # may be -inf, which the kernel does not expect
+            return sorted_logprobs(logits, tokens, num_top, as_logits=self._shown.as_logits)
+        return self.sampler.top_logprobs(logits, tokens, num_top)
 
     def _prompt_spans(self, handle: CudaHandle, states: torch.Tensor) -> None:
         """Those of this step's chunks of prompts."""
@@ -968,7 +1006,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                     (part.row, part.first, end - len(part.where), len(part.where))
                     for part, end in zip(slice_, ends, strict=True)
                 ]
-                self._add_spans(handle, self.sampler.top_logprobs(logits, tokens, num_top), rows)
+                self._add_spans(handle, self._top_logprobs(logits, tokens, num_top, is_drawn=False), rows)
 
     @staticmethod
     def _add_spans(

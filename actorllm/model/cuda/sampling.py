@@ -199,7 +199,7 @@ class DeviceSampler:
         """
         on, num_rows = logits.device, len(logits)
         if num_top > MAX_KERNEL_TOP:
-            return _sorted_logprobs(logits, tokens, num_top)
+            return sorted_logprobs(logits, tokens, num_top)
         width = 1 << max(0, num_top - 1).bit_length() if num_top else 0  # of each width, the kernel is compiled once
         width = min(width, self.vocab_size)
         ids = torch.empty(num_rows, 1 + width, dtype=torch.int32, device=on)
@@ -211,21 +211,22 @@ class DeviceSampler:
         return ids[:, : 1 + num_top].contiguous(), values[:, : 1 + num_top].contiguous(), ranks
 
     def logprobs_of(
-        self, logits: torch.Tensor, token: torch.Tensor, ids: torch.Tensor
+        self, logits: torch.Tensor, token: torch.Tensor, ids: torch.Tensor, *, as_logits: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same for one row of logits [1, vocab_size] and given ids int64, in their order. token: int32 [1]."""
         wanted = torch.cat((token.long(), ids)).unsqueeze(0)
-        values = torch.log_softmax(logits, 1).gather(1, wanted)
+        values = (logits if as_logits else torch.log_softmax(logits, 1)).gather(1, wanted)
         ranks = (logits >= logits.gather(1, wanted[:, :1])).sum(1, dtype=torch.int32)
         return wanted.int(), values, ranks
 
 
-def _sorted_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+def sorted_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, as_logits: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `DeviceSampler.top_logprobs`, in plain torch. as_logits: the values are the logits themselves."""
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :num_top]
     ids = torch.cat((tokens.long().unsqueeze(1), order), 1)
-    values = torch.log_softmax(logits, 1).gather(1, ids)
+    values = (logits if as_logits else torch.log_softmax(logits, 1)).gather(1, ids)
     ranks = (logits >= logits.gather(1, ids[:, :1])).sum(1, dtype=torch.int32)
     return ids.int(), values, ranks
 

@@ -11,33 +11,23 @@ import torch
 from actorllm.errors import CorruptModelError
 from actorllm.model.linear import LinearWeight
 from actorllm.model.quantization.grouped import Grouped, checked_scales, unpacked
-from actorllm.model.weights import Weights
-from actorllm.types.quantization import QuantizedCheckpoint
+from actorllm.model.quantization.stored_layer import StoredLayer
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which code of a word each of eight outputs is."""
 
 
-def read(
-    weights: Weights,
-    scheme: QuantizedCheckpoint,
-    name: str,
-    out_features: int,
-    in_features: int,
-    rows: slice,
-    columns: slice,
-    bias: torch.Tensor | None,
-) -> LinearWeight:
+def read(layer: StoredLayer) -> LinearWeight:
     """A layer. Raises CorruptModelError with the name of the tensor that is wrong."""
-    if out_features % 8:
-        raise CorruptModelError(f"layer {name!r} has {out_features} outputs, AWQ has a multiple of 8")
-    num_groups = 1 if scheme.group is None else in_features // scheme.group
-    words = weights.take(f"{name}.qweight", in_features, out_features // 8, dtype=torch.int32)
-    scales = weights.take(f"{name}.scales", num_groups, out_features, dtype=torch.float32)
-    if scheme.is_symmetric:
-        zeros = torch.full((out_features, num_groups), 8.0)
+    if layer.out_features % 8:
+        raise CorruptModelError(f"layer {layer.name!r} has {layer.out_features} outputs, AWQ has a multiple of 8")
+    num_groups = layer.num_groups
+    words = layer.take(".qweight", layer.in_features, layer.out_features // 8, dtype=torch.int32)
+    scales = layer.take(".scales", num_groups, layer.out_features, dtype=torch.float32)
+    if layer.scheme.is_symmetric:
+        zeros = torch.full((layer.out_features, num_groups), 8.0)
     else:
-        found = weights.take(f"{name}.qzeros", num_groups, out_features // 8, dtype=torch.int32)
+        found = layer.take(".qzeros", num_groups, layer.out_features // 8, dtype=torch.int32)
         zeros = unpacked(found, 4, ORDER).T.float()
     codes = unpacked(words, 4, ORDER).T
-    return Grouped(codes, checked_scales(f"{name}.scales", scales.T), zeros, 4).part(rows, columns, bias, weights.dtype)
+    return layer.grouped(Grouped(codes, checked_scales(f"{layer.name}.scales", scales.T), zeros, 4))

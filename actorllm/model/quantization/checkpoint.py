@@ -16,13 +16,11 @@ from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq, torchao
+from actorllm.model.quantization.stored_layer import StoredLayer
 from actorllm.model.weights import ALL, Weights
 from actorllm.types.quantization import MXFP4_PACKED, NVFP4_PACKED, TORCHAO, QuantizedCheckpoint
 
-Reader = Callable[..., LinearWeight]
-"""Of the weights, the scheme, the name, out_features, in_features, rows, columns and the bias: a layer."""
-
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[StoredLayer], LinearWeight]] = {
     "int-quantized": compressed_tensors.read_int8,
     "pack-quantized": compressed_tensors.read_packed,
     "float-quantized": fp8.read,
@@ -76,7 +74,7 @@ class CheckpointForm:
         read = READERS[self.scheme.layout]
         if read is fp8.read and self._keeps_floats:
             read = fp8.read_exactly
-        return read(weights, self.scheme, name, out_features, in_features, rows, columns, bias)
+        return read(StoredLayer(weights, self.scheme, name, out_features, in_features, rows, columns, bias))
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return side_by_side(parts)

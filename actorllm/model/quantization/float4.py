@@ -12,9 +12,9 @@ import torch
 
 from actorllm.errors import CorruptModelError
 from actorllm.model.linear import LinearWeight
-from actorllm.model.quantization.grouped import checked_scales, nearest
-from actorllm.model.weights import Weights
-from actorllm.types.quantization import NVFP4_PACKED, QuantizedCheckpoint
+from actorllm.model.quantization.grouped import checked_scales
+from actorllm.model.quantization.stored_layer import StoredLayer
+from actorllm.types.quantization import NVFP4_PACKED
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MX_BLOCK = 32
@@ -36,33 +36,28 @@ def scaled(groups: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(groups, (exponents.int() - SCALE_BIAS).unsqueeze(-1))
 
 
-def read(
-    weights: Weights,
-    scheme: QuantizedCheckpoint,
-    name: str,
-    out_features: int,
-    in_features: int,
-    rows: slice,
-    columns: slice,
-    bias: torch.Tensor | None,
-) -> LinearWeight:
+def read(layer: StoredLayer) -> LinearWeight:
     """A layer of compressed-tensors. Raises CorruptModelError with the name of the tensor that is wrong."""
-    assert scheme.group is not None
-    num_groups = in_features // scheme.group
-    packed = weights.take(f"{name}.weight_packed", out_features, in_features // 2, dtype=torch.uint8)
-    groups = numbers(packed).view(out_features, num_groups, scheme.group)
-    scale_name = f"{name}.weight_scale"
-    if scheme.layout == NVFP4_PACKED:
-        scales = checked_scales(scale_name, weights.take(scale_name, out_features, num_groups, dtype=torch.float32))
-        whole = weights.take(f"{name}.weight_global_scale", 1, dtype=torch.float32)
+    assert layer.scheme.group is not None
+    num_groups = layer.num_groups
+    packed = layer.take(".weight_packed", layer.out_features, layer.in_features // 2, dtype=torch.uint8)
+    groups = numbers(packed).view(layer.out_features, num_groups, layer.scheme.group)
+    scale_name = f"{layer.name}.weight_scale"
+    if layer.scheme.layout == NVFP4_PACKED:
+        scales = checked_scales(
+            scale_name, layer.take(".weight_scale", layer.out_features, num_groups, dtype=torch.float32)
+        )
+        whole = layer.take(".weight_global_scale", 1, dtype=torch.float32)
         if not bool((whole > 0) & whole.isfinite()):
-            raise CorruptModelError(f"tensor {name + '.weight_global_scale'!r} is {whole.item()}, which is no scale")
-        if weights.stored(f"{name}.input_global_scale") is not None:  # of activations, which stay as they are here
-            weights.take(f"{name}.input_global_scale", 1, dtype=torch.float32)
+            raise CorruptModelError(
+                f"tensor {layer.name + '.weight_global_scale'!r} is {whole.item()}, which is no scale"
+            )
+        if layer.stored(".input_global_scale") is not None:  # of activations, which stay as they are here
+            layer.take(".input_global_scale", 1, dtype=torch.float32)
         weight = groups.mul_((scales / whole).unsqueeze(2))
     else:
-        exponents = weights.take(scale_name, out_features, num_groups, dtype=torch.uint8)
+        exponents = layer.take(".weight_scale", layer.out_features, num_groups, dtype=torch.uint8)
         if bool((exponents == NO_SCALE).any()):
             raise CorruptModelError(f"tensor {scale_name!r} has scales that are not finite")
         weight = scaled(groups, exponents)
-    return nearest(weight.view(out_features, in_features)[rows, columns], bias, weights.dtype)
+    return layer.rounded(weight.view(layer.out_features, layer.in_features))

@@ -11,36 +11,28 @@ import torch
 
 from actorllm.model.linear import LinearWeight
 from actorllm.model.quantization.grouped import Grouped, checked_groups, checked_scales, unpacked
-from actorllm.model.weights import Weights
-from actorllm.types.quantization import QuantizedCheckpoint
+from actorllm.model.quantization.stored_layer import StoredLayer
 
 
-def read(
-    weights: Weights,
-    scheme: QuantizedCheckpoint,
-    name: str,
-    out_features: int,
-    in_features: int,
-    rows: slice,
-    columns: slice,
-    bias: torch.Tensor | None,
-) -> LinearWeight:
+def read(layer: StoredLayer) -> LinearWeight:
     """A layer. Raises CorruptModelError with the name of the tensor that is wrong."""
-    bits, num_groups = scheme.bits, 1 if scheme.group is None else in_features // scheme.group
+    bits, num_groups = layer.scheme.bits, layer.num_groups
     per_word = 32 // bits
-    words = weights.take(f"{name}.qweight", -(-in_features // per_word), out_features, dtype=torch.int32)
-    zeros = weights.take(f"{name}.qzeros", num_groups, -(-out_features // per_word), dtype=torch.int32)
-    scales = weights.take(f"{name}.scales", num_groups, out_features, dtype=torch.float32)
+    words = layer.take(".qweight", -(-layer.in_features // per_word), layer.out_features, dtype=torch.int32)
+    zeros = layer.take(".qzeros", num_groups, -(-layer.out_features // per_word), dtype=torch.int32)
+    scales = layer.take(".scales", num_groups, layer.out_features, dtype=torch.float32)
     groups = None
-    if scheme.has_order or weights.stored(f"{name}.g_idx") is not None:
-        found = weights.take(f"{name}.g_idx", in_features, dtype=torch.int32)
-        groups = checked_groups(f"{name}.g_idx", found, num_groups)
-        if torch.equal(groups, torch.arange(in_features) // (in_features // num_groups)):
+    if layer.scheme.has_order or layer.stored(".g_idx") is not None:
+        found = layer.take(".g_idx", layer.in_features, dtype=torch.int32)
+        groups = checked_groups(f"{layer.name}.g_idx", found, num_groups)
+        if torch.equal(groups, torch.arange(layer.in_features) // (layer.in_features // num_groups)):
             groups = None
-    return Grouped(
-        unpacked(words.T, bits)[:, :in_features],
-        checked_scales(f"{name}.scales", scales.T),
-        unpacked(zeros, bits)[:, :out_features].T.float() + scheme.zero_offset,
-        bits,
-        groups,
-    ).part(rows, columns, bias, weights.dtype)
+    return layer.grouped(
+        Grouped(
+            unpacked(words.T, bits)[:, : layer.in_features],
+            checked_scales(f"{layer.name}.scales", scales.T),
+            unpacked(zeros, bits)[:, : layer.out_features].T.float() + layer.scheme.zero_offset,
+            bits,
+            groups,
+        )
+    )

@@ -91,6 +91,10 @@ class RecordedScheduler(Scheduler):
             self._sink(("give_up", now, reason))
         return is_replaced
 
+    def change_policy(self, policy: str, admission: str | None, now: float) -> None:
+        super().change_policy(policy, admission, now)  # one that cannot be built changes nothing
+        self._sink(("change_policy", now, [policy, admission]))
+
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         stops = list(stops)
         if stops:
@@ -137,6 +141,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.lose_workers(argument, now)
             case "give_up":
                 scheduler.give_up_policy(argument, now)
+            case "change_policy":
+                scheduler.change_policy(argument[0], argument[1], now)
             case "decide":
                 pass  # what came of it: `decisions.ToldPolicy`
             case "finish":

@@ -96,6 +96,16 @@ class BlockStore:
     is_void: bool = False
 
 
+@dataclass(slots=True)
+class Wait:
+    """Of a request, for a load."""
+
+    patience_s: float
+    """How long it waits at most."""
+    until: float = math.inf
+    """Until when, once there are workers that could load."""
+
+
 class Transfers:
     """See the module docstring."""
 
@@ -122,8 +132,7 @@ class Transfers:
         # Blocks that are held are missing elsewhere: a small part of the pool.
         self._max_store = max(1, min(max_store_blocks, kv.pool.num_blocks // 16))
         self.costs = TransferCosts(kv.block_size)
-        self.waiting: dict[Sequence, float] = {}
-        """Until when each request waits for a load at most."""
+        self.waiting: dict[Sequence, Wait] = {}
         self._passed: set[Sequence] = set()
         """Preempted requests that are done with waiting, until they are asked for."""
         self._loads: list[BlockLoad] = []
@@ -175,6 +184,8 @@ class Transfers:
         if self._store is not None:
             self._kv.let_go(self._store.blocks)
             self._store = None
+        for wait in self.waiting.values():
+            wait.until = math.inf
         self._is_losing = True
 
     def end_loss(self) -> None:
@@ -192,7 +203,7 @@ class Transfers:
 
     # Requests
 
-    def holds(self, sequence: Sequence, now: float) -> bool:
+    def holds(self, sequence: Sequence) -> bool:
         """Whether a request that would wait for a slot waits for a load first."""
         if sequence in self.waiting:
             return True
@@ -200,12 +211,12 @@ class Transfers:
             self._passed.discard(sequence)
             return False
         if self._is_losing:
-            self.waiting[sequence] = now + MAX_WAIT_S
+            self.waiting[sequence] = Wait(MAX_WAIT_S)
             return True
         num_blocks = self._num_loadable(sequence)
         if not num_blocks or not self.costs.is_load_faster(num_blocks):
             return False
-        self.waiting[sequence] = now + (self.costs.compute_s(num_blocks) or MAX_WAIT_S)
+        self.waiting[sequence] = Wait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
         return True
 
     def _num_loadable(self, sequence: Sequence) -> int:
@@ -230,7 +241,7 @@ class Transfers:
     @property
     def next_deadline(self) -> float:
         """When a request has waited long enough; infinity: none waits."""
-        return min(self.waiting.values(), default=math.inf)
+        return min((wait.until for wait in self.waiting.values()), default=math.inf)
 
     @property
     def is_moving(self) -> bool:
@@ -262,7 +273,10 @@ class Transfers:
             if sequence.state is FINISHED:
                 del self.waiting[sequence]
                 continue
-            if now >= self.waiting[sequence]:
+            wait = self.waiting[sequence]
+            if wait.until == math.inf:
+                wait.until = now + wait.patience_s
+            if now >= wait.until:
                 self._num_given_up += 1
                 self._pass(sequence)
                 continue

@@ -68,8 +68,6 @@ def ask(
     kind = (body.thinking or {}).get("type")
     if kind not in (None, "disabled"):
         asked.extras.warnings.append("thinking: the model decides whether it thinks, and it has no effect")
-    if (body.output_config or {}).get("effort") is not None:
-        asked.extras.warnings.append("output_config.effort has no effect")
     return replace(
         asked,
         shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, asked.shape.reasoning, decode)),
@@ -85,6 +83,11 @@ def chat_body(body: CountTokensRequest) -> ChatCompletionRequest:
         messages += _messages_of(message, f"messages[{number}]")
     fields: dict[str, Any] = {**(body.model_extra or {}), "messages": messages, "request_id": body.request_id}
     fields |= {"model": body.model, "chat_template_kwargs": body.chat_template_kwargs}
+    # Chats have one field for how much the model is to think, where this API has two.
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        fields["reasoning_effort"] = effort
+    elif (body.thinking or {}).get("type") == "disabled":
+        fields["reasoning_effort"] = "none"
     if body.tools:
         fields["tools"] = [_tool(tool, number) for number, tool in enumerate(body.tools)]
     if body.tool_choice is not None:

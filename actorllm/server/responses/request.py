@@ -98,8 +98,12 @@ def ask(
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     tools = [_chat_tool(tool, number) for number, tool in enumerate(body.tools or ())]
     conversation = defaults.conversation(
-        [*instructions, *messages], tools=tools or None, chat_template_kwargs=body.chat_template_kwargs
+        [*instructions, *messages],
+        tools=tools or None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        effort=_effort(body),
     )
+    extras.warnings += defaults.warnings_of_effort(_effort(body))
     for message in conversation.messages:
         if body.truncate_prompt_tokens is None and isinstance(content := message.get("content"), str):
             check_length(content, defaults.max_prompt_characters)
@@ -160,11 +164,20 @@ def _kept(
     return kept
 
 
+def _effort(body: ResponsesRequest) -> str | None:
+    """How much the model is to think. Raises ApiError."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise ApiError(400, f"reasoning: effort={effort!r:.80} must be a string", "reasoning")
+    return effort
+
+
 def _warnings(body: ResponsesRequest) -> list[str]:
     """Of fields without effect."""
     warnings = []
-    if body.reasoning and any(value is not None for value in body.reasoning.values()):
-        warnings.append("reasoning: models write their text at once here, and it has no effect")
+    ignored = [name for name, value in (body.reasoning or {}).items() if name != "effort" and value is not None]
+    if ignored:
+        warnings.append(f"reasoning: {', '.join(map(repr, ignored))} has no effect")
     if (body.text or {}).get("verbosity") is not None:
         warnings.append("text.verbosity has no effect")
     return warnings
@@ -182,7 +195,7 @@ def _told(
         "model": model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": _effort(body), "summary": None},
         "store": is_stored,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **(body.text or {})},

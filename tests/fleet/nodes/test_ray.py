@@ -1,20 +1,21 @@
-"""Replicas that Ray places: what cannot fit, and nodes of a cluster that die. The cluster is three raylets of this machine."""
+"""Replicas that Ray places: what is asked of Ray and given back. Ray itself is in `test_ray_cluster`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.config import RAY
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.fleet.nodes import ray_cluster
 from actorllm.fleet.nodes.ray_cluster import RayPlacement, check_fit
-from tests.fleet.streams import all_run, assert_same, moved, run_all
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}
 
@@ -52,6 +53,15 @@ def test_ranks_within_a_placement_group_are_placed_by_ray(monkeypatch: pytest.Mo
     assert nodes_of(tensor_parallel_size=2) == ()
 
 
+class FakeGroup(NamedTuple):
+    number: int
+    bundle_count: int
+    has_room: threading.Event
+
+    def wait(self, seconds: float) -> bool:
+        return self.has_room.wait(0.005)
+
+
 class FakeRay:
     """What `RayPlacement` asks Ray for."""
 
@@ -61,6 +71,8 @@ class FakeRay:
         self.asked: list[list[dict[str, float]]] = []
         self.killed: list[Any] = []
         self.has_begun = True
+        self.has_room = threading.Event()
+        self.has_room.set()
         self._cores = cores
         self.util = SimpleNamespace(
             get_current_placement_group=lambda: None,
@@ -71,7 +83,7 @@ class FakeRay:
 
     def _group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         self.groups.append(bundles)
-        return SimpleNamespace(number=len(self.groups) - 1, wait=lambda seconds: True)
+        return FakeGroup(len(self.groups) - 1, len(bundles), self.has_room)
 
     def is_initialized(self) -> bool:
         return self.has_begun
@@ -118,6 +130,114 @@ def test_a_replica_that_comes_and_goes_gives_its_place_back(monkeypatch: pytest.
     assert ray.asked[-1] == []
 
 
+class FakeAgent:
+    """It says where it listens when it is let."""
+
+    def __init__(self) -> None:
+        self.may_listen = threading.Event()
+        self.was_asked = threading.Event()
+        self.listen = SimpleNamespace(remote=lambda: self)
+
+    def ask(self) -> tuple[str, int]:
+        self.was_asked.set()
+        if not self.may_listen.wait(0.005):
+            raise TimeoutError
+        return "10.0.0.1", 7000
+
+
+def in_thread(locate: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            locate()
+        except Exception as error:  # what the test looks at
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeRay, RayPlacement, list[FakeAgent]]:
+    """One replica that there always is, up to three others, and the agents in the order of their starts."""
+    ray, agents = FakeRay(cores=8.0), list[FakeAgent]()
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(ray, "get", lambda agent, timeout: agent.ask())
+
+    def start(self: Any, ray: Any, group: Any, bundle: int) -> Any:
+        agents.append(FakeAgent())
+        return agents[-1]
+
+    monkeypatch.setattr(RayPlacement, "_start", start)
+    return ray, RayPlacement(EngineConfig.from_arguments("storyteller", max_replicas=4, **ENGINE)), agents
+
+
+def test_a_replica_that_goes_does_not_wait_for_the_place_of_another(
+    placed: tuple[FakeRay, RayPlacement, list[FakeAgent]],
+) -> None:
+    ray, placement, _ = placed
+    ray.has_room.clear()
+    threads = [in_thread(lambda number=number: placement.locate(number)) for number in (1, 2)]
+    while len(ray.groups) < 3:
+        threading.Event().wait(0.001)
+    placement.release(1)  # returns, though there is no room
+    threads[0][0].join()
+    assert isinstance(threads[0][1][0], EngineShutdownError)
+    assert len(ray.removed) == 1, "the group of that one alone"
+    assert threads[1][0].is_alive()
+    placement.close()
+    threads[1][0].join()
+    assert isinstance(threads[1][1][0], EngineShutdownError)
+    assert sorted(group.number for group in ray.removed) == [0, 1, 2]
+
+
+def test_an_agent_that_nothing_waits_for_any_more_is_ended(
+    placed: tuple[FakeRay, RayPlacement, list[FakeAgent]],
+) -> None:
+    """The thread of a start that was stopped runs on; a later start of the same replica has an agent of its own."""
+    ray, placement, agents = placed
+    first, raised = in_thread(lambda: placement.locate(0))
+    while not agents or not agents[0].was_asked.is_set():
+        threading.Event().wait(0.001)
+    second, failed = in_thread(lambda: placement.locate(0))
+    while len(agents) < 2:
+        threading.Event().wait(0.001)
+    first.join()
+    assert isinstance(raised[0], EngineShutdownError)
+    assert ray.killed == [agents[0]]
+    agents[1].may_listen.set()
+    second.join()
+    assert failed == []
+    placement.release(0)
+    assert ray.killed == agents
+
+
+def test_a_group_without_room_is_given_back_and_asked_for_again(
+    placed: tuple[FakeRay, RayPlacement, list[FakeAgent]],
+) -> None:
+    ray, placement, agents = placed
+    ray.has_room.clear()
+    placement._config = replace(placement._config, placement_timeout_s=0.01)
+    with pytest.raises(EngineStartError, match=r"had no room for 1 x \{'CPU': 1.0\} within"):
+        placement.locate(0)
+    assert [group.number for group in ray.removed] == [0]
+    ray.has_room.set()
+    thread, raised = in_thread(lambda: placement.locate(0))
+    while not agents:
+        threading.Event().wait(0.001)
+    agents[0].may_listen.set()
+    thread.join()
+    assert raised == []
+    assert len(ray.groups) == 2
+
+
+def test_a_module_of_another_kind_may_be_named_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    assert EngineConfig.from_arguments("storyteller", dtype="float32", tensor_parallel_size=2).nodes == ()
+
+
 def test_what_was_asked_for_is_taken_back_though_nothing_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay(cores=8.0)
     ray.has_begun = False
@@ -133,49 +253,28 @@ def test_what_was_asked_for_is_taken_back_though_nothing_was_placed(monkeypatch:
     assert [len(bundles) for bundles in ray.asked] == [3, 0]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+def test_the_bundle_that_the_program_runs_in_is_the_last_one_that_a_replica_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray, places = FakeRay(cores=8.0), list[int]()
+    group = SimpleNamespace(
+        id=SimpleNamespace(hex=lambda: "ab"), bundle_specs=[{"CPU": 2.0}, {"CPU": 0.5}, {"CPU": 1.0}, {"CPU": 1.0}]
+    )
+    ray.util.get_current_placement_group = lambda: group
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(
+        ray, "available_resources", lambda: {f"CPU_group_{n}_ab": 1.0 for n in (1, 2, 3)}, raising=False
+    )
 
+    def start(self: Any, ray: Any, group: Any, bundle: int) -> Any:
+        places.append(bundle)
+        return SimpleNamespace(listen=SimpleNamespace(remote=lambda: ("10.0.0.1", 7000)))
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without cores, and two nodes with two each."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-    from ray.cluster_utils import Cluster
-
-    small = {"object_store_memory": 80 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    made.workers = [made.add_node(num_cpus=2, **small) for _ in range(2)]
-    made.wait_for_nodes()
-    ray.init(address=made.address, log_to_driver=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """Ray keeps processes and descriptors of its own."""
-
-
-@pytest.mark.ray
-@pytest.mark.slow(reason="a cluster of Ray takes most of a minute to start")
-@pytest.mark.anyio
-@pytest.mark.timeout(400)
-@pytest.mark.filterwarnings("ignore")
-async def test_streams_outlive_a_node_of_the_cluster(cluster: Any) -> None:
-    with pytest.raises(ConfigError, match="Ray cannot place 2 replicas"):
-        await AsyncLLM("storyteller", data_parallel_size=2, **{**ENGINE, "num_threads": 3}).start()
-    llm = AsyncLLM("storyteller", data_parallel_size=2, enable_prompt_embeds=True, router="round-robin", **ENGINE)
-    await llm.start()
-    await all_run(llm)
-    undisturbed = await run_all(llm)
-    before = moved(llm)
-
-    async def strike() -> None:
-        cluster.remove_node(cluster.workers[0], allow_graceful=False)
-
-    assert_same(await run_all(llm, 10, strike), undisturbed)
-    assert moved(llm) > before
-    llm.shutdown()
+    monkeypatch.setattr(RayPlacement, "_start", start)
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", data_parallel_size=4, **ENGINE))
+    for number in range(4):
+        placement.locate(number)
+    assert places == [2, 3, 0, 0], "it has one of two cores of the first"
+    assert ray.groups == ray.removed == []
+    with pytest.raises(ConfigError, match="cannot place 5 replicas"):
+        RayPlacement(EngineConfig.from_arguments("storyteller", data_parallel_size=5, **ENGINE)).locate(0)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 
 from actorllm import LLM, SamplingParams
 from actorllm.actors.record_file import recorded_configuration
-from actorllm.config import EngineConfig
+from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu import scheme
@@ -29,10 +30,12 @@ from actorllm.model.cpu.scheme import Scheme, _fastest, measured, product_times,
 from actorllm.model.linear import Linear
 from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
 from actorllm.model.linear.dense import Dense
+from actorllm.model.quantization import onednn
 from actorllm.model.quantization.int4 import Int4, Int4Weights
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
+from actorllm.types.device import rules_of
 from tests.model.hf.decoders import save
 
 OPTIONS: dict[str, Any] = {
@@ -242,6 +245,67 @@ def test_a_twin_is_refused_where_layers_have_one_form(
     given = {"quantization": "int4", "dtype": "bfloat16"} | more
     with pytest.raises(UnsupportedModelError, match=rf"quantization_twin=True is not supported for models that {told}"):
         make_runner(tmp_path, quantization_twin=True, **given)
+
+
+@pytest.mark.parametrize(("quantization", "text"), [
+    ("int8", "int8"), ("int8", "bfloat16"), ("int4", "int4"), ("int4", "int4+int8"), ("int4", "bfloat16"),
+    (None, "bfloat16"), (None, "float32"), (None, "bfloat16+float32"),
+])  # fmt: skip
+def test_a_scheme_that_is_asked_for_is_computed_and_nothing_is_measured(
+    quantization: str | None, text: str, make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not onednn.is_exact() and "int" in text:
+        pytest.skip("sums of 8 bits are not exact here: no VNNI")
+    monkeypatch.delattr(scheme, "measured")
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "compute_scheme": text}
+    driver = make_driver("storyteller", **arguments)
+    assert driver.runner.scheme == text
+    kinds = {type(layer.qkv) for layer in driver.runner.decoder.layers}
+    assert kinds == {{
+        "int8": Int8Linear, "int4": Int4Linear, "float32": WidenedLinear, "bfloat16": PackedLinear,
+    }.get(text, ByKindLinear)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"compute_scheme": "int8"}, "is not known for quantization=None and dtype='bfloat16': there is one of 'bfloat16',"),
+    ({"compute_scheme": "int4", "quantization": "int8"}, "there is one of 'int8', 'bfloat16'; use that"),
+    ({"compute_scheme": "fast"}, "compute_scheme='fast' is not known"),
+    ({"compute_scheme": 8}, "compute_scheme=8 must be a string"),
+    ({"compute_scheme": "bfloat16", "dtype": "float32"}, "there is one of 'float32'"),
+    ({"compute_scheme": "int4+int8", "quantization": "int4", "quantization_twin": True}, "says already what"),
+    ({"compute_scheme": "bfloat16+float32", "tensor_parallel_size": 2}, "not supported with tensor_parallel_size=2"),
+    ({"compute_scheme": "bfloat16+float32", "batch_invariant": True}, "needs one scheme for all rows"),
+])  # fmt: skip
+def test_a_scheme_that_cannot_be_is_refused_by_name(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        EngineConfig.from_arguments("storyteller", **{"dtype": "bfloat16"} | given)
+
+
+def test_a_scheme_is_refused_on_cuda() -> None:
+    reason = rules_of("cuda").why_not({**ARGUMENTS, "compute_scheme": "bfloat16"}, pools=False)
+    assert reason is not None
+    assert "compute_scheme='bfloat16' is about products on a CPU" in reason
+
+
+def test_a_scheme_is_refused_where_the_processor_would_compute_something_else(
+    make_driver: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheme, "is_exact", lambda: False)
+    with pytest.raises(UnsupportedModelError, match="compute_scheme='int8': this processor has no VNNI"):
+        make_driver("storyteller", dtype="bfloat16", quantization="int8", compute_scheme="int8")
+
+
+@pytest.mark.parametrize(("kind", "more", "text", "told"), [
+    ("llama", {"model_impl": "transformers"}, "bfloat16+float32", "not supported for models that run through transformers"),
+    ("mixtral", {}, "bfloat16+float32", "not supported for models with experts"),
+    ("llama", {"model_impl": "transformers"}, "float32", "are computed in their own type"),
+])  # fmt: skip
+def test_a_scheme_is_refused_of_a_model_that_has_another_form(
+    kind: str, more: dict[str, Any], text: str, told: str, tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    save(kind, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=re.escape(told)):
+        make_runner(tmp_path, dtype="bfloat16", compute_scheme=text, **more)
 
 
 @pytest.mark.parametrize("text", ["int4+int8", "bfloat16+float32"])

@@ -235,6 +235,35 @@ def test_logprobs_are_those_of_the_cpu(make_twins: Callable[..., Twins]) -> None
     twins.step()
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_modes_of_logprobs_are_those_of_the_cpu(make_twins: Callable[..., Twins], mode: str) -> None:
+    """Of filtered rows, greedy ones, those with edits, and one with a mask of a grammar."""
+    twins = make_twins(logprobs_mode=mode)
+    words = np.zeros((1, -(-300 // 32)), np.uint32)
+    words[0, 4] = 0b1011
+
+    def late(step: int) -> LateInputs:
+        return LateInputs(step=step, slots=int32([3]), allowed=words.reshape(-1))
+
+    twins.add(0, prompt(9, 1))
+    twins.step({0: 9}, decode=[], **rules_of(0, num_logprobs=3, num_prompt_logprobs=2))
+    twins.add(1, prompt(4, 2), temperature=0.8, top_k=7, top_p=0.9, seed=1)
+    twins.step({1: 4}, decode=[0], **rules_of(1, num_logprobs=20))
+    twins.add(2, prompt(5, 3), temperature=0.6, min_p=0.4, seed=2)
+    twins.step({2: 5}, decode=[1, 0], **rules_of(2, num_logprobs=4, bias_ids=(7,), biases=(4.0,)))
+    twins.add(3, prompt(6, 4), temperature=0.9, seed=3)
+    rules = rules_of(3, num_logprobs=2, logprob_ids=(128, 250))
+    twins.step({3: 6}, decode=[2, 1, 0], late=late, late_slots=int32([3]), **rules)
+    twins.step(decode=[3, 2, 1, 0], late=late, late_slots=int32([3]))
+    for part in (GraphPart.FORWARD, GraphPart.CHOICE):
+        twins.runner.graphs.want(part, 4)
+    record_all(twins)
+    twins.step(late=late, late_slots=int32([3]))
+    twins.remove(0)
+    twins.step(decode=[2, 1])
+    assert twins.runner.graphs.num_replays
+
+
 def test_late_inputs_come_between_forward_and_sampling(make_twins: Callable[..., Twins]) -> None:
     twins = make_twins()
     words = np.zeros((1, -(-300 // 32)), np.uint32)

@@ -89,6 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
@@ -103,6 +104,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: An
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+        for tensor_name, buffer in model.named_buffers():
+            if tensor_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model = model.to(dtype)
     model.save_pretrained(folder)
     return model

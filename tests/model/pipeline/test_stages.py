@@ -226,6 +226,7 @@ async def test_with_on_failure_raise_a_stage_that_dies_is_named(tmp_path: Path) 
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be a positive integer"),
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True must be a positive integer"),
         ({"pipeline_parallel_size": 5}, "the model has 4 layers.*use 4 or less"),
+        ({"pipeline_parallel_size": 65}, "65 is more than the 64 stages that an engine may have"),
         ({"pipeline_layer_partition": [1, 1, 2]}, "has 3 stages, and pipeline_parallel_size=2"),
         ({"pipeline_layer_partition": [1, 2]}, r"\[1, 2\] adds up to 3 layers, and the model has 4"),
         ({"pipeline_layer_partition": "0,4"}, "give each stage one layer at least"),
@@ -296,6 +297,11 @@ def test_the_head_is_counted_in_layers() -> None:
         "vocab_size": 151936,
     }
     assert head_in_layers(qwen) == pytest.approx(151936 * 1024 / (1024 * (2 * 128 * 24 + 3 * 3072)))
+    latent = {
+        "vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 100,
+    }  # fmt: skip
+    assert head_in_layers(latent) == pytest.approx(1000 / (512 + 4 * (192 + 128) + 300))
     assert head_in_layers(qwen | {"vocab_size": "many"}) == head_in_layers({}) == 0.0
 
 

@@ -139,6 +139,18 @@ def test_a_request_waits_for_no_longer_than_computing_would_take() -> None:
     assert engine.scheduler.statistics().transfers.num_given_up == 1
 
 
+def test_no_request_gives_up_while_there_are_no_workers() -> None:
+    engine = TieredEngine(stored())
+    engine.transfers.costs.observe_step(100, 100, 10.0)
+    engine.lose_workers()
+    engine.submit(3, [*PREFIX, 52], max_tokens=4, ignore_eos=True)
+    engine.now += 100.0  # until others are there
+    engine.run()
+    assert engine.streams[3] == reference_stream([*PREFIX, 52], 3, 4)
+    statistics = engine.scheduler.statistics().transfers
+    assert (statistics.num_loads, statistics.num_given_up) == (1, 0)
+
+
 def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     engine = TieredEngine(stored())
     engine.transfers.costs.observe_load(4, 40.0, 40.0)
