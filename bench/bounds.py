@@ -302,6 +302,17 @@ BOUNDS = (
         "further ones are not judged; the frontend begins anew",
     ),
     Bound(
+        "what a shadow policy is told",
+        ("scheduling.telemetry.request_log: RequestLog._rows",),
+        "each end of a request, while a shadow policy runs",
+        (
+            "scheduling.telemetry.request_log:MAX_ROWS=4096",
+            "scheduling.telemetry.request_log:MAX_HASHES=131072",
+        ),
+        "requests, block hashes",
+        "the oldest are dropped and counted",
+    ),
+    Bound(
         "what a metrics endpoint is told",
         (
             "scheduling.telemetry.request_counters: RequestCounters._reasons",
@@ -815,6 +826,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "api.beam_search: BeamSearch.beams",
         "api.beam_search: BeamSearch.ended",
         "client.engine: Engine._wanting",
+        "client.engine: Engine.watchers",
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (

@@ -172,6 +172,8 @@ class Engine:
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
+        self.watchers: dict[str, Callable[[], Any]] = {}
+        """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)
         self._policy_changes = PolicyChanges(self)
         self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
@@ -1053,6 +1055,7 @@ class Engine:
             "intake": {} if self._tokenizer_pool is None else self._tokenizer_pool.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
+            **{name: tell() for name, tell in self.watchers.items()},
         }
 
 

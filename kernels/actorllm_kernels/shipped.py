@@ -19,6 +19,8 @@ from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
+from actorllm_kernels.lora_expand import lora_expand
+from actorllm_kernels.lora_shrink import lora_shrink
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.quantized_gemm import dequantize, quantized_gemm
@@ -276,6 +278,29 @@ def _dequantize(kind: str, num_outputs: int, num_inputs: int) -> None:
 
 for kind in ("fp8", "int4g32"):
     SHIPPED[f"dequantize-6144x4096-{kind}"] = partial(_dequantize, kind, 6144, 4096)
+
+
+def _lora(what: str, num_tokens: int, in_features: int, outputs: tuple[int, ...], rank: int, pdl: bool) -> None:
+    rows, hidden, num_targets = _meta(num_tokens, dtype=I32), _meta(1 << 24, dtype=F32), len(outputs)
+    if what == "shrink":
+        lora_shrink(
+            _meta(num_tokens, in_features), _meta(8, num_targets * rank, in_features), rows, rows, hidden, pdl=pdl
+        )
+    else:
+        up, starts = _meta(8, sum(outputs), rank), _meta(num_targets + 1, dtype=I32)
+        y = _meta(num_tokens, sum(outputs))
+        lora_expand(hidden, up, starts, rows, rows, y, in_features, max(outputs), pdl=pdl)
+
+
+for what in ("shrink", "expand"):
+    for tokens, inputs, of_targets, rank, pdl in (
+        (16, 4096, (4096, 1024, 1024), 16, True),  # Llama-3.1-8B
+        (32, 14336, (4096,), 64, True),
+        (2048, 4096, (14336, 14336), 16, False),
+        (2048, 576, (576, 192, 192), 256, False),
+    ):
+        name = f"lora_{what}-{tokens}-{'x'.join(map(str, of_targets))}x{inputs}-r{rank}{'-pdl' if pdl else ''}"
+        SHIPPED[name] = partial(_lora, what, tokens, inputs, of_targets, rank, pdl)
 
 
 def _state() -> SamplingState:

@@ -36,6 +36,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "skinny_gemm": ("y",),
     "quantized_gemm": ("y",),
     "dequantize": ("y",),
+    "lora_shrink": ("hidden",),
+    "lora_expand": ("y",),
     "activation_mul": ("y",),
     "qknorm_rope_kv": ("q", "keys", "values"),
     "attn_decode": ("out",),
@@ -54,7 +56,21 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 IDS = ("offers.id", "tokens", "ids", "ranks")
 """Of these, few may be others."""
-CONSTANT = ("weight", "codes", "scales", "bias", "norm", "norms", "cos", "sin", "sinks", "ahead")
+CONSTANT = (
+    "weight",
+    "codes",
+    "scales",
+    "down",
+    "up",
+    "starts",
+    "bias",
+    "norm",
+    "norms",
+    "cos",
+    "sin",
+    "sinks",
+    "ahead",
+)
 """Arguments that no operation writes: they are not copied."""
 
 
