@@ -97,7 +97,7 @@ class BlockStore:
 
 
 @dataclass(slots=True)
-class Wait:
+class LoadWait:
     """Of a request, for a load."""
 
     patience_s: float
@@ -132,7 +132,7 @@ class Transfers:
         # Blocks that are held are missing elsewhere: a small part of the pool.
         self._max_store = max(1, min(max_store_blocks, kv.pool.num_blocks // 16))
         self.costs = TransferCosts(kv.block_size)
-        self.waiting: dict[Sequence, Wait] = {}
+        self.waiting: dict[Sequence, LoadWait] = {}
         self._passed: set[Sequence] = set()
         """Preempted requests that are done with waiting, until they are asked for."""
         self._loads: list[BlockLoad] = []
@@ -211,12 +211,12 @@ class Transfers:
             self._passed.discard(sequence)
             return False
         if self._is_losing:
-            self.waiting[sequence] = Wait(MAX_WAIT_S)
+            self.waiting[sequence] = LoadWait(MAX_WAIT_S)
             return True
         num_blocks = self._num_loadable(sequence)
         if not num_blocks or not self.costs.is_load_faster(num_blocks):
             return False
-        self.waiting[sequence] = Wait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
+        self.waiting[sequence] = LoadWait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
         return True
 
     def _num_loadable(self, sequence: Sequence) -> int:
