@@ -73,6 +73,9 @@ class GroupedKVCache(PagedCache):
         self._partner[self.padding_block] = self.windowed.padding_block
         self._owner: I32 = np.full(num_window_blocks, -1, np.int32)
 
+    def block_views(self, block: int) -> list[memoryview]:
+        raise UnsupportedModelError("blocks of two KV groups are kept by no KV tier yet")
+
     def pair(self, pairs: I32) -> None:
         """Blocks of the first group get partners. pairs: [2 * n], a block and its partner in turns, in their order.
 
