@@ -35,6 +35,7 @@ from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
+from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
@@ -49,7 +50,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
-from actorllm.types.speculation import read_speculation, with_costs
+from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -812,13 +813,14 @@ def _speculation(given: dict[str, Any], pooler: Pooler | None, block_size: int) 
     told = f"speculative_config (method={speculation.method!r:.80})"
     if pooler is not None:
         raise ConfigError(f"{told}: a model that makes vectors samples no tokens; leave speculative_config out")
-    if given["tensor_parallel_size"] > 1:
+    if given["tensor_parallel_size"] > 1 and speculation.method in WITH_MODEL:
         raise ConfigError(
-            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; leave one of them out"
+            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; use {NGRAM!r} or {SUFFIX!r}, "
+            f"or leave one of them out"
         )
-    if given["model_impl"] == "transformers":
+    if given["model_impl"] == "transformers" and speculation.method in WITH_MODEL:
         raise ConfigError(
-            f"{told} is not supported for modules of transformers yet; leave it out, or model_impl at 'auto'"
+            f"{told} is not supported for modules of transformers yet; use {NGRAM!r} or {SUFFIX!r}, or leave model_impl at 'auto'"
         )
     spare = speculation.num_speculative_tokens * _depth(given)
     if spare >= block_size:
@@ -838,6 +840,7 @@ def _with_draft_folder(
     if speculation is None or speculation.model is None:
         return speculation
     folder, tree = read_model_folder(speculation.model, load_format)
+    tree = head_tree(tree) if speculation.method in HEADS else tree
     text = tree.get("text_config")
     check_same_tokenizer(target, target_tree, folder, text if isinstance(text, dict) else tree)
     return replace(speculation, model=str(folder))

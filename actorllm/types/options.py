@@ -120,8 +120,9 @@ class EngineOptions(VLLMOptions, total=False):
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]
-    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', or your Drafter as
-    'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token. None: no drafts."""
+    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', 'eagle', 'eagle3', 'mtp', or
+    your Drafter as 'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token.
+    None: no drafts."""
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]

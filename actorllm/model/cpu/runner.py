@@ -25,7 +25,8 @@ from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.draft_heads import drafting_model
+from actorllm.model.cpu.draft_passes import DraftingModel
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
 from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
@@ -113,6 +114,8 @@ class CpuStep(StepHandle[Chunks]):
     """Prefill rows of the plan whose states are not finite."""
     draft_logits: torch.Tensor | None = None
     """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
+    seen: torch.Tensor | None = None
+    """What the drafting model is to have of the decode rows (`DraftingModel.follow`); None: nothing."""
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -147,15 +150,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._slots: AdapterSlots | None = None
         """Of `adapters`."""
         self._speculator: Speculator | None = None
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
-            if not isinstance(self.model_config, DecoderConfig):
-                raise UnsupportedModelError(
-                    f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
-                    f"transformers; leave it out"
-                )
-            if config.speculation.model is not None:
-                self._draft_model = DraftModel(config, self.dtype)
+            self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
         self._decode_version = -1
@@ -170,7 +167,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
         if self._draft_model is not None:
-            self._draft_model.load(self._show_progress)
+            assert isinstance(self.decoder, Decoder)
+            self._draft_model.load(self.decoder, self._show_progress)
         if self.stage.is_last:
             self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
@@ -316,6 +314,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         decoder, head = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
+            if self._draft_model is not None:
+                self._draft_model.take_target(decoder)
         elif self._slots is not None:
             cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head
@@ -338,7 +338,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def release_cache(self) -> None:
         self.cache.release()
         if self._draft_model is not None:
-            self._draft_model.cache.release()
+            self._draft_model.release()
 
     @property
     def model(self) -> Any:
@@ -502,7 +502,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._draft_model is not None:
             del self._draft_model.cache
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
-        return peak + 3 * logits + context + adapters
+        of_drafts = 0 if self._draft_model is None else self._draft_model.fixed_bytes
+        return peak + 3 * logits + context + adapters + of_drafts
 
     @with_own_threads
     @torch.inference_mode()
@@ -534,12 +535,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
-            self._draft_model.cache.zero(block_ids)
+            self._draft_model.zero(block_ids)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
         if self._draft_model is not None:
-            self._draft_model.cache.copy(sources, targets)
+            self._draft_model.copy(sources, targets)
 
     @with_own_threads
     def check_itself(self) -> None:
@@ -604,7 +605,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
-        hidden, logits, draft_logits = self._no_hidden, None, None
+        hidden, logits, draft_logits, seen = self._no_hidden, None, None, None
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
@@ -634,8 +635,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
-        if self._draft_model is not None and inputs.prefill_slots:
-            self._draft_model.prefill(inputs)
+            if self._draft_model is not None:
+                seen = self._draft_model.follow(inputs, states)
         if inputs.forks:
             self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
@@ -650,6 +651,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             prompt_logprobs,
             bad_prompts,
             draft_logits,
+            seen,
         )
 
     def _pass_on(
@@ -675,7 +677,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What is guessed of the decode rows of this step."""
         speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
-            self._draft_model.apply(plan, self.batch.num_slots)
+            self._draft_model.apply(plan, self.batch)
+            self._draft_model.catch_up(self.batch, speculator.histories)
         slots = self.batch.decode_slots
         if not plan.max_drafts:
             return None
@@ -683,6 +686,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
+        drafts = None if self.ranks.rank else self._guess(plan, speculator, most)
+        return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
+
+    def _guess(self, plan: StepPlan, speculator: Speculator, most: int) -> Drafts | None:
+        slots = self.batch.decode_slots
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
@@ -690,6 +698,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if plan.late_slots.size and self.tell_drafts is not None:
             self.tell_drafts(drafts_of(slots, drafts, plan))
         return drafts
+
+    def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
+        """Those of the first rank, on every rank. most: of a row."""
+        told = np.zeros((len(self.batch.decode_slots), 1 + max(0, most)), np.int32)  # how many, and which
+        if drafts is not None:
+            told[:, 0] = drafts.counts
+            told[:, 1:][_firsts(drafts.counts, told.shape[1] - 1)] = drafts.tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if not counts.any():
+            return None
+        return Drafts(counts, told[:, 1:][_firsts(counts, told.shape[1] - 1)])
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -796,7 +816,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:
-            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if not self.ranks.rank:
+                tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if self.ranks.size > 1:
+                tokens, runs = self._agreed_runs(handle, tokens, runs)
+        if self._draft_model is not None and handle.seen is not None:
+            self._draft_model.keep(self.batch, handle.inputs, handle.seen, runs)
         if self._speculator is not None and late is not None and late.counts.size:
             self._speculator.force(late, sampling.slots, tokens, runs)
         return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)
@@ -881,6 +906,24 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if position == 0:
             return tokens, NO_I32, spans
         return np.array([token for row in by_row for token in row], np.int32), runs, joined_runs(spans)
+
+    def _agreed_runs(self, handle: CpuStep, tokens: I32, runs: I32) -> tuple[I32, I32]:
+        """What the first rank has found of the drafts, on every rank: the others take the tokens that they have not stored yet."""
+        drafts = handle.inputs.drafts
+        assert drafts is not None
+        slots = self.batch.decode_slots
+        told = np.zeros((len(handle.sampling.slots), 2 + int(drafts.counts.max())), np.int32)  # how many, and which
+        if not self.ranks.rank:
+            told[:, 0] = runs if runs.size else 1
+            told[:, 1:][_firsts(told[:, 0], told.shape[1] - 1)] = tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if self.ranks.rank:
+            for position in range(1, int(counts.max())):
+                rows = np.flatnonzero(counts[: len(slots)] > position)
+                self.batch.accept(slots[rows])
+                self._store(slots[rows], told[rows, 1 + position])
+        return told[:, 1:][_firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
@@ -1021,3 +1064,9 @@ def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
     is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
     tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
     return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)
+
+
+def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:
+    """[num_rows, width]: the first ones of each row, so many as it counts."""
+    mask: NDArray[np.bool_] = np.arange(width) < counts[:, None]
+    return mask
