@@ -275,6 +275,8 @@ BOUNDS = (
             "kvcache.block_pool: BlockPool._queue",
             "kvcache.block_pool: BlockPool._unlabelled",
             "kvcache.manager: KVCacheManager._emptied",
+            "kvcache.window_group: WindowGroup._pairs",
+            "kvcache.window_group: WindowGroup._behind",
         ),
         "prompts, `cache_salt`",
         ("kv_cache_memory_bytes=None",),
@@ -300,6 +302,17 @@ BOUNDS = (
         ("scheduling.policy_monitor:MAX_OBJECTIVES=1000", "client.submit:MAX_OBJECTIVES=1000"),
         "different objectives",
         "further ones are not judged; the frontend begins anew",
+    ),
+    Bound(
+        "what a shadow policy is told",
+        ("scheduling.telemetry.request_log: RequestLog._rows",),
+        "each end of a request, while a shadow policy runs",
+        (
+            "scheduling.telemetry.request_log:MAX_ROWS=4096",
+            "scheduling.telemetry.request_log:MAX_HASHES=131072",
+        ),
+        "requests, block hashes",
+        "the oldest are dropped and counted",
     ),
     Bound(
         "what a metrics endpoint is told",
@@ -615,6 +628,22 @@ BOUNDS = (
         "`EngineOverloaded`",
     ),
     Bound(
+        "requests that wait for KV from a tier",
+        ("scheduling.tiers.transfers: Transfers.waiting", "scheduling.tiers.transfers: Transfers._passed"),
+        "each request whose beginning a tier has",
+        WAITING,
+        "requests; an entry goes with its request, and after as long as computing takes",
+        "`EngineOverloaded`",
+    ),
+    Bound(
+        "KV blocks on their way from and to a tier",
+        ("scheduling.tiers.transfers: Transfers._loads", "scheduling.tiers.transfers: Transfers._urgent"),
+        "each request whose beginning a tier has, each preemption",
+        ("scheduling.tiers.transfers:MAX_LOADS=2", "scheduling.tiers.transfers:MAX_URGENT=64"),
+        "loads of up to 256 blocks; preempted requests whose blocks are to be stored",
+        "the request waits; the oldest of the preempted are not stored",
+    ),
+    Bound(
         "adapters in slots",
         (
             "scheduling.residency: Residency.slots",
@@ -640,6 +669,14 @@ BOUNDS = (
         ("types.adapter_folder:MAX_DIGESTS=1024",),
         "folders, and numbers",
         "the one that was used longest ago is forgotten, and a folder read again",
+    ),
+    Bound(
+        "tokenizers of adapters",
+        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        "each request with an adapter whose folder has a tokenizer",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
+        "folders, whose files have 64 MiB each at most",
+        "the one that was used longest ago is forgotten, and read again",
     ),
     Bound(
         "rows of a step that a logits processor of requests changes",
@@ -801,6 +838,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "api.beam_search: BeamSearch.beams",
         "api.beam_search: BeamSearch.ended",
         "client.engine: Engine._wanting",
+        "client.engine: Engine.watchers",
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (

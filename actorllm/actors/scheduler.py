@@ -29,13 +29,15 @@ from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.engine_thread import serves_loops
 from actorllm.actors.link import Link
 from actorllm.actors.load_board import LoadPublisher
-from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, PoisonIsolation, hooks
+from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, LoopPart, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate
+from actorllm.actors.tiers.tier_files import TierDirectory, open_tiers
+from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.weight_commits import WeightCommits
@@ -66,6 +68,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.scheduling.telemetry.request_counters import RequestCounters
+from actorllm.scheduling.telemetry.request_log import RequestLog
 from actorllm.scheduling.telemetry.snapshot import glance
 from actorllm.scheduling.telemetry.step_history import StepHistory
 from actorllm.supervision.blame.scheduler_probes import SchedulerProbes, end_of_unknown
@@ -122,7 +125,7 @@ class SchedulerActor(Actor):
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_workers",
         *("sleep", "wake_up"),
-        *("check_policy", "set_policy"),
+        *("check_policy", "set_policy", "request_log"),
     )
 
     WARMS_UP = True
@@ -162,6 +165,8 @@ class SchedulerActor(Actor):
         """When the policy is to be asked again even if nothing happens."""
         self._step_watch: StepModelMonitor | None = None
         self._load: LoadPublisher | None = None
+        self._directory: TierDirectory | None = None
+        """What the KV tiers have."""
         self._tokenizer: Tokenizer | None = None
         self._renderer: Renderer
         self._record_path: Path
@@ -203,7 +208,7 @@ class SchedulerActor(Actor):
         )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         self._sleeping = Sleeping(self, self._gate, self._pausing)
-        parts = (
+        parts: tuple[LoopPart, ...] = (
             PoisonIsolation(self, self._probes),
             DeadlineExpiry(self, self._probes),
             self._adapters,
@@ -211,6 +216,8 @@ class SchedulerActor(Actor):
             self._pausing,
             self._gate,
         )
+        if self._directory is not None:
+            parts += (TierTransfers(self, self._gate, self._directory, lambda: self._workers),)
         self._before_plan = hooks(parts, "before_plan")
         self._after_plan = hooks(parts, "after_plan")
         self._after_result = hooks(parts, "after_result")
@@ -232,6 +239,9 @@ class SchedulerActor(Actor):
             self._step_watch = StepModelMonitor(config.scheduler.step_model)
         self._policies = ActivePolicies(config.scheduler, None if config.record is None else self._write_entry)
         arguments |= {"policy": self._policies.first(), "build_policy": self._policies.build}
+        if config.cache.has_tiers:
+            self._directory = TierDirectory(open_tiers(config.cache))
+            arguments["tiers"] = self._directory
         if config.load_board is not None:
             self._load = LoadPublisher(config.load_board, config.replica)
         if config.record is None:
@@ -278,14 +288,20 @@ class SchedulerActor(Actor):
     async def on_stop(self) -> None:
         self._close_constraints()
         self._close_record()
+        self._close_tiers()
 
     def on_failure(self, error: BaseException) -> None:
         self._close_constraints()
+        self._close_tiers()
         self._close_record()  # a recording is wanted most when something went wrong
 
     def _close_constraints(self) -> None:
         if self._is_configured:
             self._constraints.close()
+
+    def _close_tiers(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
 
     def _close_record(self) -> None:
         if self._record is not None:
@@ -728,6 +744,8 @@ class SchedulerActor(Actor):
                 events = self._timeline.events() if self._timeline is not None else []
                 self._timeline = None
                 return events
+            case "request_log":  # of the owner alone: it tells of the requests of all programs
+                return self._take_request_log(bool(arguments["is_on"]))
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
             case "expect_suspects":
@@ -797,6 +815,15 @@ class SchedulerActor(Actor):
             "recording": None if self._record is None else self._record.statistics(),
             "timeline": None if self._timeline is None else self._timeline.statistics(),
         }
+
+    def _take_request_log(self, is_on: bool) -> dict[str, Any]:
+        """The requests that ended since a reader asked last, and the policies. is_on: keep those that end from here on."""
+        log = self._counters.log
+        if log is None:
+            log = RequestLog(now)
+        self._counters.log = log if is_on else None
+        policies = self._policies.statistics(self.scheduler.num_policy_changes)
+        return {**log.take(self.scheduler.alive()), "policy": policies, "now": now()}
 
     def _live(self, after: int, at_most: int) -> dict[str, Any]:
         """What the live page shows now. after: the last step that it knows of."""

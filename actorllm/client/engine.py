@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
@@ -75,6 +76,8 @@ from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
@@ -128,6 +131,11 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
+        self._tier_memory: MemoryFile | None = None
+        """For KV blocks that left the caches of the replicas here."""
+        if config.cache.offloading_bytes and config.cache.offloading_path is None:
+            self._tier_memory = MemoryFile("kv-blocks")
+            config = replace(config, cache=replace(config.cache, offloading_path=self._tier_memory.path))
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
@@ -165,6 +173,8 @@ class Engine:
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
+        self.watchers: dict[str, Callable[[], Any]] = {}
+        """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)
         self._policy_changes = PolicyChanges(self)
         self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
@@ -227,7 +237,9 @@ class Engine:
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts))
+        return config.resolved(
+            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+        )
 
     # Life
 
@@ -367,7 +379,10 @@ class Engine:
                 for job in [] if pool is None else pool.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
+                self._submits.forget()
             finally:
+                if self._tier_memory is not None:
+                    self._tier_memory.clear()
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
                 self._make()
@@ -400,6 +415,8 @@ class Engine:
         meeting_place.close()
         self._weight_updates.close()
         self.weight_transfer.close()
+        if self._tier_memory is not None:
+            self._tier_memory.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._tokenizer_pool is not None:
@@ -586,7 +603,12 @@ class Engine:
         stream = self._accept(
             prompt,
             RequestSpec(
-                params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
+                params.n,
+                params.output_kind,
+                checked_tokenization(tokenization_kwargs, params),
+                new_stream,
+                maker,
+                functools.partial(self._submits.prompts_of, lora_request),
             ),
             request_id,
             host=host,
@@ -638,7 +660,8 @@ class Engine:
             self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
-        asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
+        prompts = functools.partial(self._submits.prompts_of, lora_request)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts)
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)
@@ -1042,6 +1065,7 @@ class Engine:
             "intake": {} if self._tokenizer_pool is None else self._tokenizer_pool.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
+            **{name: tell() for name, tell in self.watchers.items()},
         }
 
 

@@ -31,6 +31,7 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
+    "MiMoForCausalLM": "mimo",
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",

@@ -46,8 +46,9 @@ class EngineOptions(VLLMOptions, total=False):
     at least max_model_len."""
     block_size: Annotated[int | None, None]
     """Tokens of one block of the KV cache; None: 32, or 64 on CUDA and with kv_cache_dtype='int8'."""
-    kv_cache_dtype: Annotated[Literal["auto", "int8"], "auto"]
-    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'auto': as the model."""
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8", "fp8_e4m3"], "auto"]
+    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'fp8' or 'fp8_e4m3': all of it
+    to floats of 8 bits, on CUDA; 'auto': as the model."""
     enable_prefix_caching: Annotated[bool | None, None]
     """Use the KV of earlier requests with the same beginning; None: yes."""
     kv_cache_memory_bytes: Annotated[int | None, None]
@@ -57,6 +58,14 @@ class EngineOptions(VLLMOptions, total=False):
     gpu_memory_utilization: Annotated[float | None, None]
     """Share of the available memory, on a CPU of the machine's, for weights, activations and cache: more than 0, at most 1.
     None: a moderate share."""
+    kv_offloading_size: Annotated[float | None, None]
+    """GiB of host memory for KV blocks that leave the cache; the replicas of this machine share it. None: none."""
+    kv_offloading_backend: Annotated[Literal["native"], "native"]
+    """What keeps blocks in that memory: the engine itself."""
+    kv_transfer_config: Annotated[Mapping[str, Any] | str | None, None]
+    """vLLM's offloading connector, as another way to say kv_offloading_size; also as JSON."""
+    swap_space: Annotated[float | None, None]
+    """vLLM's older name for kv_offloading_size."""
     enforce_eager: Annotated[bool, False]
     """On CUDA: record no graphs. The CPU has none."""
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
@@ -120,8 +129,8 @@ class EngineOptions(VLLMOptions, total=False):
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]
-    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', or your Drafter as
-    'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token. None: no drafts."""
+    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', 'eagle', 'eagle3', 'mtp',
+    'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token."""
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]
@@ -192,6 +201,10 @@ class EngineOptions(VLLMOptions, total=False):
     """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
+    kv_disk_path: Annotated[str | os.PathLike[str] | None, None]
+    """A folder of this user for KV blocks that left the cache; engines of one model share it, and find it after a restart."""
+    kv_disk_size: Annotated[float | None, None]
+    """GiB that the files there may take."""
     module: Annotated[Any, None]
     """A model of transformers that the application owns, in the place of `model`: its parameters are used where they are.
     Needs topology='inline'."""

@@ -75,6 +75,14 @@ def zero_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
+def views_of_block(pages: mmap.mmap, num_layers: int, num_blocks: int, block: int) -> list[memoryview]:
+    """Its bytes in each layer, where every layer has all blocks one after the other."""
+    layer = len(pages) // num_layers
+    size = layer // num_blocks
+    whole = memoryview(pages)
+    return [whole[start : start + size] for start in range(block * size, len(pages), layer)]
+
+
 class PagedCache(ABC):
     """What a runner and a decoder do with a cache, however it stores keys and values."""
 
@@ -85,10 +93,16 @@ class PagedCache(ABC):
     padding_block: int
     dtype: torch.dtype
     """Of the keys and values that it is given, and of what attention returns."""
+    first_position: int = 0
+    """No token attends to those before it, and only padding is computed there."""
 
     @abstractmethod
     def release(self) -> None:
         """Let all be zeros that take no memory, as at first."""
+
+    @abstractmethod
+    def block_views(self, block: int) -> list[memoryview]:
+        """The memory of a full block, in pieces: what it holds is what these bytes are, in a cache of the same shape."""
 
     @abstractmethod
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
@@ -148,6 +162,9 @@ class KVCache(PagedCache):
 
     def release(self) -> None:  # what points to them still does
         self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def block_views(self, block: int) -> list[memoryview]:
+        return views_of_block(self._pages, self.pool.shape[0], self.num_blocks + 2, block)
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
@@ -603,7 +620,10 @@ class AttentionBatch:
     def _visible(self, lengths: I64) -> tuple[I64, I64, I64]:
         """Of rows of these lengths: the first block, the number of blocks, and the first position that each sees."""
         size = self._cache.block_size
-        first_visible = np.maximum(lengths - self._window, 0) if self._window is not None else np.zeros_like(lengths)
+        if self._window is None:
+            first_visible = np.minimum(lengths - 1, self._cache.first_position)
+        else:
+            first_visible = np.maximum(lengths - self._window, 0)
         first_block = first_visible // size
         return first_block, -(-lengths // size) - first_block, first_visible
 
@@ -682,7 +702,7 @@ class AttentionBatch:
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
-            low = offset if window is None else max(offset, first_position + a + 1 - window)
+            low = self._cache.first_position if window is None else max(offset, first_position + a + 1 - window)
             high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)

@@ -123,7 +123,12 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, rotary_dim / 2]."""
-        seen = x if self.input_norm is None else self.input_norm(x)
+        return self.beside(x, x if self.input_norm is None else self.input_norm(x), rotations, attention)
+
+    def beside(
+        self, x: torch.Tensor, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch
+    ) -> torch.Tensor:
+        """What the layer makes of the residual stream x where attention reads `seen`, [num_tokens, inputs of qkv]."""
         if self.latent is None:
             heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
             self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
@@ -261,6 +266,9 @@ class Decoder:
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps) if is_last else None
         self.lm_head: Linear | None = None
         self._kinds = kinds
+        self.taps: frozenset[int] = frozenset()
+        """Behind how many layers the hidden states of a step are kept in `tapped`."""
+        self.tapped: dict[int, torch.Tensor] = {}
         if config.has_head:
             # One arithmetic for both kinds of rows: that of a single scheme.
             self.lm_head = (make if kinds is None else linear)(tensors.head() or form.head_of(self.embedding))
@@ -307,7 +315,7 @@ class Decoder:
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
         if self._stage.is_first:
-            x = self._embed(torch.from_numpy(inputs.token_ids))
+            x = self.embed(torch.from_numpy(inputs.token_ids))
             if inputs.embedded is not None:
                 place_rows(x, inputs)
         else:
@@ -318,10 +326,12 @@ class Decoder:
             self._kinds.begin(inputs)
         for layer in self.layers:
             inputs.between_layers()
+            if layer.index in self.taps:
+                self.tapped[layer.index] = x
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size]; an id is embedded by the rank that holds it."""
         if self.ranks.size == 1:
             rows = torch.embedding(self.embedding, token_ids)

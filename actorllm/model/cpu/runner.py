@@ -20,11 +20,14 @@ from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
+from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.draft_heads import drafting_model
+from actorllm.model.cpu.draft_passes import DraftingModel
+from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
 from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
@@ -59,7 +62,6 @@ from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
-    from actorllm.model.adapters.slots import AdapterSlots
     from actorllm.model.cpu.model import CausalLM
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
@@ -113,6 +115,8 @@ class CpuStep(StepHandle[Chunks]):
     """Prefill rows of the plan whose states are not finite."""
     draft_logits: torch.Tensor | None = None
     """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
+    seen: torch.Tensor | None = None
+    """What the drafting model is to have of the decode rows (`DraftingModel.follow`); None: nothing."""
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -121,7 +125,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    _owned = ("decoder", "cache", "batch", "adapters", "_draft_model", "_speculator")
+    _owned = ("decoder", "cache", "batch", "adapters", "_slots", "_draft_model", "_speculator")
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
@@ -144,16 +148,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._shown = ShownLogits.of(config.model.logprobs_mode)
+        self._slots: AdapterSlots | None = None
+        """Of `adapters`."""
         self._speculator: Speculator | None = None
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
-            if not isinstance(self.model_config, DecoderConfig):
-                raise UnsupportedModelError(
-                    f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
-                    f"transformers; leave it out"
-                )
-            if config.speculation.model is not None:
-                self._draft_model = DraftModel(config, self.dtype)
+            self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
         self._decode_version = -1
@@ -168,7 +168,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
         if self._draft_model is not None:
-            self._draft_model.load(self._show_progress)
+            assert isinstance(self.decoder, Decoder)
+            self._draft_model.load(self.decoder, self._show_progress)
         if self.stage.is_last:
             self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
@@ -231,15 +232,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "" if widens(torch.bfloat16) else better,
             )
         if self.config.lora is not None:
-            self.adapters = Adapters(self.config.lora, torch.float32 if widens(self.dtype) else self.dtype)
-        slots = None if self.adapters is None else self.adapters.slots
+            of = torch.float32 if widens(self.dtype) else self.dtype
+            self._slots = AdapterSlots(self.config.lora.max_loras, self.config.lora.max_lora_rank, of)
+            self.adapters = Adapters(self.config.lora, self._slots)
         found = choose(self.config, plan, self.dtype, self.rank)
         self.scheme = None if found is None else str(found)
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                decoder, self._head = self._read_decoder(plan, weights, slots)
+                decoder, self._head = self._read_decoder(plan, weights, self._slots)
                 return decoder
-        loaded, self._head = self._read_modules(model, slots)
+        loaded, self._head = self._read_modules(model, self._slots)
         return loaded
 
     def _read_modules(
@@ -313,8 +315,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         decoder, head = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
-        elif self.adapters is not None:
-            cast("TransformersDecoder", decoder).adapt(self.adapters.slots)
+            if self._draft_model is not None:
+                self._draft_model.take_target(decoder)
+        elif self._slots is not None:
+            cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head
 
     def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
@@ -324,18 +328,21 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.decoder.drop_weights()
         else:
             self.decoder = AbsentModel(self.decoder.num_kv_heads)
-            if self.adapters is not None:
-                self.adapters.slots.drop_bases()
+            if self._slots is not None:
+                self._slots.drop_bases()
         gc.collect()  # modules refer to each other
         memory.trim()
         if not keeps_pages and self.config.model.load_format != "dummy":
             folder = Path(source.folder or self.config.model.path)
             memory.drop_pages(folder.glob("*.safetensors"))
 
+    def block_views(self, block: int) -> list[memoryview]:
+        return self.cache.block_views(block)
+
     def release_cache(self) -> None:
         self.cache.release()
         if self._draft_model is not None:
-            self._draft_model.cache.release()
+            self._draft_model.release()
 
     @property
     def model(self) -> Any:
@@ -360,9 +367,36 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             size = self.config.cache.block_size * self._latent.width * self.dtype.itemsize
             return self.model_config.num_layers * size + of_drafts
         if not self._has_int8_cache:
-            return super().block_bytes + of_drafts
+            return self._bytes_of_layers(windowed=False) + of_drafts
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def cache_window(self) -> int | None:
+        """Where some layers have a window and some have not, and blocks are as `KVCache` has them."""
+        plan, config = self.model_config, self.config
+        if not isinstance(plan, DecoderConfig) or plan.latent is not None or None not in plan.windows:
+            return None
+        is_plain = not (
+            config.stages
+            or config.is_launched
+            or config.speculation is not None
+            or config.keeps_output_apart
+            or self._has_int8_cache
+        )
+        window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
+        is_small = window < config.model.max_model_len
+        return window if is_plain and is_small and config.model.pooler is None else None
+
+    def _bytes_of_layers(self, *, windowed: bool) -> int:
+        """Memory of one block in the layers of one KV group; all are of the first one where there is no other."""
+        every = super().block_bytes
+        if self.cache_window is None:
+            return 0 if windowed else every
+        assert isinstance(self.model_config, DecoderConfig)
+        windows = self.model_config.windows
+        count = sum((window is not None) == windowed for window in windows)
+        return every // len(windows) * count
 
     @property
     def _latent(self) -> LatentShape | None:
@@ -379,12 +413,25 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def fixed_cache_bytes(self) -> int:
-        """Of the tails of a cache of 8 bits: a page of them is mapped when a slot that has it is first used."""
+        """Of the second KV group; or of the tails of a cache of 8 bits, of which a page is mapped when a slot that has it is first
+        used."""
+        if self.cache_window is not None:
+            return self._most_window_blocks * self._bytes_of_layers(windowed=True)
         if not self._has_int8_cache:
             return 0
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
+    @property
+    def _most_window_blocks(self) -> int:
+        assert self.cache_window is not None
+        return self.config.window_blocks(self.cache_window, 1 << 40)
+
     def _blocks_within(self, num_bytes: int) -> int:
+        if self.cache_window is not None:  # each block has a partner, up to as many as the second group has at most
+            both = self.block_bytes + self._bytes_of_layers(windowed=True)
+            if num_bytes < self._most_window_blocks * both:
+                return num_bytes // both
+            return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
         if not self._has_int8_cache:
             return super()._blocks_within(num_bytes)
         # Each sequence that runs has its tails, and a block at least.
@@ -464,6 +511,21 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._draft_model.allocate(num_blocks)
         self._is_half_done = False
 
+    @torch.inference_mode()
+    def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
+        self.allocate(num_blocks)
+        c = self.model_config
+        assert isinstance(c, DecoderConfig)
+        self.cache = GroupedKVCache(
+            c.windows,
+            self.decoder.num_kv_heads,
+            c.head_dim,
+            num_blocks,
+            num_window_blocks,
+            self.config.cache.block_size,
+            self.dtype,
+        )
+
     def _empty_batch(self) -> PersistentBatch:
         arguments = self._batch_arguments(self.cache.num_blocks)
         return PersistentBatch(**arguments, padding_block=self.cache.padding_block)
@@ -490,7 +552,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         peak = max(0, memory.peak_bytes() - before)
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
-        context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        context = self.config.model.max_model_len * super().block_bytes // (size * self.model_config.num_layers)
         if self._latent is not None:
             context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model
@@ -499,7 +561,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._draft_model is not None:
             del self._draft_model.cache
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
-        return peak + 3 * logits + context + adapters
+        of_drafts = 0 if self._draft_model is None else self._draft_model.fixed_bytes
+        return peak + 3 * logits + context + adapters + of_drafts
 
     @with_own_threads
     @torch.inference_mode()
@@ -531,12 +594,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
-            self._draft_model.cache.zero(block_ids)
+            self._draft_model.zero(block_ids)
+
+    def _pair(self, pairs: I32, step: int) -> None:
+        if not isinstance(self.cache, GroupedKVCache):
+            super()._pair(pairs, step)
+        else:
+            self.cache.pair(pairs)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
         if self._draft_model is not None:
-            self._draft_model.cache.copy(sources, targets)
+            self._draft_model.copy(sources, targets)
 
     @with_own_threads
     def check_itself(self) -> None:
@@ -601,7 +670,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
-        hidden, logits, draft_logits = self._no_hidden, None, None
+        hidden, logits, draft_logits, seen = self._no_hidden, None, None, None
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
@@ -631,8 +700,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
-        if self._draft_model is not None and inputs.prefill_slots:
-            self._draft_model.prefill(inputs)
+            if self._draft_model is not None:
+                seen = self._draft_model.follow(inputs, states)
         if inputs.forks:
             self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
@@ -647,6 +716,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             prompt_logprobs,
             bad_prompts,
             draft_logits,
+            seen,
         )
 
     def _pass_on(
@@ -672,7 +742,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What is guessed of the decode rows of this step."""
         speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
-            self._draft_model.apply(plan, self.batch.num_slots)
+            self._draft_model.apply(plan, self.batch)
+            self._draft_model.catch_up(self.batch, speculator.histories)
         slots = self.batch.decode_slots
         if not plan.max_drafts:
             return None
@@ -680,6 +751,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
+        drafts = None if self.ranks.rank else self._guess(plan, speculator, most)
+        return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
+
+    def _guess(self, plan: StepPlan, speculator: Speculator, most: int) -> Drafts | None:
+        slots = self.batch.decode_slots
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
@@ -687,6 +763,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if plan.late_slots.size and self.tell_drafts is not None:
             self.tell_drafts(drafts_of(slots, drafts, plan))
         return drafts
+
+    def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
+        """Those of the first rank, on every rank. most: of a row."""
+        told = np.zeros((len(self.batch.decode_slots), 1 + max(0, most)), np.int32)  # how many, and which
+        if drafts is not None:
+            told[:, 0] = drafts.counts
+            told[:, 1:][_firsts(drafts.counts, told.shape[1] - 1)] = drafts.tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if not counts.any():
+            return None
+        return Drafts(counts, told[:, 1:][_firsts(counts, told.shape[1] - 1)])
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -793,7 +881,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:
-            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if not self.ranks.rank:
+                tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if self.ranks.size > 1:
+                tokens, runs = self._agreed_runs(handle, tokens, runs)
+        if self._draft_model is not None and handle.seen is not None:
+            self._draft_model.keep(self.batch, handle.inputs, handle.seen, runs)
         if self._speculator is not None and late is not None and late.counts.size:
             self._speculator.force(late, sampling.slots, tokens, runs)
         return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)
@@ -878,6 +971,24 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if position == 0:
             return tokens, NO_I32, spans
         return np.array([token for row in by_row for token in row], np.int32), runs, joined_runs(spans)
+
+    def _agreed_runs(self, handle: CpuStep, tokens: I32, runs: I32) -> tuple[I32, I32]:
+        """What the first rank has found of the drafts, on every rank: the others take the tokens that they have not stored yet."""
+        drafts = handle.inputs.drafts
+        assert drafts is not None
+        slots = self.batch.decode_slots
+        told = np.zeros((len(handle.sampling.slots), 2 + int(drafts.counts.max())), np.int32)  # how many, and which
+        if not self.ranks.rank:
+            told[:, 0] = runs if runs.size else 1
+            told[:, 1:][_firsts(told[:, 0], told.shape[1] - 1)] = tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if self.ranks.rank:
+            for position in range(1, int(counts.max())):
+                rows = np.flatnonzero(counts[: len(slots)] > position)
+                self.batch.accept(slots[rows])
+                self._store(slots[rows], told[rows, 1 + position])
+        return told[:, 1:][_firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
@@ -1018,3 +1129,9 @@ def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
     is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
     tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
     return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)
+
+
+def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:
+    """[num_rows, width]: the first ones of each row, so many as it counts."""
+    mask: NDArray[np.bool_] = np.arange(width) < counts[:, None]
+    return mask

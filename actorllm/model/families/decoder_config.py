@@ -40,6 +40,8 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     norm_offset: float = 0.0
     """Norms multiply by the tensor of the checkpoint plus this."""
+    beside: str | None = None
+    """What the names of tensors begin with that none of the layers needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
