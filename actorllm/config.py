@@ -1071,9 +1071,7 @@ def _check_rank_nodes(given: Mapping[str, Any], ranks: int) -> None:
     told = f"nnodes={given['nnodes']}"
     if ranks % given["nnodes"]:
         raise ConfigError(f"{told}: {ranks} ranks cannot be shared out evenly; use as many for each machine")
-    tiers = ("kv_offloading_size", "kv_disk_path", "kv_transfer_config", "swap_space")  # each rank would need its own
-    unused = {"data_parallel_size": 1, "max_replicas": None, "device": "cpu"} | {name: DEFAULTS[name] for name in tiers}
-    for name, value in unused.items():
+    for name, value in {"data_parallel_size": 1, "max_replicas": None, "device": "cpu"}.items():
         if given[name] != value:
             raise ConfigError(
                 f"{told} has the ranks of one replica on several machines, and is not supported with {name}={given[name]!r:.80} "

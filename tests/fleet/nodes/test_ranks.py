@@ -109,7 +109,6 @@ async def test_an_agent_that_is_not_there_is_named(folder: Path, agent: Agent) -
     [
         ({"pipeline_parallel_size": 3}, "nnodes=2: 3 ranks cannot be shared out evenly"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "is not supported with data_parallel_size=2 yet"),
-        ({"tensor_parallel_size": 2, "kv_offloading_size": 1}, "is not supported with kv_offloading_size=1 yet"),
         ({"tensor_parallel_size": 2, "max_replicas": 2}, "is not supported with max_replicas=2 yet"),
     ],
 )
