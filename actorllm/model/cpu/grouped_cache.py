@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, PagedCache, Scoring
 from actorllm.model.inputs import StepInputs
 
