@@ -115,9 +115,12 @@ class WorkerActor(Actor):
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
             sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
+        num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-        return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}
+            if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
+                sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
+        return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
 
     def _measured(self, config: EngineConfig) -> dict[str, Any]:
         """What steps take, where the number of drafts goes by it."""
