@@ -655,6 +655,14 @@ BOUNDS = (
         "the one that was used longest ago is forgotten, and a folder read again",
     ),
     Bound(
+        "tokenizers of adapters",
+        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        "each request with an adapter whose folder has a tokenizer",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
+        "folders, whose files have 64 MiB each at most",
+        "the one that was used longest ago is forgotten, and read again",
+    ),
+    Bound(
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",

@@ -370,6 +370,7 @@ class Engine:
                 for job in [] if pool is None else pool.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
+                self._submits.forget()
             finally:
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
@@ -589,7 +590,12 @@ class Engine:
         stream = self._accept(
             prompt,
             RequestSpec(
-                params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
+                params.n,
+                params.output_kind,
+                checked_tokenization(tokenization_kwargs, params),
+                new_stream,
+                maker,
+                functools.partial(self._submits.prompts_of, lora_request),
             ),
             request_id,
             host=host,
@@ -641,7 +647,8 @@ class Engine:
             self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
-        asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
+        prompts = functools.partial(self._submits.prompts_of, lora_request)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts)
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)

@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**HEADS_OF_32, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", HEADS_OF_32),
     "qwen2": ("qwen2", HEADS_OF_32),
+    "mimo": ("qwen2", {**HEADS_OF_32, "use_sliding_window": False, "architecture": "MiMoForCausalLM"}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "phi3": ("phi3", HEADS_OF_32),
     "phi3, tied, long window": (
