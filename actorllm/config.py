@@ -205,7 +205,7 @@ class CacheConfig:
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
-    """"int8": full blocks are rounded to 8 bits; "fp8": all to floats of 8 bits; "auto": all are in the type of the model."""
+    """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
 
