@@ -172,3 +172,11 @@ def test_the_second_group_takes_what_windows_need(model: tuple[Path, Any]) -> No
         assert isinstance(cache, GroupedKVCache)
         pools = [group.pool for group in (cache.whole, cache.windowed) if group is not None]
         assert sum(pool[:, :-2].numel() for pool in pools) * 4 == num_bytes
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.slow(reason="ranks, and replicas, as processes")
+def test_ranks_and_replicas_have_both_groups(model: tuple[Path, Any], expected: list[list[int]], name: str) -> None:
+    with LLM(str(model[0]), **OPTIONS, topology="process", max_num_seqs=4, **{name: 2}) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
