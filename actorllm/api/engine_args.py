@@ -18,7 +18,7 @@ import orjson
 
 from actorllm.config import ARGUMENTS, EngineConfig, ModelConfig, human_number
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
-from actorllm.types.command_words import spelled_out
+from actorllm.types.command_words import SHORT, spelled_out
 from actorllm.types.options import TYPES, EngineOptions, is_switch, meanings, with_options
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
@@ -123,7 +123,10 @@ class EngineArgs:
         """
         group, told = parser.add_argument_group("engine"), meanings()
         for name, default in DEFAULTS.items():
-            options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
+            long = name.replace("_", "-")
+            # Short options of one letter are programs' own; `FlexibleArgumentParser` takes those that are not.
+            short = [one for one, option in SHORT.items() if option == long and len(one) > 2]
+            options = [*dict.fromkeys((f"--{long}", f"--{name}")), *short]
             group.add_argument(
                 *options, dest=name, default=copy.copy(default), help=told.get(name), **_option_of(name, default)
             )

@@ -124,6 +124,11 @@ def test_a_command_line_as_people_write_it_for_vllm(words: list[str], name: str,
     assert getattr(EngineArgs.from_cli_args(parser.parse_args(words)), name) == value
 
 
+def test_any_parser_of_argparse_has_the_short_options_of_several_letters() -> None:
+    args = parse("-tp", "2", "-dp=3", "-cc", '{"level": 1}', "--port", "1")
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.compilation_config) == (2, 3, {"level": 1})
+
+
 def test_short_options_of_a_program_are_its_own() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("-n", "--num-prompts", type=int)
