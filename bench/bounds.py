@@ -51,11 +51,15 @@ BOUNDS = (
     ),
     Bound(
         "connections to an agent",
-        ("fleet.nodes.agent: NodeAgent._strangers", "fleet.nodes.agent: NodeAgent.tenants"),
+        (
+            "fleet.nodes.agent: NodeAgent._strangers",
+            "fleet.nodes.agent: NodeAgent.tenants",
+            "fleet.nodes.agent: Tenant._guests",
+        ),
         "each connection to its port",
         (
             "fleet.nodes.agent:MAX_STRANGERS=32",
-            "fleet.nodes.agent:MAX_TENANTS=64",
+            "fleet.nodes.agent:MAX_TENANTS=256",
             "fleet.nodes.handshake:HANDSHAKE_TIMEOUT_S=5.0",
         ),
         "connections that have not shown the key, for so many seconds; those that have",
@@ -296,6 +300,17 @@ BOUNDS = (
         ("scheduling.policy_monitor:MAX_OBJECTIVES=1000", "client.submit:MAX_OBJECTIVES=1000"),
         "different objectives",
         "further ones are not judged; the frontend begins anew",
+    ),
+    Bound(
+        "what a shadow policy is told",
+        ("scheduling.telemetry.request_log: RequestLog._rows",),
+        "each end of a request, while a shadow policy runs",
+        (
+            "scheduling.telemetry.request_log:MAX_ROWS=4096",
+            "scheduling.telemetry.request_log:MAX_HASHES=131072",
+        ),
+        "requests, block hashes",
+        "the oldest are dropped and counted",
     ),
     Bound(
         "what a metrics endpoint is told",
@@ -638,6 +653,14 @@ BOUNDS = (
         "the one that was used longest ago is forgotten, and a folder read again",
     ),
     Bound(
+        "tokenizers of adapters",
+        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        "each request with an adapter whose folder has a tokenizer",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
+        "folders, whose files have 64 MiB each at most",
+        "the one that was used longest ago is forgotten, and read again",
+    ),
+    Bound(
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",
@@ -705,6 +728,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "fleet.fleet: Fleet._start_s",
         "fleet.attached: FleetAttachClient.replicas",
         "fleet.attached: FleetAttachClient._frames",
+        "fleet.attached: FleetAttachClient._calling",
         "fleet.attached: FleetAttachClient._children",
         "fleet.dispatcher: Dispatcher._others",
         "attach.server: Visitor.children",
@@ -794,6 +818,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "api.beam_search: BeamSearch.beams",
         "api.beam_search: BeamSearch.ended",
         "client.engine: Engine._wanting",
+        "client.engine: Engine.watchers",
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (

@@ -5,7 +5,7 @@ The table of what clients can fill, in docs/reliability.md, is made of `bounds.p
 In docs/slo.md the parts between <!-- NAME --> and <!-- /NAME --> are generated from the results of that name, and in README.md
 the table between <!-- figures --> and <!-- /figures --> from several. The table of our own engine arguments in
 docs/compatibility.md is that of `actorllm.types.options`. docs/internals/modules.md has every module of the package, by the
-first sentence of its docstring.
+first sentence of its docstring. The tables of docs/models.md are those of `tests/model/architectures.json`.
 
     python bench/docs.py [--results DIR] [--output DIR] [--check]
 
@@ -42,13 +42,13 @@ ORDER = (
     *("weight_updates", "sleep", "experts"),
     *("images", "speculation", "fleet", "nodes", "pipeline"),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
-    *("policies", "autoscaling"),
+    *("policies", "autoscaling", "rescheduling"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
-LEFT_OUT = ("soak", "slo_science", "routers", "policies", "gpu")
+LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
 """What `make bench` does not run."""
 TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
@@ -65,7 +65,7 @@ the code that was measured. Older results have no commit.
 | --- | --- |
 | `soak` | it takes half an hour of kills |
 | `slo_science`, and the larger half of `simulation` | they need published traces, and hours |
-| `routers`, `policies` | they need published traces |
+| `routers`, `policies`, `rescheduling` | they need published traces |
 | `gpu` | it needs a GPU |
 
 Ratios are ours divided by the peer's. Each is the median of rounds in which both sides take turns. An "x" marks a
@@ -240,10 +240,37 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
             "fields of bodies": body_fields(),
         },
     }
+    parts_of["docs/models.md"] = architectures()
     for page, bodies in parts_of.items():
         generated[page] = embed((root / page).read_text(), bodies, page)
     generated["docs/internals/modules.md"] = modules(root / "actorllm")
     return generated
+
+
+def architectures() -> dict[str, str]:
+    """The tables of models that were tried, from the one that the tests use."""
+    tried = json.loads(ARCHITECTURES.read_text())
+    fused = [
+        {
+            "architecture": f"`{row['architecture']}`",
+            "on the CPU": "fused",
+            '`device="cuda"`': row["cuda"] if row["cuda"] == "fused" else f"through {row['cuda']}",
+            "in the cache": row["cache"],
+        }
+        for row in tried["fused"]
+    ]
+    refused = [{"architecture": f"`{row['architecture']}`", "because": row["because"]} for row in tried["refused"]]
+    names = {
+        kind: [{"architecture": f"`{name}`"} for name in tried[kind]] for kind in ("transformers", "media", "encoders")
+    }
+    rows = {
+        "fused": fused,
+        "through transformers": names["transformers"],
+        "media": names["media"],
+        "encoders": names["encoders"],
+        "refused": refused,
+    }
+    return {name: "\n".join([*table(of_kind), ""]) for name, of_kind in rows.items()}
 
 
 def modules(package: Path) -> str:
@@ -369,6 +396,7 @@ def named(path: str) -> str:
     return re.sub(r"{[^}]*}", "{id}", path)
 
 
+ARCHITECTURES = ROOT / "tests" / "model" / "architectures.json"
 VLLM_NAMES = ROOT / "tests" / "project" / "vllm_names.json"
 
 STATUS = {"taken": "same", "always": "same", "warned": "differs", "refused": "not there"}

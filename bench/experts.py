@@ -64,13 +64,25 @@ PROMPT, STEPS = 64, 40
 
 def measure(name: str, num_threads: int, dtype: str) -> dict[str, float]:
     """Milliseconds of a step, by what it does; in this process."""
+    shape, arguments = MODELS[name]
+    return step_times(shape, arguments, num_threads, dtype, BATCHES, PROMPT)
+
+
+def step_times(
+    shape: dict[str, Any],
+    arguments: dict[str, Any],
+    num_threads: int,
+    dtype: str,
+    batches: tuple[int, ...],
+    prompt: int,
+) -> dict[str, float]:
+    """As `measure`, of a model with this config.json, after prompts of so many tokens."""
     import numpy as np
 
     from actorllm.config import EngineConfig
     from actorllm.messages import NewRow, StepPlan, pack_rows
     from actorllm.model.cpu.runner import CpuRunner
 
-    shape, arguments = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = EngineConfig.from_arguments(
@@ -79,7 +91,7 @@ def measure(name: str, num_threads: int, dtype: str) -> dict[str, float]:
             dtype=dtype,
             skip_tokenizer_init=True,
             max_num_seqs=32,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=max(2048, max(batches) * prompt),
             num_threads=num_threads,
             **arguments,
         )
@@ -88,20 +100,20 @@ def measure(name: str, num_threads: int, dtype: str) -> dict[str, float]:
     vocab, size = shape["vocab_size"], config.cache.block_size
     random = np.random.default_rng(0)
     times: dict[str, float] = {}
-    for batch in BATCHES:
-        per_row = -(-(PROMPT + STEPS + 1) // size)
+    for batch in batches:
+        per_row = -(-(prompt + STEPS + 1) // size)
         runner.allocate(batch * per_row)
         rows = np.arange(batch, dtype=np.int32)
         plan = StepPlan(
             step=0,
-            new_rows=pack_rows(NewRow(row, PROMPT, seed=row, temperature=0.8) for row in range(batch)),
-            new_tokens=random.integers(0, vocab, batch * PROMPT).astype(np.int32),
+            new_rows=pack_rows(NewRow(row, prompt, seed=row, temperature=0.8) for row in range(batch)),
+            new_tokens=random.integers(0, vocab, batch * prompt).astype(np.int32),
             new_num_blocks=np.full(batch, per_row, np.int32),
             new_blocks=random.permutation(batch * per_row).astype(np.int32),
         )
         runner.execute(plan)
         began = time.perf_counter()
-        runner.step(StepPlan(step=1, prefill_slots=rows, prefill_counts=np.full(batch, PROMPT, np.int32)))
+        runner.step(StepPlan(step=1, prefill_slots=rows, prefill_counts=np.full(batch, prompt, np.int32)))
         times[f"prompts of {batch}"] = (time.perf_counter() - began) * 1e3
         decode = StepPlan(step=2, decode_slots=rows)
         steps = []

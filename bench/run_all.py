@@ -79,6 +79,7 @@ BENCHES = (
     Bench("weight_updates", ()),
     Bench("sleep", ()),
     Bench("experts", ()),
+    Bench("latent", ("--threads", "1")),
     Bench("images", ("--rounds", "1", "--tokens", "40")),
     Bench("speculation", ("--rounds", "1", "--tokens", "16")),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),

@@ -119,8 +119,8 @@ class WorkerActor(Actor):
 
     def _measured(self, config: EngineConfig) -> dict[str, Any]:
         """What steps take, where the number of drafts goes by it."""
-        if config.speculation is None or not config.speculation.goes_by_costs or self.rank:
-            return {}
+        if config.speculation is None or not config.speculation.goes_by_costs or config.world_size > 1:
+            return {}  # of several ranks none computes a step alone
         return self.runner.measured_costs()
 
     def _load(self, config: EngineConfig) -> ModelRunner[Any, Any]:

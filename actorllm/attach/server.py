@@ -78,7 +78,7 @@ class AttachServer:
     """A Service (see `engine_thread`): the engine's life, and beside it the answers to programs that come by name.
 
     supervisors: of the replicas that run now, by number. board: what programs read and write beside the rings, with its file;
-    None: there is one replica, and nothing to choose.
+    None: there is one replica, and nothing to choose. places: where the replicas of other machines are, which programs call.
     """
 
     def __init__(
@@ -88,12 +88,14 @@ class AttachServer:
         frontend: OwnFrontend,
         supervisors: Callable[[], Mapping[int, Supervisor]],
         board: tuple[LoadBoard, MemoryFile] | None = None,
+        places: Callable[[], Mapping[int, Mapping[str, Any]]] = dict,
     ) -> None:
         self.name = name
         self._service = service
         self._frontend = frontend
         self._supervisors = supervisors
         self._board = board
+        self._places = places
         self._loop: AsyncioLoop
         self._claim: Claim | None = None
         self._state = "starting"
@@ -233,6 +235,8 @@ class AttachServer:
             if self._board is not None:
                 self._board[0].add_program(visitor.number)
                 fds = (self._board[1].fd,)
+            for number, place in sorted(self._places().items()):
+                visitor.send("remote", replica=number, place=place)
             visitor.send("joined", fds, config=self._config().to_json().decode(), number=visitor.number)
             logger.info("process %d joined engine %r as number %d", visitor.peer.pid, self.name, visitor.number)
 
@@ -252,9 +256,10 @@ class AttachServer:
         frontend: OwnFrontend,
         supervisors: Callable[[], Mapping[int, Supervisor]],
         board: tuple[LoadBoard, MemoryFile],
+        places: Callable[[], Mapping[int, Mapping[str, Any]]],
     ) -> None:
         """A fleet has taken the place of the one replica that there was, before any program joined. Arguments as at first."""
-        self._frontend, self._supervisors, self._board = frontend, supervisors, board
+        self._frontend, self._supervisors, self._board, self._places = frontend, supervisors, board, places
 
     def admit_all(self, replica: int, supervisor: Supervisor) -> None:
         """A replica runs that did not, and everything that has joined gets a link to it."""
@@ -285,7 +290,7 @@ class AttachServer:
             "state": self._state,
             "uptime_s": round(now() - self._began, 3),
             "num_frontends": 1 + self.num_attached,
-            "num_replicas": len(self._supervisors()) if self._state == "running" else None,
+            "num_replicas": len(self._supervisors()) + len(self._places()) if self._state == "running" else None,
             "num_running": None,
             "num_waiting": None,
         }

@@ -128,6 +128,7 @@ def info(
     """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
+    from actorllm.model.families.decoder_config import DecoderConfig
     from actorllm.model.quantization.description import described, described_cache, described_changes, weight_files
     from actorllm.model.registry import model_plan, way_of
 
@@ -143,6 +144,9 @@ def info(
     backend = backends.load(config.device)
     plan = model_plan(config.model, hf, backend)  # raises what the worker would
     size = sum(file.stat().st_size for file in weight_files(path, hf))
+    heads = f"{plan.num_heads} query, {plan.num_kv_heads} key/value"
+    if isinstance(plan, DecoderConfig) and plan.latent is not None:
+        heads = f"{plan.num_heads} query, over one latent of {plan.latent.width} numbers"
     rows = {
         "model": config.model.name,
         "folder": path,
@@ -150,7 +154,7 @@ def info(
         "runs through": way_of(plan, config.model, hf, backend),
         "layers": plan.num_layers,
         "hidden size": plan.hidden_size,
-        "heads": f"{plan.num_heads} query, {plan.num_kv_heads} key/value",
+        "heads": heads,
         "vocabulary": config.model.vocab_size,
         "longest sequence": length or "not said by the model; set max_model_len",
         "end of text": ", ".join(map(str, config.model.eos_token_ids)) or "none",

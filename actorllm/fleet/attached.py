@@ -2,7 +2,7 @@
 
 `FleetAttachClient` has a frontend, and a ring pair, for each replica that runs. A dispatcher of its own routes the requests of
 this program. The owner tells of deaths, losses and drains, and this program moves its own streams as the owner moves its. No
-token passes through the owner.
+token passes through the owner: of a replica on another machine this program calls the agent itself (`nodes.joined_node`).
 
 What the programs have on each replica is on the board that they share (`actors.load_board`), so that each counts the load of all.
 The suspects of a death go to the one replica that the owner names.
@@ -10,10 +10,12 @@ The suspects of a death go to the one replica that the owner names.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -29,17 +31,24 @@ from actorllm.client.attached_engine import AttachedEngine
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, EngineShutdownError, PeerRestartedError
 from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet.nodes.joined_node import JoinedNode
+from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
 from actorllm.scheduling.router import LearntSteps, make_router
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState, ReplicaHealth
 
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a node is called again; twice as long each time."""
+
 
 def attach(name: str) -> AttachedEngine:
     """The engine of this name as the front doors of this process use it. Raises what `attach.client.meet` does."""
     met = meet(name)
-    if met.config.data_parallel_size == 1:
+    if not met.config.is_fleet:
         return AttachedEngine(AttachClient(met))
     return AttachedFleetEngine(FleetAttachClient(met))
 
@@ -58,6 +67,9 @@ class AttachedReplica:
         """What runs the frontend, while it is not lost."""
         self.num_lives = 0
         self.last_failure: str | None = None
+        self.place: Mapping[str, Any] | None = None
+        """On another machine: how its agent is called, while the owner has it there."""
+        self.node: JoinedNode | None = None
         self._client = client
         self._find: Callable[[bytes], int] | None = None
         self.frontend = self._new_frontend()
@@ -76,6 +88,12 @@ class AttachedReplica:
         self.last_failure = str(error)
         self._client.dispatcher.forget(self.number)
         self._client.dispatcher.move_lost(self, entries, now(), error)
+
+    def leave_node(self) -> None:
+        """It is not there any more."""
+        self.place = None
+        if self.node is not None:
+            self.node.close()
 
     def load(self) -> tuple[int, LearntSteps] | None:
         board = self._client.board
@@ -127,13 +145,16 @@ class FleetAttachClient(AttachClient):
         self._tasks: TaskGroup
         self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
         self._has_frames: anyio.Event
+        self._has_called: anyio.Event
         self._children: set[OwnerChild] = set()
+        self._calling: set[int] = set()
+        """Replicas of other machines whose agents were not reached yet, and have not failed to answer."""
 
     # The frontends
 
     async def _start_frontends(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
-        self._has_frames = anyio.Event()
+        self._has_frames, self._has_called = anyio.Event(), anyio.Event()
         tasks.start_soon(self._follow)
 
     async def _run_frontends(self) -> None:
@@ -141,6 +162,8 @@ class FleetAttachClient(AttachClient):
 
     async def _stop_frontends(self) -> None:
         self._drop_frames()
+        for replica in self.replicas.values():
+            replica.leave_node()
         children = list(self._children)
         for child in children:
             child.request_stop()
@@ -168,7 +191,7 @@ class FleetAttachClient(AttachClient):
                 if fds:
                     self._share_board(fds, frame["number"])
                 self._frames.append((frame, ()))
-            case "link" | "lost" | "fell" | "gone" | "draining" | "removed":
+            case "link" | "remote" | "lost" | "fell" | "gone" | "draining" | "removed":
                 self._frames.append((frame, fds))
             case _:
                 super()._obey(frame, fds)
@@ -197,14 +220,16 @@ class FleetAttachClient(AttachClient):
 
     async def _do(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         if frame["op"] == "joined":
-            self._note_joined(frame)
+            self._tasks.start_soon(self._note_when_reached, frame)
             return
         number = frame["replica"]
         replica = self.replicas.get(number)
+        if replica is None and frame["op"] in ("link", "remote"):
+            replica = self.replicas[number] = AttachedReplica(number, self)
+            replica.frontend.assume_paused(self.dispatcher.pause_mode)
+        if replica is None:
+            return
         if frame["op"] == "link":
-            if replica is None:
-                replica = self.replicas[number] = AttachedReplica(number, self)
-                replica.frontend.assume_paused(self.dispatcher.pause_mode)
             try:
                 child = await self._child_of(replica)
             except BaseException:
@@ -213,9 +238,12 @@ class FleetAttachClient(AttachClient):
                 raise
             install_link(child, frame, fds)
             return
-        if replica is None:
-            return
         match frame["op"]:
+            case "remote":
+                replica.leave_node()
+                replica.place = frame["place"]
+                self._calling.add(number)
+                self._tasks.start_soon(self._live_on_node, replica, frame["place"])
             case "lost":
                 self._note_lost_link(replica, frame)
             case "fell":
@@ -224,6 +252,7 @@ class FleetAttachClient(AttachClient):
                 self.dispatcher.move_to_trial(replica, frame["group"], now())
             case "gone":
                 self.dispatcher.set_trial(frame["trial"])
+                replica.leave_node()
                 self._lose(replica, error_of(frame))
             case "draining":
                 replica.is_draining = frame["is_draining"]
@@ -231,6 +260,52 @@ class FleetAttachClient(AttachClient):
                     self.dispatcher.move(replica, lost_at=None)
             case "removed":
                 self._remove(replica)
+
+    async def _note_when_reached(self, frame: dict[str, Any]) -> None:
+        """The engine is joined when there is a link to each replica, those left out that do not answer."""
+        while self._calling:
+            self._has_called = anyio.Event()
+            await self._has_called.wait()
+        self._note_joined(frame)
+
+    def _note_called(self, number: int) -> None:
+        self._calling.discard(number)
+        self._has_called.set()
+
+    async def _live_on_node(self, replica: AttachedReplica, place: Mapping[str, Any]) -> None:
+        """A stream to its agent, and another one if that breaks, as long as the owner has it there."""
+        pause_s = FIRST_PAUSE_S
+        while replica.place is place:
+            child: OwnerChild | None = None
+
+            def on_link(link: StreamLink) -> None:
+                if child is not None:  # noqa: B023 - this turn of the loop is over when another one begins
+                    child.install(link)  # noqa: B023
+
+            node = replica.node = JoinedNode(place, on_link, partial(self._note_lost_link, replica))
+            try:
+                await node.join()
+                if replica.place is place:
+                    child = await self._child_of(replica)
+                    child.install(node.link)
+                    pause_s = FIRST_PAUSE_S
+                self._note_called(replica.number)
+                error = await node.wait_ended()
+            except ActorLLMError as failure:
+                error = failure
+            finally:
+                node.close()
+                self._note_called(replica.number)
+            if replica.place is place and not replica.is_lost:
+                # The node has died, or this stream alone: the owner knows, and tells where suspects are tried.
+                replica.is_lost = True
+                await anyio.sleep(place["timeout_s"] + 1.0)
+                if replica.place is place:
+                    self._lose(replica, error)
+            if replica.place is place:
+                logger.warning("replica %d is called again in %g s: %s", replica.number, pause_s, error)
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _child_of(self, replica: AttachedReplica) -> OwnerChild:
         """What runs its frontend; started if it was lost."""
@@ -264,6 +339,7 @@ class FleetAttachClient(AttachClient):
     def _remove(self, replica: AttachedReplica) -> None:
         """It is stopped, and does not come back."""
         replica.is_removed = True
+        replica.leave_node()
         if self.dispatcher.can_move(replica):
             self.dispatcher.move(replica, lost_at=None)
         self.dispatcher.move_rest(replica)

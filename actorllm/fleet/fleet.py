@@ -42,6 +42,7 @@ from actorllm.errors import (
 )
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
+from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
@@ -132,6 +133,15 @@ class Fleet:
             if isinstance(replica.supervisor, Supervisor)
             and replica.supervisor.state in ("running", "recovering")
             and not replica.is_removed
+        }
+
+    def places(self) -> dict[int, dict[str, Any]]:
+        """Where the replicas of other machines are that programs can join now, by number."""
+        remote = {n: one.supervisor for n, one in self._replicas.items() if not one.is_removed}
+        return {
+            number: place
+            for number, one in remote.items()
+            if isinstance(one, RemoteReplica) and (place := one.place) is not None
         }
 
     @property
@@ -245,6 +255,8 @@ class Fleet:
                 self._note_ready(replica)
                 if self.attached is not None and isinstance(replica.supervisor, Supervisor):
                     self.attached.admit_all(replica.number, replica.supervisor)
+                elif self.attached is not None:
+                    self.attached.tell("remote", replica=replica.number, place=self.places()[replica.number])
 
             error: Exception | None = None
             try:

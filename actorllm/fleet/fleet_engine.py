@@ -46,7 +46,7 @@ class FleetEngine(Engine):
 
     def _make(self) -> None:
         self._fleet = None
-        if self.config.data_parallel_size == 1 and not self.config.nodes and not self.config.max_replicas:
+        if not self.config.is_fleet:
             super()._make()
             return
         fleet = Fleet(self.config, self._last_rid, self._on_end)
@@ -67,7 +67,7 @@ class FleetEngine(Engine):
         if self.config.name is None or sys.platform != "linux":
             return fleet
         self._attach_server = fleet.attached = AttachServer(
-            self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board
+            self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board, fleet.places
         )
         return self._attach_server
 
@@ -154,7 +154,7 @@ class FleetEngine(Engine):
             fleet.dispatcher.take_over(frontend)
             if self._attach_server is not None:
                 fleet.attached = self._attach_server
-                self._attach_server.serve(fleet.dispatcher, fleet.running, fleet.board)
+                self._attach_server.serve(fleet.dispatcher, fleet.running, fleet.board, fleet.places)
         finally:
             self._is_growing = False
         with anyio.CancelScope(shield=True):  # a caller that waits no more leaves no engine without its first replica

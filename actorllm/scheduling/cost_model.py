@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -103,6 +104,12 @@ class LinearModel:
     residuals: tuple[float, ...] = ()
     submit_s: float = 0.0
     deliver_s: float = 0.0
+    residual_memory: float = 0.0
+    """How alike the residuals of two steps in a row are: the correlation of their normal scores, 0 to less than 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.residual_memory < 1:
+            raise ConfigError(f"step-time model: residual_memory={self.residual_memory!r} must be from 0 to below 1")
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
@@ -383,7 +390,13 @@ def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> F
     train, train_taken = features[~is_held], taken[~is_held]
     bare = fit_coefficients(train, train_taken, name)
     gap, launch = _overheads(log)
-    model = replace(bare, gap_s=gap, launch_s=launch, residuals=_residuals(train_taken, predict(bare, train)))
+    model = replace(
+        bare,
+        gap_s=gap,
+        launch_s=launch,
+        residuals=_residuals(train_taken, predict(bare, train)),
+        residual_memory=residual_memory(taken / predict(bare, features)),
+    )
     if not hold_out:
         is_held = ~is_held
     measured, predicted = taken[is_held], predict(model, features[is_held])
@@ -412,6 +425,16 @@ def _residuals(taken: F64, predicted: F64) -> tuple[float, ...]:
     highest = 2 * (wanted - quantiles[0] / 2 - quantiles[1:-1].sum())
     quantiles[-1] = max(highest, quantiles[-2])
     return tuple(quantiles.tolist())
+
+
+def residual_memory(ratios: F64) -> float:
+    """Of measured / predicted in the order of the steps: the correlation of the normal scores of neighbours; 0 if by chance."""
+    num = ratios.size
+    score = NormalDist().inv_cdf
+    ranks = np.argsort(np.argsort(ratios, kind="stable"), kind="stable")
+    z = np.array([score((rank + 0.5) / num) for rank in ranks.tolist()])
+    found = float((z[1:] * z[:-1]).sum() / (z * z).sum())
+    return min(found, 0.99) if found > 3 / math.sqrt(num) else 0.0
 
 
 def _unseen(features: F64) -> list[str]:

@@ -70,26 +70,35 @@ def roofline_of(
     if weight_bits not in (4, 8, 16, 32):
         raise ConfigError(f"weight_bits={weight_bits} must be 4, 8, 16 or 32")
     attention = hidden * head * (2 * heads + 2 * kv_heads)
+    cached, per_pair, holders = 2 * kv_heads * head, 4.0 * heads * head, max(1.0, tp / kv_heads)
+    if shape.get("kv_lora_rank"):  # one latent for all heads, whole on every GPU; products of heads are absorbed
+        rank, rotary, value = (_size(shape, key) for key in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+        query = heads * (_size(shape, "qk_nope_head_dim") + rotary)
+        from_rank = int(shape.get("q_lora_rank") or 0)
+        attention = hidden * (rank + rotary + heads * value) + rank * (query + heads * (value - rotary))
+        attention += from_rank * (hidden + query) if from_rank else hidden * query
+        cached, per_pair, holders = rank + rotary, 2.0 * heads * (2 * rank + rotary), float(tp)
     experts = int(shape.get("num_local_experts") or shape.get("num_experts") or shape.get("n_routed_experts") or 0)
     if experts:
         chosen = _size(shape, "num_experts_per_tok")
         each = 3 * hidden * int(shape.get("moe_intermediate_size") or _size(shape, "intermediate_size"))
-        read = experts * (1 - (1 - chosen / experts) ** EXPERT_TOKENS) * each
-        active = chosen * each + hidden * experts
+        always = int(shape.get("n_shared_experts") or 0) * each
+        read = experts * (1 - (1 - chosen / experts) ** EXPERT_TOKENS) * each + always
+        active = chosen * each + always + hidden * experts
     else:
         read = active = 3 * hidden * _size(shape, "intermediate_size")
     output = hidden * _size(shape, "vocab_size")
     flops, memory = tp * ARITHMETIC * device.flops, tp * MEMORY * device.bytes_per_s
     reduces = 2 * layers if tp > 1 else 0
-    shared_kv = max(1.0, tp / kv_heads)  # beyond one KV head for each GPU, they hold the same
     return RooflineModel(
         name or f"{gpu.lower()}{f'-tp{tp}' if tp > 1 else ''}-roofline",
         flops=flops,
         bytes_per_s=memory,
         weight_bytes=(layers * (attention + read) + output) * weight_bits / 8,
         flops_per_token=2.0 * (layers * (attention + active) + output),
-        kv_bytes_per_token=2.0 * 2 * layers * kv_heads * head * shared_kv,
-        flops_per_pair=4.0 * layers * heads * head,
+        # Beyond one KV head for each GPU, they hold the same.
+        kv_bytes_per_token=2.0 * layers * cached * holders,
+        flops_per_pair=layers * per_pair,
         fixed_s=STEP_S + reduces * REDUCE_S,
         reduce_s_per_token=reduces * 2 * (tp - 1) / tp * 2 * hidden / device.link_bytes_per_s,
     )

@@ -22,10 +22,10 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,12 @@ from actorllm.scheduling.step_time import features_of
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.slo.closed_loop import ClosedLoop, Contexts
+from actorllm.slo.delays import ClientDelays, SubmitLine, check_deliver
+from actorllm.slo.failures import FailureDriver, FailureNote, Failures, check_failures
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
+from actorllm.slo.policy_cost import CostedPolicy, PolicyCost
+from actorllm.slo.rescheduling import Move, Rescheduler, Rescheduling
+from actorllm.slo.residual_memory import SlowUniforms
 from actorllm.slo.scaling import SimulatedScaling
 from actorllm.slo.stages import StageClocks
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
@@ -59,6 +64,8 @@ from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
 from actorllm.types.drafter import Ranges
 from actorllm.types.objective import SLO
+
+T = TypeVar("T")
 
 VOCAB_SIZE = 1 << 16
 END_OF_TEXT = VOCAB_SIZE - 1
@@ -195,6 +202,10 @@ class Worker(Protocol):
         """The result of the oldest step in flight."""
         ...
 
+    def lose(self) -> None:
+        """What is in flight has no result."""
+        ...
+
     def turn_after(self, at: float) -> float:
         """When the scheduler gets to plan after something happened at this time."""
         ...
@@ -241,8 +252,9 @@ class ModelledWorker:
             deque()
         )  # step, rows, start, end, rows at their end
         self._free_at = -math.inf
-        self._rng = rng
         self._residuals = np.array(model.residuals) if model.residuals else None
+        memory = getattr(model, "residual_memory", 0.0)
+        self._uniforms = rng.random if not memory else SlowUniforms(rng, memory).random
         self._factors: list[float] = []
         self._has_tokens = has_tokens
         self._no_tokens: I32 = NO_I32
@@ -253,6 +265,8 @@ class ModelledWorker:
         """How many tokens the row that is closest to its end can still be given."""
         self._tokens_of: Rows | None = None
         self._ids: I32 = NO_I32
+        self._skipped_s: list[float] = []
+        """What the steps take that were skipped last, and perhaps some more."""
         self._ends = ends
         self._ends_of: Rows | None = None
         self._row_ends: I64 = np.zeros(0, np.int64)
@@ -306,7 +320,7 @@ class ModelledWorker:
         """The next residuals; the caller deletes those that it uses from `_factors`."""
         assert self._residuals is not None
         while len(self._factors) < num:
-            at = self._rng.random(1024) * (self._residuals.size - 1)
+            at = self._uniforms(1024) * (self._residuals.size - 1)
             self._factors += np.interp(at, np.arange(self._residuals.size), self._residuals).tolist()
         return self._factors
 
@@ -352,6 +366,14 @@ class ModelledWorker:
             self._ids = np.array([output_id(s.key[1]) for s in rows.sequences.tolist()], np.int32)
         return self._ids
 
+    def lose(self) -> None:
+        """What is in flight is lost, and the next step starts on an idle worker."""
+        self._in_flight.clear()
+        self._right.clear()
+        self._rows = None
+        self._free_at = -math.inf
+        self.next_result_at = math.inf
+
     def turn_after(self, at: float) -> float:
         return at
 
@@ -391,6 +413,7 @@ class ModelledWorker:
         done = scheduler.advance(num, ends[num - 1], self._tokens(rows) if self._has_tokens else None)
         if not done:
             return []
+        self._skipped_s = seconds
         del self._factors[:done]
         self._context += d * done
         self._left -= done
@@ -400,6 +423,60 @@ class ModelledWorker:
         self._free_at = ends[done + flying - 1]
         self.next_result_at = self._in_flight[0][3] if flying else math.inf
         return ends[:done]
+
+
+class MeteredWorker(ModelledWorker):
+    """Also adds up how long it computed."""
+
+    busy_s = 0.0
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
+        super().launch(record, scheduler, now)
+        _, _, start, end, _ = self._in_flight[-1]
+        self.busy_s += end - start
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        ends = super().skip(scheduler, now, horizon)
+        self.busy_s += math.fsum(self._skipped_s[: len(ends)])
+        return ends
+
+
+class WaitingWorker(MeteredWorker):
+    """Also waits for a policy that takes time to decide (`slo.policy_cost`)."""
+
+    policy: CostedPolicy
+    """That of its scheduler."""
+    _decided_at = -math.inf
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
+        self._decided_at = max(now, self._decided_at) + self.policy.take()
+        super().launch(record, scheduler, self._decided_at)
+
+    def turn_after(self, at: float) -> float:
+        return max(at, self._decided_at)
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        return []  # its policy is asked for every step
+
+
+class NoWorker:
+    """In the place of workers that are started again: nothing is planned meanwhile."""
+
+    next_result_at = math.inf
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
+        raise AssertionError("a step was planned without a worker")
+
+    def pop(self) -> StepResult:
+        raise AssertionError("there is no step in flight")
+
+    def lose(self) -> None: ...
+
+    def turn_after(self, at: float) -> float:
+        return math.inf
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        return []
 
 
 class ScriptedWorker:
@@ -419,6 +496,10 @@ class ScriptedWorker:
         """A step without a result was in flight when the recording ended."""
         at = self._results.get(self._in_flight[0], (math.inf, None))[0] if self._in_flight else math.inf
         self.next_result_at = at
+
+    def lose(self) -> None:
+        self._in_flight.clear()
+        self._look()
 
     def pop(self) -> StepResult | StepFailed:
         _, result = self._results[self._in_flight.popleft()]
@@ -462,6 +543,7 @@ class SimulatedReplica:
         self.horizon = math.inf
         """`run_until` stops here at the latest; what is told of ends may bring it forward."""
         self._worker = worker
+        self._lost_worker: Worker | None = None
         self.on_ends = on_ends
         self._on_plan = on_plan
         self._can_skip = skip and on_plan is None
@@ -507,6 +589,33 @@ class SimulatedReplica:
         """Others decide from now on. No step is in flight."""
         self.scheduler.change_policy(policy, admission, now)
         self._happened(now)
+
+    def lose_workers(self, error: str, now: float, *, is_scheduler_lost: bool = False) -> None:
+        """They are gone with their KV, until `workers_are_back`. is_scheduler_lost: with what this scheduler knew as well."""
+        self._worker.lose()
+        self._lost_worker, self._worker = self._worker, NoWorker()
+        self._turn_at = self._timer_at = math.inf
+        if not is_scheduler_lost:
+            self._tell(self.scheduler.lose_workers(error, now))
+
+    def workers_are_back(self, now: float, scheduler: Scheduler | None = None) -> None:
+        """scheduler: one that takes the place of another, with no request; None: it stays."""
+        assert self._lost_worker is not None
+        self._worker, self._lost_worker = self._lost_worker, None
+        if scheduler is not None:
+            self.scheduler = scheduler
+            if self._hashes is not None:
+                self.show_cache()
+        self._happened(now)
+
+    def take_out(self, key: Key, now: float) -> None:
+        """A request leaves for another replica: for its client it does not end."""
+        self.scheduler.abort([key], now)
+        self._happened(now)
+
+    def aborts_of(self, key: Key) -> list[float]:
+        """When the client of this request gives up."""
+        return [at for at, other in self._aborts if other == key]
 
     def abort_at(self, at: float, key: Key) -> None:
         """The request's client will give up then, if it is not done by then."""
@@ -710,6 +819,14 @@ class SimulatedRun:
     """With an autoscaler: when it wanted how many replicas."""
     replica_seconds: float = math.nan
     """How long replicas were there, all together."""
+    busy_s: tuple[float, ...] = ()
+    """By replica, how long its worker computed; of runs with `metered` or a policy cost."""
+    policy_s: tuple[float, ...] = ()
+    """By replica, what its policy took; of runs with a policy cost."""
+    failures: tuple[FailureNote, ...] = ()
+    """What failed, and what came of it."""
+    moves: tuple[Move, ...] = ()
+    """Requests that went to another replica, with rescheduling."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -745,6 +862,13 @@ class _Outcomes:
             if isinstance(column, np.ndarray):
                 setattr(self, name, column[:num])
 
+    def add_before(self, first_scheduled: Mapping[int, float], num_preemptions: Mapping[int, int]) -> None:
+        """Of requests whose scheduler was lost, by row: when that had started them, and how often it preempted them."""
+        for row, at in first_scheduled.items():
+            if row < self.scheduled.size:
+                self.scheduled[row] = at
+                self.num_preemptions[row] += num_preemptions[row]
+
     def write(self, replica: int, ends: Iterable[End]) -> None:
         ends = list(ends)
         self.on_ends(ends)
@@ -775,8 +899,8 @@ class _Outcomes:
 
 def simulate(
     workload: Workload,
-    shape: EngineShape,
-    model: StepModel,
+    shape: EngineShape | Sequence[EngineShape],
+    model: StepModel | Sequence[StepModel],
     *,
     policy: str | Callable[[], PlanPolicy] = "fcfs",
     admission: str | Callable[[], AdmissionPolicy] | None = None,
@@ -791,8 +915,15 @@ def simulate(
     max_concurrency: int | None = None,
     autoscaler: Autoscaler | None = None,
     start_s: float = 60.0,
+    failures: Failures = (),
+    policy_cost: PolicyCost | None = None,
+    delays: ClientDelays | None = None,
+    metered: bool = False,
+    rescheduling: Rescheduling | None = None,
 ) -> SimulatedRun:
-    """Run a workload through `num_replicas` engines of one shape.
+    """Run a workload through `num_replicas` engines.
+
+    shape, model: of all replicas, or a sequence with one for each.
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
     `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
@@ -800,64 +931,57 @@ def simulate(
     time; not with on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of
     `EngineShape.scheduler` (a `RecordedScheduler`, say). max_concurrency: requests under way at a time; others are sent,
     and arrive, when one has ended. autoscaler: decides how many replicas there are, num_replicas being 1 then; each
-    takes requests start_s after it was wanted (`slo.scaling`). Raises what a policy raises, with its name.
+    takes requests start_s after it was wanted (`slo.scaling`).
+
+    failures: what ends and comes back (`slo.failures`). policy_cost: what policies take (`slo.policy_cost`). delays: between
+    client and scheduler (`slo.delays`); None: the constants of the model. metered: tell how long workers computed, for
+    `slo.energy`. rescheduling: requests move between replicas (`slo.rescheduling`). Raises what a policy raises, with its name.
 
     Of a workload with turns, requests arrive when they are sent, and are numbered in that order. Those whose turn never came
     are in no row of the run.
     """
     # What is simulated: the requests that come in time, and the client that sends those which wait for others.
-    admission = shape.admission if admission is None else admission
     num_replicas = most_replicas(num_replicas, autoscaler)
+    shapes, models = _one_each(shape, num_replicas, "shape"), _one_each(model, num_replicas, "model")
+    shape, model = shapes[0], models[0]
+    check_failures(failures, autoscaler, rescheduling)
     num_given, workload = len(workload), workload.before(until)
     outcomes = _Outcomes(len(workload))
     ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
     client = None
     if workload.turns is not None or max_concurrency is not None:
         client = ClosedLoop(workload, max_concurrency)
+        check_deliver(delays)
+    # Prompts that do not begin alike need no hashes, however the engine is configured.
     has_prefixes = workload.has_shared_prompts and shape.enable_prefix_caching
-    replicas: list[SimulatedReplica] = []
-    clocks: list[StageClocks | None] = []
-    shape = replace(shape, enable_prefix_caching=has_prefixes)
-    # Every replica that there may be is made, each with a policy and with random numbers of its own. With an autoscaler they
-    # come and go (`slo.scaling`).
-    for number in range(num_replicas):
-        own = load_policy(policy) if isinstance(policy, str) else policy()
-        if admission is not None:
-            own = AdmissionGate(own, load_admission(admission) if isinstance(admission, str) else admission())
-        if make_scheduler is not None:
-            scheduler = make_scheduler(number, own)
-        else:
-            scheduler = shape.scheduler(own, has_plans=on_plan is not None)
-        steps = seed_stream(seed, f"steps of replica {number}")
-        worker = ModelledWorker(
-            model,
-            steps,
-            has_tokens=has_prefixes,
-            ends=ends,
-            drafts=shape.drafts,
-            draft_rng=seed_stream(seed, f"drafts of replica {number}"),
-            stages=StageClocks(shape.stages, model.gap_s, shape.hop_s) if shape.stages else None,
-        )
-        clocks.append(worker.stages)
-        tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
-        replicas.append(
-            SimulatedReplica(
-                scheduler,
-                worker,
-                number=number,
-                on_ends=outcomes.write,
-                on_plan=tell,
-                skip=skip and shape.drafts is None,
-                step_seconds=model.seconds,
-            )
-        )
+    shapes = [replace(one, enable_prefix_caching=has_prefixes) for one in shapes]
+    built = _Built(
+        shapes,
+        models,
+        _policies(policy, admission, shapes, policy_cost),
+        make_scheduler,
+        seed,
+        ends=ends,
+        on_ends=outcomes.write,
+        on_plan=on_plan,
+        skip=skip,
+        metered=metered,
+    )
+    replicas = built.replicas
+    # Around the replicas: the router, the number of replicas, the ways to them, and what fails.
     # Requests with turns are sent when others end, all others when they are due.
     outcomes.now = lambda replica: replicas[replica].scheduler.now
     route = make_router(router, seed) if isinstance(router, str) else router
     scaling = SimulatedScaling.of(autoscaler, replicas, start_s)
+    line = None if delays is None else SubmitLine(delays, seed_stream(seed, "ways to the scheduler"))
     sender = _Sender(
-        workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends, scaling
+        workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends, scaling, line
     )
+    if failures:
+        sender.faults = FailureDriver(failures, replicas, built.new_scheduler, sender.send_on, seed)
+    elif rescheduling is not None:
+        sender.faults = Rescheduler(rescheduling, replicas, sender.send_on)
+    # The run itself. What a policy raises goes through, with its name.
     num_unsent = 0
     try:
         if client is None:
@@ -865,25 +989,137 @@ def simulate(
                 sender.send(row, row, at)
             sender.run_to_end(until)
         else:
-            sent, arrival = _run_closed_loop(workload, client, sender, replicas, outcomes, until, model.deliver_s)
+            deliver_s = model.deliver_s if delays is None else delays.deliver[0]
+            sent, arrival = _run_closed_loop(workload, client, sender, replicas, outcomes, until, deliver_s)
             num_unsent = 0 if until < math.inf else len(workload) - sent.size
             workload = workload.sent_at(sent, arrival)
             outcomes.cut(sent.size)
     except Exception as error:
-        beside = "" if admission is None else f" and the admission policy {admission!r}"
+        gate = shape.admission if admission is None else admission
+        beside = "" if gate is None else f" and the admission policy {gate!r}"
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
-    # What came of it, and what it cost: replicas count while they start, and those that always are to the last end.
-    run = _collect(workload, replicas, outcomes, model, policy)
+    # What came of it. A request may have had a scheduler before that was lost.
+    if sender.faults is not None:
+        outcomes.add_before(sender.faults.first_scheduled, sender.faults.num_preemptions)
+    ways = None if delays is None else (delays, [seed_stream(seed, f"ways back of {r.number}") for r in replicas])
+    run = _collect(workload, replicas, outcomes, models, policy, ways, sender.faults is not None)
     cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
     if num_unsent:
         cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
-    bubbles = tuple(one.bubbles for one in clocks if one is not None)
-    run = replace(run, warnings=(*cut, *run.warnings), bubbles=bubbles)
+    faults = sender.faults
+    told = faults.told() if isinstance(faults, FailureDriver) else []
+    told += [f"policy {policy!r}: {one.told()}" for one in built.costed[:1]]
+    run = replace(
+        run,
+        warnings=(*cut, *told, *run.warnings),
+        bubbles=tuple(one.stages.bubbles for one in built.workers if one.stages is not None),
+        busy_s=tuple(one.busy_s for one in built.workers if isinstance(one, MeteredWorker)),
+        policy_s=tuple(one.total for one in built.costed),
+        failures=tuple(faults.notes) if isinstance(faults, FailureDriver) else (),
+        moves=tuple(faults.moves) if isinstance(faults, Rescheduler) else (),
+    )
+    # What it cost: replicas count while they start, and those that always are to the last end.
     last = float(np.nanmax(run.timeline.end, initial=0.0))
     if scaling is None:
         return replace(run, replica_seconds=num_replicas * last)
     return replace(run, sizes=tuple(scaling.decisions), replica_seconds=scaling.replica_seconds(last))
+
+
+def _policies(
+    policy: str | Callable[[], PlanPolicy],
+    admission: str | Callable[[], AdmissionPolicy] | None,
+    shapes: Sequence[EngineShape],
+    cost: PolicyCost | None,
+) -> Callable[[int], PlanPolicy]:
+    """What builds fresh policies for a replica, by its number."""
+
+    def build(number: int) -> PlanPolicy:
+        own = load_policy(policy) if isinstance(policy, str) else policy()
+        gate = shapes[number].admission if admission is None else admission
+        if gate is not None:
+            own = AdmissionGate(own, load_admission(gate) if isinstance(gate, str) else gate())
+        return own if cost is None else CostedPolicy(own, cost)
+
+    return build
+
+
+class _Built:
+    """The replicas of a run, each with a scheduler, a policy and random numbers of its own."""
+
+    def __init__(
+        self,
+        shapes: Sequence[EngineShape],
+        models: Sequence[StepModel],
+        new_policy: Callable[[int], PlanPolicy],
+        make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None,
+        seed: int,
+        *,
+        ends: I64 | None,
+        on_ends: Callable[[int, Iterable[End]], None],
+        on_plan: Callable[[int, StepPlan], None] | None,
+        skip: bool,
+        metered: bool,
+    ) -> None:
+        """Arguments as of `simulate` and `ModelledWorker`."""
+        self.workers: list[ModelledWorker] = []
+        self.replicas: list[SimulatedReplica] = []
+        self.costed: list[CostedPolicy] = []
+        """Of all schedulers, those that were lost included."""
+        self._shapes = shapes
+        self._new_policy = new_policy
+        self._make_scheduler = make_scheduler
+        self._has_plans = on_plan is not None
+        for number, (shape, model) in enumerate(zip(shapes, models, strict=True)):
+            policy = new_policy(number)
+            kind = MeteredWorker if metered else ModelledWorker
+            worker = (WaitingWorker if isinstance(policy, CostedPolicy) else kind)(
+                model,
+                seed_stream(seed, f"steps of replica {number}"),
+                has_tokens=shape.enable_prefix_caching,
+                ends=ends,
+                drafts=shape.drafts,
+                draft_rng=seed_stream(seed, f"drafts of replica {number}"),
+                stages=StageClocks(shape.stages, model.gap_s, shape.hop_s) if shape.stages else None,
+            )
+            self.workers.append(worker)
+            tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
+            self.replicas.append(
+                SimulatedReplica(
+                    self._scheduler(number, policy),
+                    worker,
+                    number=number,
+                    on_ends=on_ends,
+                    on_plan=tell,
+                    skip=skip and shape.drafts is None,
+                    step_seconds=model.seconds,
+                )
+            )
+
+    def new_scheduler(self, number: int) -> Scheduler:
+        """With a fresh policy, for the worker that is there."""
+        return self._scheduler(number, self._new_policy(number))
+
+    def _scheduler(self, number: int, policy: PlanPolicy) -> Scheduler:
+        worker = self.workers[number]
+        if isinstance(policy, CostedPolicy) and isinstance(worker, WaitingWorker):
+            self.costed.append(policy)
+            worker.policy = policy
+        if self._make_scheduler is not None:
+            return self._make_scheduler(number, policy)
+        return self._shapes[number].scheduler(policy, has_plans=self._has_plans)
+
+
+def _one_each(given: T | Sequence[T], num: int, name: str) -> list[T]:
+    """Of every replica its own. Raises ConfigError for another number of them."""
+    if not isinstance(given, Sequence):
+        return [given] * num
+    if len(given) != num:
+        raise ConfigError(f"{len(given)} {name}s for {num} replicas: give one, or as many")
+    found = list(given)
+    if isinstance(found[0], EngineShape) and len({one.block_size for one in found}) > 1:
+        raise ConfigError("shapes of replicas must have one block_size, by which routers and prompts are counted")
+    return found
 
 
 def most_replicas(num_replicas: int, autoscaler: Autoscaler | None) -> int:
@@ -914,9 +1150,13 @@ class _Sender:
         submit_s: float,
         ends: I64 | None,
         scaling: SimulatedScaling | None,
+        line: SubmitLine | None = None,
     ) -> None:
         """ends: is filled with how many tokens a request has at its end, by its number. scaling: says which replicas there are;
-        None: all."""
+        None: all. line: the way of requests to the scheduler; None: each takes submit_s."""
+        self.faults: FailureDriver | Rescheduler | None = None
+        """What fails on the way, or moves requests; None: nothing."""
+        self._line = line
         self._scaling = scaling
         if scaling is not None:
             outcomes.on_ends = scaling.note_ends
@@ -952,25 +1192,61 @@ class _Sender:
 
     @property
     def next_tick(self) -> float:
-        """When the number of replicas is decided next."""
+        """When the number of replicas is decided next, or something fails or comes back."""
+        if self.faults is not None:
+            return self.faults.next_at
         return math.inf if self._scaling is None else self._scaling.next_tick
+
+    @property
+    def is_waiting(self) -> bool:
+        """Something is down, and will be back."""
+        return self.faults is not None and self.faults.is_waiting
 
     def run_to_end(self, until: float) -> None:
         """All requests were sent: run the replicas to their end, or up to this time."""
         if self._scaling is not None:
             self._scaling.run_to_end(until)
+        while self.faults is not None and self.faults.next_at < until:
+            for replica in self._replicas:
+                replica.run_until(self.faults.next_at)
+            if not self.faults.is_waiting and all(replica.next_event_at == math.inf for replica in self._replicas):
+                break
+            self.faults.apply()
         for replica in self._replicas:
             replica.run_until(until)
 
     def tick(self) -> None:
-        """Decide it now."""
-        assert self._scaling is not None
-        self._scaling.tick()
+        """Let happen what is due at `next_tick`."""
+        if self.faults is not None:
+            self.faults.apply()
+        else:
+            assert self._scaling is not None
+            self._scaling.tick()
+        self._next_view_at = -math.inf
+
+    def send_on(self, number: int, submit: Submit, others: list[int], at: float) -> None:
+        """A request that a replica has lost goes to one of these others."""
+        views = [self._replicas[other].view(at) for other in others]
+        slo = None if submit.slo is None else SLO.from_fields(submit.slo)
+        request = Routable(submit.prompt.size, submit.block_hashes.tobytes(), max_tokens=submit.max_tokens, slo=slo)
+        chosen = self._replicas[self._router.route(request, views)]
+        before = self._replicas[self._outcomes.replica[number]]
+        self._outcomes.replica[number] = chosen.number
+        chosen.submit(0, submit, at)
+        for when in before.aborts_of((0, number)):
+            chosen.abort_at(max(when, at), (0, number))
         self._next_view_at = -math.inf
 
     def send(self, row: int, number: int, at: float) -> None:
         """Send a request; number: by which the replicas know it."""
-        replicas = self._replicas
+        # When it is with a scheduler; what fails until then comes first.
+        replicas, faults = self._replicas, self.faults
+        there = at + self._submit_s if self._line is None else self._line.there(at, self._num_prompt[row])
+        up: list[int] = []
+        if faults is not None:
+            while faults.next_at <= there:
+                self.tick()
+            up = faults.up()
         hashes, salt = NO_U8, None
         if self.contexts is not None:
             hashes, salt = np.frombuffer(self.contexts.hashes(row, number), np.uint8), self.contexts.salt(row)
@@ -978,15 +1254,17 @@ class _Sender:
             hashes, salt = self._prefixes.block_hashes(row, self._num_prompt[row], self._block_size), str(row)
         if self._ends is not None:
             self._ends[number] = self._last[row]
+        # Where it goes, by views that may be old.
         chosen = 0
-        if len(replicas) > 1 or self._scaling is not None:
+        if (len(replicas) > 1 or self._scaling is not None) and (up or faults is None):
             if self._scaling is not None and self._scaling.run_before(at):
                 self._next_view_at = -math.inf  # there may be others now
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
-            if at >= self._next_view_at and (self._needs_views or not self._views):
+            if at >= self._next_view_at and (self._needs_views or not self._views or faults is not None):
                 for replica in replicas:
                     replica.run_until(at)
                 those = replicas if self._scaling is None else self._scaling.ready(at)
+                those = those if faults is None else [replicas[number] for number in up]
                 self._views = [replica.view(at) for replica in those]
                 self._next_view_at = at + self._view_interval_s
             request = Routable(
@@ -1004,13 +1282,16 @@ class _Sender:
                     f"router {type(self._router).__name__} sent a request to replica {chosen} of {len(self._views)}"
                 )
             view.add(request)
+        # The replica has come to that time. Where its scheduler is down, the request waits for the next one.
         replica = replicas[chosen]
-        there = at + self._submit_s
         replica.run_until(there)
         self._outcomes.replica[number] = chosen
         if not self._has_prefixes:
             hashes, salt = NO_U8, None
-        replica.submit(0, self._make(row, at, number, hashes, salt), there)
+        if faults is None or chosen in up:
+            replica.submit(0, self._make(row, at, number, hashes, salt), there)
+        else:
+            faults.hold(chosen, self._make(row, at, number, hashes, salt))
         limit = self._patience[self._class_ids[row]]
         if limit < math.inf:
             replica.abort_at(max(at + limit, there), (0, number))
@@ -1061,6 +1342,7 @@ def _run_closed_loop(
         for replica in replicas:
             replica.horizon = math.inf
         is_over = client.next_at == math.inf and all(replica.next_event_at == math.inf for replica in replicas)
+        is_over = is_over and not sender.is_waiting
         if due >= until or is_over:
             break
         if due < client.next_at:
@@ -1114,8 +1396,17 @@ def _fields(slo: SLO | None) -> tuple[float | None, ...] | None:
 
 
 def _collect(
-    workload: Workload, replicas: list[SimulatedReplica], outcomes: _Outcomes, model: StepModel, policy: object
+    workload: Workload,
+    replicas: list[SimulatedReplica],
+    outcomes: _Outcomes,
+    models: list[StepModel],
+    policy: object,
+    ways: tuple[ClientDelays, list[np.random.Generator]] | None,
+    has_moved: bool,
 ) -> SimulatedRun:
+    """What came of a run. models: by replica. ways: delays, and by replica what they are drawn by; None: the constants of
+    the models. has_moved: whether a request may have got tokens from several replicas."""
+    # Spans of all replicas, in the order of requests.
     num = len(workload)
     columns = [replica.tokens.columns() for replica in replicas]
     number = [
@@ -1129,12 +1420,22 @@ def _collect(
         np.concatenate([count for _, _, count in columns]),
     )
     # What the client sees: the steps end earlier, by the time that their tokens are on the way.
-    step_ends = tuple(np.array(replica.tokens.step_ends, np.float64) + model.deliver_s for replica in replicas)
+    ends = [np.array(replica.tokens.step_ends, np.float64) for replica in replicas]
+    if ways is None:
+        step_ends = tuple(one + model.deliver_s for one, model in zip(ends, models, strict=True))
+    else:
+        step_ends = tuple(ways[0].delivered(one, rng) for one, rng in zip(ends, ways[1], strict=True))
+    if has_moved:
+        spans = spans.by_time(step_ends)
     num_output = np.bincount(spans.request, spans.count, num).astype(np.int32)
     _write_token_times(outcomes, spans, step_ends)
-    warnings = [*workload.warnings(), *unattainable(workload, model)]
+    # What one should know of it.
+    distinct = {id(model): model for model in models}.values()
+    warnings = [*workload.warnings(), *(told for model in distinct for told in unattainable(workload, model))]
+    deliver_s = max(model.deliver_s for model in models) if ways is None else ways[0].deliver[0]
     if outcomes.num_failed:
         warnings.append(f"{outcomes.num_failed} requests failed, the first with: {outcomes.error}")
+    # What is left when nothing happens any more waits for a policy that stalls.
     for replica in replicas:
         left = replica.scheduler.statistics()
         for sequence in replica.scheduler.running():
@@ -1150,6 +1451,7 @@ def _collect(
             )
         if replica.complaint is not None:
             warnings.append(f"policy {policy!r}: {replica.complaint}")
+    # A request that starves is told of last: others explain it.
     warnings += _starvation(workload, outcomes, policy)
     timeline = RunTimeline(
         arrival=workload.arrival,
@@ -1158,7 +1460,7 @@ def _collect(
         scheduled=outcomes.scheduled,
         first_token=outcomes.first_token,
         last_token=outcomes.last_token,
-        end=outcomes.end + model.deliver_s,
+        end=np.where(np.isnan(outcomes.end), np.nan, np.fmax(outcomes.end + deliver_s, outcomes.last_token)),
         outcome=outcomes.outcome,
         replica=outcomes.replica,
         num_preemptions=outcomes.num_preemptions,
@@ -1166,7 +1468,7 @@ def _collect(
         num_wasted=outcomes.num_wasted,
         spans=spans,
         step_ends=step_ends,
-        deliver_s=model.deliver_s,
+        deliver_s=deliver_s,
     )
     return SimulatedRun(
         workload,

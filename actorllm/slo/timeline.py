@@ -10,6 +10,7 @@ Times are seconds of the run's own clock, which begins at 0. NaN: did not happen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,17 @@ class Spans:
     def sorted(request: I32, replica: I32, first_step: I64, count: I32) -> Spans:
         order = np.argsort(request, kind="stable")
         return Spans(request[order], replica[order], first_step[order], count[order])
+
+    def by_time(self, step_ends: Sequence[F64]) -> Spans:
+        """Those of one request in the order in which its tokens came, whichever replica gave them."""
+        if not self.request.size:
+            return self
+        firsts = np.zeros(self.request.size)
+        for number, ends in enumerate(step_ends):
+            mine = self.replica == number
+            firsts[mine] = ends[self.first_step[mine]]
+        order = np.lexsort((firsts, self.request))
+        return Spans(self.request[order], self.replica[order], self.first_step[order], self.count[order])
 
     def of(self, mine: NDArray[np.bool_]) -> Spans:
         """Those of some requests."""

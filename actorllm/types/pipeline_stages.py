@@ -88,6 +88,9 @@ def head_in_layers(hf: Mapping[str, Any]) -> float:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     head_dim = number("head_dim") or hidden // max(heads, 1)
     attention = 2 * head_dim * (heads + number("num_key_value_heads", "num_attention_heads"))
+    if rank := number("kv_lora_rank"):  # keys and values are products of a latent
+        query, value = number("qk_nope_head_dim") + number("qk_rope_head_dim"), number("v_head_dim")
+        attention = rank + heads * (query + value)
     # Of experts those that a token goes through.
     feed_forward = 3 * number("moe_intermediate_size", "intermediate_size") * (number("num_experts_per_tok") or 1)
     return number("vocab_size") / (attention + feed_forward) if attention and feed_forward else 0.0

@@ -18,7 +18,16 @@ from actorllm.errors import ConfigError, nearest_name
 from actorllm.types.drafter import DEFAULT_LOOKUP, Costs, Drafter, Ranges, Speculation
 from actorllm.types.named_class import named_class
 
-NGRAM, SUFFIX, DRAFT_MODEL = "ngram", "suffix", "draft_model"
+NGRAM, SUFFIX, DRAFT_MODEL, EAGLE, EAGLE3, MTP = "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"
+
+HEADS = (EAGLE, EAGLE3, MTP)
+"""What reads states of the target. Those of 'mtp' are in its checkpoint."""
+WITH_MODEL = (DRAFT_MODEL, *HEADS)
+"""What computes beside the target."""
+WITH_FOLDER = (DRAFT_MODEL, EAGLE, EAGLE3)
+"""What needs a folder of its own."""
+ALIASES = {"mimo_mtp": MTP}
+"""Older names of vLLM."""
 
 DRAFTERS = {
     NGRAM: "actorllm.model.speculation.ngram:NgramDrafter",
@@ -27,7 +36,7 @@ DRAFTERS = {
 """Where the built-in drafters are, by method."""
 
 NOT_THERE = (
-    *("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "ngram_gpu"),
+    *("medusa", "mlp_speculator", "dflash", "ngram_gpu"),
     "extract_hidden_states",
 )
 """Methods of vLLM that are refused by name."""
@@ -180,8 +189,8 @@ def read_speculation(given: Any) -> Speculation | None:
     if drawn not in ("greedy", "probabilistic"):
         raise ConfigError(f"speculative_config: draft_sample_method={drawn!r:.80} must be 'probabilistic' or 'greedy'")
     most = tree.get("num_speculative_tokens")
-    if most is None and method == SUFFIX:
-        most = SUFFIX_DRAFTS
+    if most is None:
+        most = {SUFFIX: SUFFIX_DRAFTS, MTP: 1}.get(method)
     if most is None:
         raise ConfigError(
             "speculative_config: num_speculative_tokens is missing; give the most drafts of a step, like 4"
@@ -218,16 +227,18 @@ def _tree(given: Any) -> Mapping[Any, Any] | None:
 
 
 def _method(tree: Mapping[Any, Any]) -> tuple[str, str | None]:
-    """The method, and the draft model where it needs one."""
+    """The method, and the folder of its model where it needs one."""
     method, model = tree.get("method"), tree.get("model")
     if method is None and model is not None:  # as in vLLM
-        method = NGRAM if model in NO_MODEL else DRAFT_MODEL
+        method = NGRAM if model in NO_MODEL else _method_of(str(model))
     if not isinstance(method, str) or not method:
         raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
-    if method == DRAFT_MODEL:
+    method = ALIASES.get(method, method)
+    if method in WITH_FOLDER:
         if not isinstance(model, str) or not model:
+            what = "draft model" if method == DRAFT_MODEL else "head"
             raise ConfigError(
-                f"speculative_config: model={model!r:.80} must be the name or the folder of the draft model (method={method!r})"
+                f"speculative_config: model={model!r:.80} must be the name or the folder of the {what} (method={method!r})"
             )
         return method, model
     if model not in NO_MODEL:
@@ -235,8 +246,15 @@ def _method(tree: Mapping[Any, Any]) -> tuple[str, str | None]:
             f"speculative_config: model={model!r:.80} is not supported with method={method!r:.80}; leave it out, or use "
             f"{DRAFT_MODEL!r}"
         )
-    drafter_class(method)
+    if method != MTP:
+        drafter_class(method)
     return method, None
+
+
+def _method_of(model: str) -> str:
+    """By the name of the checkpoint, as in vLLM."""
+    name = model.lower()
+    return EAGLE if "eagle-" in name else EAGLE3 if "eagle3" in name else DRAFT_MODEL
 
 
 def _count(name: str, value: Any, most: int, least: int = 1) -> int:

@@ -50,6 +50,21 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
     assert "What steps computed" in files["run.html"].read_text()
 
 
+def test_what_else_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--failures", "workers:5:2", "--policy-cost", "0.001:1e-5", "--power", "75:400:2.5")
+    run("simulate", "--rate", "3", *SMALL, *options)
+    told = capsys.readouterr()
+    assert "failures met" in told.err
+    assert "ms in the mean" in told.err
+    assert "energy by 75 W idle and 400 W busy: " in told.out
+    assert "a million output tokens" in told.out
+    run("simulate", *SMALL, "--policy-cost", "measured:2")
+    assert "plans: " in capsys.readouterr().err
+    for wrong in (("--policy-cost", "fast"), ("--failures", "disk:1:1"), ("--power", "5")):
+        assert cli.main(["simulate", *SMALL, *wrong]) != 0
+        assert wrong[1].partition(":")[0] in capsys.readouterr().err
+
+
 def test_a_sweep_is_resumed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, page, table = tmp_path / "sweep.jsonl", tmp_path / "sweep.html", tmp_path / "points.csv"
     arguments = (

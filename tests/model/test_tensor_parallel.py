@@ -29,8 +29,9 @@ from actorllm.model.families.tensors import DecoderTensors
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.registry import check_shares, decoder_config, model_plan
 from actorllm.model.weights import CheckpointWeights, DummyWeights
+from tests.api.knowing_drafter import STREAMS
 from tests.model.hf.decoders import save
-from tests.model.ranks import SHAPE, arguments, model_folder, streams
+from tests.model.ranks import SHAPE, arguments, model_folder, requests, streams
 from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
 
@@ -74,6 +75,30 @@ def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int,
     assert len({*expected}) == len(expected)
     for size in sizes:
         assert streams(folder, tensor_parallel_size=size) == expected
+
+
+def test_ranks_check_the_drafts_of_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are right, some are not; penalties remember each token on every rank."""
+    folder = model_folder(tmp_path)
+    prompts, params = requests()
+    params[2] = SamplingParams(
+        temperature=0.9, seed=2, max_tokens=24, ignore_eos=True, presence_penalty=0.7, logprobs=2
+    )
+    with LLM(folder, **arguments(topology="inline")) as llm:
+        expected = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    file = tmp_path / "streams.json"
+    file.write_text(json.dumps(list(zip(prompts, expected, strict=True))))
+    monkeypatch.setenv(STREAMS, str(file))
+    drafts = {
+        "method": "tests.api.knowing_drafter:KnowingDrafter",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 100, 3]],
+    }
+    with LLM(folder, **arguments(tensor_parallel_size=2, speculative_config=drafts)) as llm:
+        found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+        counted = llm.stats()["scheduler"]["scheduler"]["speculation"]
+    assert found == expected
+    assert 20 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]
 
 
 @pytest.mark.slow(reason="ranks as processes; two families stand for all")

@@ -231,6 +231,23 @@ def test_experts_cost_what_is_read_and_compute_what_is_chosen() -> None:
     assert roofline_of("A100", LLAMA, weight_bits=8).weight_bytes == dense.weight_bytes / 2
 
 
+def test_latents_are_cached_once_for_all_heads() -> None:
+    """DeepSeek-V2-Lite: 15.7e9 weights, of which a token uses 2.4e9, and 576 numbers of a token in each of 27 layers."""
+    found = roofline_of("A100", DEEPSEEK)
+    assert found.kv_bytes_per_token == 27 * 576 * 2
+    assert found.weight_bytes / 2 == pytest.approx(15.7e9, rel=0.1)
+    assert found.flops_per_token / 2 == pytest.approx(2.4e9, rel=0.05)
+    assert roofline_of("A100", DEEPSEEK, tp=2).kv_bytes_per_token == 2 * found.kv_bytes_per_token, "each GPU has all"
+
+
+DEEPSEEK = {
+    "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "intermediate_size": 10944, "vocab_size": 102400,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("gpu", "change", "tp", "told"),
     [

@@ -2,7 +2,8 @@
 
 It listens on one address. A connection that has shown the key is a tenant, and asks for one replica. That has a supervisor of
 its own here, with a scheduler and workers. A relay stands where the frontend would be. When the connection ends, for whatever
-reason, so does the replica, and the agent goes on listening.
+reason, so does the replica, and the agent goes on listening. A program that has joined the owner's engine may join the replica,
+too, by what the owner was told of it. Its connection has a relay of its own.
 
 Invariants: nothing of a connection is worked on before it has shown the key. Of those that have not, there are few, and each has
 a few seconds. What a tenant sends fails that tenant only. After `run` no process is left.
@@ -13,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import ssl
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from actorllm import __version__
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
-from actorllm.actors.topology import ActorSpec
+from actorllm.actors.topology import ActorSpec, attached_frontend
 from actorllm.client.cache_memory import worker_pids_of
 from actorllm.client.engine import CACHE_MEMORY
 from actorllm.client.engine_supervisor import make_supervisor
@@ -41,6 +43,7 @@ from actorllm.errors import (
     CorruptLinkError,
     EngineDeadError,
     ModelNotFoundError,
+    PeerLostError,
     TransportError,
 )
 from actorllm.fleet.nodes.fingerprint import model_digest
@@ -61,8 +64,8 @@ from actorllm.types.speculation import draft_costs_of
 
 logger = logging.getLogger(__name__)
 
-MAX_TENANTS = 64
-"""Replicas at a time."""
+MAX_TENANTS = 256
+"""Replicas at a time, and programs that have joined them."""
 MAX_STRANGERS = 32
 """Connections that have not shown the key; of more, the oldest goes."""
 ACCEPTS_PER_TURN = 16
@@ -179,11 +182,11 @@ class NodeAgent:
             return
         is_over = self._is_leaving or self._over is None or self._over.is_set()
         if len(self.tenants) >= MAX_TENANTS or is_over:
-            logger.warning("refused: %s: there are %d replicas, or the node ends", peer, len(self.tenants))
+            logger.warning("refused: %s: there are %d connections, or the node ends", peer, len(self.tenants))
             secured.close()
             return
         try:
-            tenant = Tenant(secured, peer, self.timeout_s)
+            tenant = Tenant(secured, peer, self.timeout_s, self.tenants)
         except OSError as error:  # the connection is gone already
             logger.warning("refused: %s: %s", peer, error)
             secured.close()
@@ -240,10 +243,16 @@ def _remove_stale(path: str) -> None:
 
 
 class Tenant:
-    """One connection, and the replica that it asked for."""
+    """One connection, and the replica that it asked for or has joined. tenants: all that there are."""
 
-    def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, peer: str, timeout_s: float, tenants: Collection[Tenant] = ()) -> None:
         self.peer = peer
+        self.token = secrets.token_hex(16)
+        """By which others join its replica."""
+        self._tenants = tenants
+        self._guests: set[Tenant] = set()
+        """Those that have joined it."""
+        self._num_guests = 0
         self.stream = NodeStream(
             sock,
             on_message=self._take,
@@ -254,6 +263,7 @@ class Tenant:
         )
         self._tasks: TaskGroup
         self._wanted: dict[str, Any] | None = None
+        """The replica that was asked for, or the one to join."""
         self._has_come: anyio.Event | None = None
         self._was_asked: anyio.Event | None = None
         self._supervisor: Supervisor | None = None
@@ -276,11 +286,38 @@ class Tenant:
             while self._wanted is None and not self._is_stop_requested:
                 await self._has_come.wait()
             if self._wanted is not None:
-                await self._have_replica(self._wanted)
+                await (self._join if "tenant" in self._wanted else self._have_replica)(self._wanted)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(TransportError):
                 await self.stream.wait_flushed()
             self.stream.close()
+
+    async def _join(self, wanted: dict[str, Any]) -> None:
+        """Until the connection or the replica ends."""
+        host = next((one for one in self._tenants if one.token == wanted["tenant"]), None)
+        error: ActorLLMError = EngineDeadError("the replica was stopped")
+        if wanted["version"] != __version__:
+            error = _other_version(wanted["version"])
+        elif host is not None and host._supervisor is not None:
+            try:
+                await self._stay_with(host, host._supervisor)
+            except (ActorLLMError, OSError) as refusal:  # it is stopping, or has no memory for one more ring
+                error = EngineDeadError(f"it cannot be joined: {refusal}")
+        self.stream.control("ended", type_name=type(error).__name__, message=str(error))
+
+    async def _stay_with(self, host: Tenant, supervisor: Supervisor) -> None:
+        host._num_guests += 1
+        spec, link = attached_frontend(host._num_guests)
+        relay = self._relay = RelayChild(spec, lambda *_: None, self.stream)
+        relay.phase = "running"
+        supervisor.admit(relay, link)
+        host._guests.add(self)
+        try:
+            await relay.gone.wait()
+        finally:
+            host._guests.discard(self)
+            supervisor.dismiss(spec.name, PeerLostError(f"{self.peer}, which had joined, is gone"))
+            relay.close()
 
     async def _have_replica(self, wanted: dict[str, Any]) -> None:
         error: Exception | None = None
@@ -309,9 +346,7 @@ class Tenant:
     async def _checked(self, wanted: dict[str, Any], board: str) -> EngineConfig:
         """The configuration as it is for this machine. Raises AttachError, ModelError."""
         if wanted["version"] != __version__:
-            raise AttachError(
-                f"it runs actorllm {__version__} and the engine {wanted['version']}; use the same version on all nodes"
-            )
+            raise _other_version(wanted["version"])
         config = EngineConfig.from_json(wanted["config"])
         # A model may be downloaded meanwhile: a stop does not wait for it.
         self._place = await to_thread.run_sync(localized, config, board, abandon_on_cancel=True)
@@ -345,7 +380,8 @@ class Tenant:
         async with anyio.create_task_group() as tasks:
 
             def on_ready() -> None:
-                self.stream.control("ready", config=supervisor.config.to_json().decode(), facts=self._facts)
+                told = supervisor.config.to_json().decode()
+                self.stream.control("ready", config=told, facts=self._facts, tenant=self.token)
                 tasks.start_soon(self._tell, supervisor, board, config.replica)
 
             failure: Exception | None = None
@@ -380,6 +416,9 @@ class Tenant:
                 case "start" if self._wanted is None:
                     self._wanted = {name: frame[name] for name in ("version", "config", "digest")}
                     self._wake()
+                case "join" if self._wanted is None:
+                    self._wanted = {name: str(frame[name]) for name in ("version", "tenant")}
+                    self._wake()
                 case "stop":
                     self.request_stop(min(float(frame["timeout"]), 60.0))
                 case "config":
@@ -412,6 +451,8 @@ class Tenant:
         self._preparing.cancel()
         if self._supervisor is not None:
             self._supervisor.request_stop(timeout)
+        elif self._relay is not None:  # it has joined
+            self._relay.gone.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -430,8 +471,9 @@ class Tenant:
         told: EngineHealth | None = None
         table = board.hashes(row)
         while True:
-            if self._relay is not None:
-                self._relay.recheck()
+            for one in (self, *self._guests):
+                if one._relay is not None:
+                    one._relay.recheck()
             is_changing = False
             if not self.stream.is_full:
                 health = supervisor.health()
@@ -461,6 +503,10 @@ class Tenant:
         is_anew, pages, arrays = changes
         self.stream.control("load", arrays, lane=BULK, is_anew=is_anew, pages=pages)
         return True
+
+
+def _other_version(version: str) -> AttachError:
+    return AttachError(f"it runs actorllm {__version__} and the engine {version}; use the same version on all nodes")
 
 
 def localized(config: EngineConfig, board: str) -> EngineConfig:

@@ -56,6 +56,18 @@ def place_of(number: int, num_local: int, nodes: Sequence[str]) -> str | None:
     return None if number < num_local or not nodes else nodes[(number - num_local) % len(nodes)]
 
 
+def tls_of(ca_file: str | None) -> ssl.SSLContext | None:
+    """By which agents are called; None: in the clear. ca_file: certificates in PEM. Raises ConfigError."""
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"node_ca_file={ca_file!r} cannot be used: {error.strerror or error}; it has certificates in PEM"
+        ) from error
+
+
 async def connect_to(address: NodeAddress, key: bytes, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
     """A connection to an agent that knows the key. Raises AttachError, which names the node."""
     peer = f"node {address}"

@@ -87,12 +87,14 @@ def bundle_of(config: EngineConfig) -> dict[str, float]:
     return bundle | {name: float(value) for name, value in config.resources_per_replica.items()}
 
 
+def room_for(bundle: Mapping[str, float], has: Mapping[str, float]) -> int:
+    """Pure. How many bundles fit where there is so much."""
+    return min(int(has.get(name, 0.0) / asked) for name, asked in bundle.items() if asked)
+
+
 def check_fit(bundle: Mapping[str, float], number: int, nodes: list[Mapping[str, float]]) -> None:
     """Pure. Raises ConfigError: so many bundles can never be placed on nodes that have so much in all."""
-    room = [
-        min((int(node.get(name, 0.0) / asked) for name, asked in bundle.items() if asked), default=number)
-        for node in nodes
-    ]
+    room = [room_for(bundle, node) for node in nodes]
     if nodes and max(room) >= 1 and sum(room) >= number:
         return
     largest = max(nodes, key=lambda node: sum(node.get(name, 0.0) for name in bundle), default={})
@@ -215,13 +217,14 @@ class RayPlacement:
         number = max(0, size - self._config.data_parallel_size_local)
         group = ray.util.get_current_placement_group()
         if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
-            fitting = [
-                index
-                for index, has in enumerate(group.bundle_specs)
-                if all(has.get(name, 0.0) >= asked for name, asked in bundle.items())
-            ]
-            check_fit(bundle, number, [group.bundle_specs[index] for index in fitting])
-            return [(group, index) for index in fitting]
+            check_fit(bundle, number, group.bundle_specs)
+            free = ray.available_resources()
+            places = []
+            for index, has in enumerate(group.bundle_specs):
+                left = {name: free.get(f"{name}_group_{index}_{group.id.hex()}", 0.0) for name in bundle}
+                places += [(nth >= room_for(bundle, left), nth, index) for nth in range(room_for(bundle, has))]
+            # One after the other; last what is not free, as where the caller is itself.
+            return [(group, index) for _, _, index in sorted(places)]
         check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         made = self._asked_for(ray, number) if number else None
         return [(made, index) for index in range(number)]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import socket
-import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from actorllm.actors.topology import ActorSpec
 from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
-    ConfigError,
     CorruptLinkError,
     EngineDeadError,
     EngineError,
@@ -43,7 +42,7 @@ from actorllm.errors import (
 )
 from actorllm.fleet.nodes.fingerprint import model_digest
 from actorllm.fleet.nodes.handshake import read_key
-from actorllm.fleet.nodes.hosts import CONNECT_TIMEOUT_S, Located, connect_to, read_address
+from actorllm.fleet.nodes.hosts import CONNECT_TIMEOUT_S, Located, connect_to, read_address, tls_of
 from actorllm.fleet.nodes.load_mirror import apply_changes
 from actorllm.fleet.nodes.node_stream import NodeStream
 from actorllm.fleet.nodes.stream_link import StreamLink
@@ -58,18 +57,6 @@ T = TypeVar("T")
 LEAVE_TIMEOUT_S = 20.0
 """How long the requests of a node that is told to end may take to move, or to end. With the stop behind it that is less than the
 30 s after which Kubernetes and clouds kill."""
-
-
-def node_tls(config: EngineConfig) -> ssl.SSLContext | None:
-    """By which agents are called. Raises ConfigError."""
-    if config.node_ca_file is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=config.node_ca_file)
-    except OSError as error:
-        raise ConfigError(
-            f"node_ca_file={config.node_ca_file!r} cannot be used: {error.strerror or error}; it has certificates in PEM"
-        ) from error
 
 
 class RemoteReplica:
@@ -103,6 +90,7 @@ class RemoteReplica:
         self._frontend = frontend
         self._on_fall, self._on_leaving, self._on_facts = on_fall, on_leaving, on_facts
         self._board = board
+        self._located: Located | None = None
         self._stream: NodeStream | None = None
         self._link: StreamLink | None = None
         self._child: OwnerChild | None = None
@@ -160,7 +148,7 @@ class RemoteReplica:
         digest = None
         if self.config.model.load_format != "dummy":
             digest = await to_thread.run_sync(model_digest, self.config.model.path, abandon_on_cancel=True)
-        sock = await connect_to(located.address, located.key, node_tls(self.config), CONNECT_TIMEOUT_S)
+        sock = await connect_to(located.address, located.key, tls_of(self.config.node_ca_file), CONNECT_TIMEOUT_S)
         return sock, located, digest
 
     async def _start(self, tasks: Any) -> None:
@@ -183,6 +171,7 @@ class RemoteReplica:
             timeout_s=self.config.node_timeout_s,
         )
         stream.start()
+        self._located = located
         if located.watch is not None:
             located.watch(self._on_sign)
         with anyio.move_on_after(CONNECT_TIMEOUT_S) as waiting:
@@ -358,12 +347,19 @@ class RemoteReplica:
 
     # What is known of it
 
-    def admit(self, child: Any, link: Any) -> None:
-        """Raises EngineShutdownError: programs have links to replicas of their own machine only."""
-        raise EngineShutdownError(f"replica {self.config.replica} is on {self._where}")
-
-    def dismiss(self, name: str, error: ActorLLMError) -> None:
-        """None was admitted."""
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """What a program of the same user needs to call the agent itself (`joined_node`), while the replica runs."""
+        if self._phase != "running" or self._end is not None or self._located is None or self._ready is None:
+            return None
+        ca_file = self.config.node_ca_file
+        return {
+            "address": str(self._located.address),
+            "key": self._located.key.hex(),
+            "ca_file": ca_file and os.path.abspath(ca_file),
+            "tenant": self._ready["tenant"],
+            "timeout_s": self.config.node_timeout_s,
+        }
 
     @property
     def pids(self) -> dict[str, int]:

@@ -85,6 +85,8 @@ class PagedCache(ABC):
     padding_block: int
     dtype: torch.dtype
     """Of the keys and values that it is given, and of what attention returns."""
+    first_position: int = 0
+    """No token attends to those before it, and only padding is computed there."""
 
     @abstractmethod
     def release(self) -> None:
@@ -603,7 +605,10 @@ class AttentionBatch:
     def _visible(self, lengths: I64) -> tuple[I64, I64, I64]:
         """Of rows of these lengths: the first block, the number of blocks, and the first position that each sees."""
         size = self._cache.block_size
-        first_visible = np.maximum(lengths - self._window, 0) if self._window is not None else np.zeros_like(lengths)
+        if self._window is None:
+            first_visible = np.minimum(lengths - 1, self._cache.first_position)
+        else:
+            first_visible = np.maximum(lengths - self._window, 0)
         first_block = first_visible // size
         return first_block, -(-lengths // size) - first_block, first_visible
 
@@ -682,7 +687,7 @@ class AttentionBatch:
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
-            low = offset if window is None else max(offset, first_position + a + 1 - window)
+            low = self._cache.first_position if window is None else max(offset, first_position + a + 1 - window)
             high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)

@@ -16,6 +16,7 @@ import torch
 from actorllm.model.adapters.slots import AdaptedLinear, rebased
 from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring
 from actorllm.model.cpu.experts import Experts
+from actorllm.model.cpu.latent import LatentAttention
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
 from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -49,6 +50,7 @@ SWITCHES = frozenset(
         "embedding_scale",
         "experts",
         "has_sinks",
+        "latent",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -85,10 +87,15 @@ class DecoderLayer:
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
             return None if weight is None else RMSNorm(weight, config.rms_norm_eps)
 
-        num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
         outputs = torch.arange(tensors.qkv.out_features)
-        outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
-        self.qkv = linear(tensors.qkv.reordered(outputs))
+        self.latent: LatentAttention | None = None
+        if tensors.latent is not None:
+            self.latent = LatentAttention(config, tensors.latent, share, linear)
+            self.qkv = linear(tensors.qkv)
+        else:
+            num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
+            outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
+            self.qkv = linear(tensors.qkv.reordered(outputs))
         self.output = linear(tensors.output)
         self.experts: Experts | None = None
         if tensors.experts is not None:
@@ -115,11 +122,21 @@ class DecoderLayer:
                 self.qk_norm = WholeQKNorm(q_norm, k_norm, share, config.rms_norm_eps, ranks)
 
     def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, head_dim / 2]."""
-        seen = x if self.input_norm is None else self.input_norm(x)
-        heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
-        self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
-        attended = attention.attend(self.index, heads[:, : self.num_heads], heads[:, self.num_heads :], self.scoring)
+        """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, rotary_dim / 2]."""
+        return self.beside(x, x if self.input_norm is None else self.input_norm(x), rotations, attention)
+
+    def beside(
+        self, x: torch.Tensor, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch
+    ) -> torch.Tensor:
+        """What the layer makes of the residual stream x where attention reads `seen`, [num_tokens, inputs of qkv]."""
+        if self.latent is None:
+            heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
+            self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
+            attended = attention.attend(
+                self.index, heads[:, : self.num_heads], heads[:, self.num_heads :], self.scoring
+            )
+        else:
+            attended = self.latent(self.index, self.qkv(seen), rotations, attention)
         part = self.output(attended)
         if self._is_shared:
             self._ranks.sum_(part)
@@ -138,6 +155,8 @@ class DecoderLayer:
     def num_bytes(self) -> int:
         """Bytes of weights that one row reads."""
         attention = self.qkv.num_bytes + self.output.num_bytes
+        if self.latent is not None:
+            attention += self.latent.num_bytes
         if self.experts is not None:
             return attention + self.experts.num_bytes
         return attention + self.gate_up.num_bytes + self.down.num_bytes
@@ -218,7 +237,7 @@ class Decoder:
         self.dtype = weights.dtype
         self.rotary = [
             RotaryEmbedding(
-                rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions),
+                rotation_angles(config.rotary_dim, rope, config.max_position_embeddings, max_positions),
                 rotation_length(rope),
             )
             for rope in (config.rope, config.window_rope)
@@ -247,6 +266,9 @@ class Decoder:
         self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps) if is_last else None
         self.lm_head: Linear | None = None
         self._kinds = kinds
+        self.taps: frozenset[int] = frozenset()
+        """Behind how many layers the hidden states of a step are kept in `tapped`."""
+        self.tapped: dict[int, torch.Tensor] = {}
         if config.has_head:
             # One arithmetic for both kinds of rows: that of a single scheme.
             self.lm_head = (make if kinds is None else linear)(tensors.head() or form.head_of(self.embedding))
@@ -269,7 +291,7 @@ class Decoder:
             for name, held in list(vars(layer).items()):
                 if isinstance(held, AdaptedLinear):
                     held.drop_base()
-                elif isinstance(held, Linear | Experts):
+                elif isinstance(held, Linear | Experts | LatentAttention):
                     delattr(layer, name)
 
     @property
@@ -288,12 +310,12 @@ class Decoder:
 
         Of a stage: those behind its last layer.
         """
-        fold = self.share.num_heads // self.share.num_kv_heads
+        fold = self.share.num_heads // self.share.num_kv_heads if self.config.latent is None else self.share.num_heads
         attention = cache.attention(inputs, fold, self._windows)
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
         if self._stage.is_first:
-            x = self._embed(torch.from_numpy(inputs.token_ids))
+            x = self.embed(torch.from_numpy(inputs.token_ids))
             if inputs.embedded is not None:
                 place_rows(x, inputs)
         else:
@@ -304,10 +326,12 @@ class Decoder:
             self._kinds.begin(inputs)
         for layer in self.layers:
             inputs.between_layers()
+            if layer.index in self.taps:
+                self.tapped[layer.index] = x
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size]; an id is embedded by the rank that holds it."""
         if self.ranks.size == 1:
             rows = torch.embedding(self.embedding, token_ids)

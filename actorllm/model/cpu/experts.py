@@ -37,23 +37,56 @@ class Experts:
         self._gated = self._product_of_gate if shape.swiglu is None else partial(swiglu, *shape.swiglu)
         self.router = tensors.router.double().T.contiguous()  # [hidden_size, num_experts]
         self._router_bias = None if tensors.router_bias is None else tensors.router_bias.double()
+        self._correction = tensors.correction
+        self._is_sigmoid, self._scale = shape.scoring == "sigmoid", shape.scale
+        self._num_groups, self._num_active_groups = shape.num_groups, shape.num_active_groups
         self.experts: list[tuple[Linear, Linear]] = [(linear(gate_up), linear(down)) for gate_up, down in tensors]
+        self.shared: tuple[Linear, Linear] | None = None
+        """What every row takes beside the experts that it has chosen."""
+        if tensors.shared is not None:
+            self.shared = linear(tensors.shared[0]), linear(tensors.shared[1])
 
     @property
     def num_bytes(self) -> int:
         """Of the weights that a row reads: those of the router, and of so many experts as a row takes."""
         per_expert = sum(one.num_bytes for one in self.experts[0]) if self.experts else 0
-        return self.router.numel() * self.router.element_size() + min(self.num_active, len(self.experts)) * per_expert
+        always = self.router.numel() * self.router.element_size()
+        if self.shared is not None:
+            always += sum(one.num_bytes for one in self.shared)
+        return always + min(self.num_active, len(self.experts)) * per_expert
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, int64 [num_tokens, num_active], the one with the highest score first, and their weights."""
         exact = torch.mm(x.double(), self.router)  # [num_tokens, num_experts]
         scores = (exact if self._router_bias is None else exact.add_(self._router_bias)).float()
-        if self._normalizes:
+        if self._is_sigmoid:
+            weights = scores.sigmoid_()
+            wanted = self._within_groups(weights if self._correction is None else weights + self._correction)
+            numbers = wanted.topk(self.num_active)[1]
+            weights = weights.gather(1, numbers)
+            if self._normalizes:
+                weights = weights / weights.sum(1, keepdim=True).add_(1e-20)
+            return numbers, weights.mul_(self._scale)
+        if self._normalizes and self._num_groups == 1:
             highest, numbers = scores.topk(self.num_active)
             return numbers, highest.softmax(1)
-        weights, numbers = scores.softmax(1).topk(self.num_active)
-        return numbers, weights
+        weights, numbers = self._within_groups(scores.softmax(1)).topk(self.num_active)
+        if self._normalizes:
+            weights = weights / weights.sum(1, keepdim=True)
+        return numbers, weights if self._scale == 1 else weights.mul_(self._scale)
+
+    def _within_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """The same, and what no other is below where the group is not one that the row takes experts of.
+
+        A group counts as its best expert does; scores of a sigmoid, as its best two together.
+        """
+        if self._num_groups == 1:
+            return scores
+        by_group = scores.view(len(scores), self._num_groups, -1)
+        best = by_group.topk(2, 2)[0].sum(2) if self._is_sigmoid else by_group.amax(2)
+        groups = best.topk(self._num_active_groups, 1)[1]
+        is_left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True).unsqueeze(2)
+        return by_group.masked_fill(~is_left, -torch.inf if self._is_sigmoid else 0.0).view_as(scores)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; with several ranks a part of a sum."""
@@ -78,7 +111,7 @@ class Experts:
         total = by_row[:, 0]
         for place in range(1, self.num_active):  # in this order, whatever the step
             total = total + by_row[:, place]
-        return total.to(x.dtype)
+        return total.to(x.dtype) if self.shared is None else self._product(self.shared, x).add_(total)
 
     def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
         gate_up, down = expert

@@ -20,18 +20,21 @@ from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
+from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_model import DraftModel
+from actorllm.model.cpu.draft_heads import drafting_model
+from actorllm.model.cpu.draft_passes import DraftingModel
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
+from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
 from actorllm.model.linear import Linear, LinearWeight
@@ -58,7 +61,6 @@ from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
-    from actorllm.model.adapters.slots import AdapterSlots
     from actorllm.model.cpu.model import CausalLM
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
@@ -112,6 +114,8 @@ class CpuStep(StepHandle[Chunks]):
     """Prefill rows of the plan whose states are not finite."""
     draft_logits: torch.Tensor | None = None
     """float32 [num_drafts, vocab_size], at the positions of the drafts; None: there are none."""
+    seen: torch.Tensor | None = None
+    """What the drafting model is to have of the decode rows (`DraftingModel.follow`); None: nothing."""
 
 
 class CpuRunner(ModelRunner[CpuStep, Chunks]):
@@ -120,13 +124,15 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    _owned = ("decoder", "cache", "batch", "adapters", "_draft_model", "_speculator")
+    _owned = ("decoder", "cache", "batch", "adapters", "_slots", "_draft_model", "_speculator")
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
     ) -> None:
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self._whole_plan = self.model_config
+        if self._latent is not None:
+            check_latent(config)
         self.stage = Stage(config, rank)
         if isinstance(self.model_config, DecoderConfig):
             self.model_config = self.stage.part.shape_of(self.model_config)
@@ -141,16 +147,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._shown = ShownLogits.of(config.model.logprobs_mode)
+        self._slots: AdapterSlots | None = None
+        """Of `adapters`."""
         self._speculator: Speculator | None = None
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
-            if not isinstance(self.model_config, DecoderConfig):
-                raise UnsupportedModelError(
-                    f"speculative_config is not supported for {config.model.architecture} yet, which runs through "
-                    f"transformers; leave it out"
-                )
-            if config.speculation.model is not None:
-                self._draft_model = DraftModel(config, self.dtype)
+            self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
         self._is_half_done = False
         self._decode_version = -1
@@ -165,7 +167,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
         if self._draft_model is not None:
-            self._draft_model.load(self._show_progress)
+            assert isinstance(self.decoder, Decoder)
+            self._draft_model.load(self.decoder, self._show_progress)
         if self.stage.is_last:
             self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
@@ -228,15 +231,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "" if widens(torch.bfloat16) else better,
             )
         if self.config.lora is not None:
-            self.adapters = Adapters(self.config.lora, torch.float32 if widens(self.dtype) else self.dtype)
-        slots = None if self.adapters is None else self.adapters.slots
+            of = torch.float32 if widens(self.dtype) else self.dtype
+            self._slots = AdapterSlots(self.config.lora.max_loras, self.config.lora.max_lora_rank, of)
+            self.adapters = Adapters(self.config.lora, self._slots)
         found = choose(self.config, plan, self.dtype, self.rank)
         self.scheme = None if found is None else str(found)
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                decoder, self._head = self._read_decoder(plan, weights, slots)
+                decoder, self._head = self._read_decoder(plan, weights, self._slots)
                 return decoder
-        loaded, self._head = self._read_modules(model, slots)
+        loaded, self._head = self._read_modules(model, self._slots)
         return loaded
 
     def _read_modules(
@@ -310,8 +314,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         decoder, head = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
-        elif self.adapters is not None:
-            cast("TransformersDecoder", decoder).adapt(self.adapters.slots)
+            if self._draft_model is not None:
+                self._draft_model.take_target(decoder)
+        elif self._slots is not None:
+            cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head
 
     def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
@@ -321,8 +327,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.decoder.drop_weights()
         else:
             self.decoder = AbsentModel(self.decoder.num_kv_heads)
-            if self.adapters is not None:
-                self.adapters.slots.drop_bases()
+            if self._slots is not None:
+                self._slots.drop_bases()
         gc.collect()  # modules refer to each other
         memory.trim()
         if not keeps_pages and self.config.model.load_format != "dummy":
@@ -332,7 +338,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def release_cache(self) -> None:
         self.cache.release()
         if self._draft_model is not None:
-            self._draft_model.cache.release()
+            self._draft_model.release()
 
     @property
     def model(self) -> Any:
@@ -353,10 +359,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @property
     def block_bytes(self) -> int:
         of_drafts = 0 if self._draft_model is None else self._draft_model.block_bytes
+        if self._latent is not None:
+            size = self.config.cache.block_size * self._latent.width * self.dtype.itemsize
+            return self.model_config.num_layers * size + of_drafts
         if not self._has_int8_cache:
             return super().block_bytes + of_drafts
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def _latent(self) -> LatentShape | None:
+        """What is cached of each token, where that is not its keys and values."""
+        return self.model_config.latent if isinstance(self.model_config, DecoderConfig) else None
 
     @property
     def _has_int8_cache(self) -> bool:
@@ -421,7 +435,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
         shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
-        if self._has_int8_cache:
+        keeps_output_apart = self.config.batch_invariant or is_twin(self.scheme)
+        if self._latent is not None:
+            self.cache = LatentCache(
+                c.num_layers, self._latent, num_blocks, size, self.dtype, keeps_output_apart=keeps_output_apart
+            )
+        elif self._has_int8_cache:
             self.cache = Int8KVCache(
                 *shape,
                 num_blocks,
@@ -436,7 +455,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 num_blocks,
                 size,
                 self.dtype,
-                keeps_output_apart=self.config.batch_invariant or is_twin(self.scheme),
+                keeps_output_apart=keeps_output_apart,
                 has_fixed_tiles=self.config.batch_invariant,
             )
         self.batch = self._empty_batch()
@@ -475,13 +494,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        if self._latent is not None:
+            context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model
             context *= 4 + self.dtype.itemsize
         del self.cache
         if self._draft_model is not None:
             del self._draft_model.cache
         adapters = 0 if self.adapters is None else self.adapters.num_bytes
-        return peak + 3 * logits + context + adapters
+        of_drafts = 0 if self._draft_model is None else self._draft_model.fixed_bytes
+        return peak + 3 * logits + context + adapters + of_drafts
 
     @with_own_threads
     @torch.inference_mode()
@@ -513,12 +535,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
-            self._draft_model.cache.zero(block_ids)
+            self._draft_model.zero(block_ids)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
         if self._draft_model is not None:
-            self._draft_model.cache.copy(sources, targets)
+            self._draft_model.copy(sources, targets)
 
     @with_own_threads
     def check_itself(self) -> None:
@@ -583,7 +605,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         inputs.between_layers = self.between_layers
         sampling = self._sampling_rows(inputs)
         self._written = inputs.kv_slots
-        hidden, logits, draft_logits = self._no_hidden, None, None
+        hidden, logits, draft_logits, seen = self._no_hidden, None, None, None
         bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
@@ -613,8 +635,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
-        if self._draft_model is not None and inputs.prefill_slots:
-            self._draft_model.prefill(inputs)
+            if self._draft_model is not None:
+                seen = self._draft_model.follow(inputs, states)
         if inputs.forks:
             self.cache.fork(inputs.forks)
         self.batch.advance(inputs)
@@ -629,6 +651,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             prompt_logprobs,
             bad_prompts,
             draft_logits,
+            seen,
         )
 
     def _pass_on(
@@ -654,7 +677,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """What is guessed of the decode rows of this step."""
         speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
-            self._draft_model.apply(plan, self.batch.num_slots)
+            self._draft_model.apply(plan, self.batch)
+            self._draft_model.catch_up(self.batch, speculator.histories)
         slots = self.batch.decode_slots
         if not plan.max_drafts:
             return None
@@ -662,6 +686,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
+        drafts = None if self.ranks.rank else self._guess(plan, speculator, most)
+        return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
+
+    def _guess(self, plan: StepPlan, speculator: Speculator, most: int) -> Drafts | None:
+        slots = self.batch.decode_slots
         room = self.batch.draft_room(self.config.model.max_model_len)
         if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
             room[np.isin(slots, plan.late_slots)] = 0
@@ -669,6 +698,18 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if plan.late_slots.size and self.tell_drafts is not None:
             self.tell_drafts(drafts_of(slots, drafts, plan))
         return drafts
+
+    def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
+        """Those of the first rank, on every rank. most: of a row."""
+        told = np.zeros((len(self.batch.decode_slots), 1 + max(0, most)), np.int32)  # how many, and which
+        if drafts is not None:
+            told[:, 0] = drafts.counts
+            told[:, 1:][_firsts(drafts.counts, told.shape[1] - 1)] = drafts.tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if not counts.any():
+            return None
+        return Drafts(counts, told[:, 1:][_firsts(counts, told.shape[1] - 1)])
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -775,7 +816,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         vectors = None if sampling.rows is None else self._vectors(handle)
         runs = NO_I32
         if handle.draft_logits is not None:
-            tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if not self.ranks.rank:
+                tokens, runs, spans = self._check_drafts(handle, handle.draft_logits, tokens, is_void, spans, late)
+            if self.ranks.size > 1:
+                tokens, runs = self._agreed_runs(handle, tokens, runs)
+        if self._draft_model is not None and handle.seen is not None:
+            self._draft_model.keep(self.batch, handle.inputs, handle.seen, runs)
         if self._speculator is not None and late is not None and late.counts.size:
             self._speculator.force(late, sampling.slots, tokens, runs)
         return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors, runs)
@@ -860,6 +906,24 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if position == 0:
             return tokens, NO_I32, spans
         return np.array([token for row in by_row for token in row], np.int32), runs, joined_runs(spans)
+
+    def _agreed_runs(self, handle: CpuStep, tokens: I32, runs: I32) -> tuple[I32, I32]:
+        """What the first rank has found of the drafts, on every rank: the others take the tokens that they have not stored yet."""
+        drafts = handle.inputs.drafts
+        assert drafts is not None
+        slots = self.batch.decode_slots
+        told = np.zeros((len(handle.sampling.slots), 2 + int(drafts.counts.max())), np.int32)  # how many, and which
+        if not self.ranks.rank:
+            told[:, 0] = runs if runs.size else 1
+            told[:, 1:][_firsts(told[:, 0], told.shape[1] - 1)] = tokens
+        told = self.ranks.agree(told)
+        counts = told[:, 0].copy()
+        if self.ranks.rank:
+            for position in range(1, int(counts.max())):
+                rows = np.flatnonzero(counts[: len(slots)] > position)
+                self.batch.accept(slots[rows])
+                self._store(slots[rows], told[rows, 1 + position])
+        return told[:, 1:][_firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
@@ -1000,3 +1064,9 @@ def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
     is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
     tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
     return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)
+
+
+def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:
+    """[num_rows, width]: the first ones of each row, so many as it counts."""
+    mask: NDArray[np.bool_] = np.arange(width) < counts[:, None]
+    return mask

@@ -40,6 +40,8 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     norm_offset: float = 0.0
     """Norms multiply by the tensor of the checkpoint plus this."""
+    beside: str | None = None
+    """What the names of tensors begin with that none of the layers needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,52 @@ class ExpertShape:
     swiglu: tuple[float, float] | None = None
     """alpha and limit of (up + 1) * gate * sigmoid(alpha * gate), gate and up within the limit (gpt-oss); None: the activation of
     the gate, times up."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's outputs. sigmoid: a tensor corrects which experts are chosen, and not their weights."""
+    correction: str = "mlp.gate.e_score_correction_bias"
+    """That tensor."""
+    num_groups: int = 1
+    """Of neighbouring experts; a token takes experts of `num_active_groups` of them."""
+    num_active_groups: int = 1
+    scale: float = 1.0
+    """Of the weights of the experts of a token."""
+    shared_size: int | None = None
+    """Intermediate size of an MLP beside the experts that every token takes; None: there is none."""
+    shared: str = "mlp.shared_experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Attention whose keys and values are products of one vector of each token, the latent (DeepSeek-V2, arXiv:2405.04434).
+
+    Another part of the token, which is rotated, is a part of the keys of all heads.
+    """
+
+    query_rank: int | None
+    """Queries are products of a vector of that size; None: of the hidden states."""
+    rank: int
+    """Numbers of a latent."""
+    plain_dim: int
+    """Of a query or key of one head: what is not rotated."""
+    rotary_dim: int
+    value_dim: int
+    is_interleaved: bool
+    """Pairs that are rotated are adjacent in the checkpoint; else half a head apart."""
+    eps: float = 1e-6
+    """Of the norms of latents and of vectors for queries."""
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    query: str = "self_attn.q_proj"
+    """In their place, where `query_rank` is None."""
+    down: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in the cache of a layer, whatever the number of heads."""
+        return self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +157,15 @@ class DecoderConfig:
     """Of the layers that have experts in the place of the MLP."""
     has_sinks: bool = False
     """Each head has a score that takes part in the softmax and has no value."""
+    latent: LatentShape | None = None
+    """In the place of keys and values of heads. `head_dim` is then that of a query."""
+    num_draft_layers: int = 0
+    """Layers of the checkpoint behind the others that guess tokens; they are not read."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def switches(self) -> frozenset[str]:
@@ -164,7 +221,7 @@ class DecoderConfig:
         return cls(**(common | differences))
 
 
-NO_SWITCHES = {"names", "has_head"}
+NO_SWITCHES = {"names", "has_head", "num_draft_layers"}
 """Fields with defaults that are the same to every backend."""
 
 

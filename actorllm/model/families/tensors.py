@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from actorllm.model.adapters import AdaptedLayer
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
 from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
@@ -31,12 +31,31 @@ class ExpertTensors:
     """float32 [num_experts, hidden_size]: of all experts."""
     router_bias: torch.Tensor | None
     """float32 [num_experts]."""
+    correction: torch.Tensor | None
+    """float32 [num_experts]: what is added to scores where experts are chosen."""
+    shared: tuple[LinearWeight, LinearWeight] | None
+    """Of the MLP that every token takes: gate and up, and down."""
     numbers: range
     """The experts of this rank."""
     read: Callable[[int], tuple[LinearWeight, LinearWeight]]
 
     def __iter__(self) -> Iterator[tuple[LinearWeight, LinearWeight]]:
         return map(self.read, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTensors:
+    """Of a layer whose keys and values are made of latents: what comes behind its first product, which is `LayerTensors.qkv`.
+
+    The outputs of that are queries, or the vector that they are made of, then the latent, then the part that is rotated.
+    """
+
+    query_norm: torch.Tensor | None
+    query_up: LinearWeight | None
+    """Both None: the first product has this rank's queries already."""
+    norm: torch.Tensor
+    up: LinearWeight
+    """[num_heads * (plain_dim + value_dim), rank] of this rank's heads: what is not rotated of a key, then the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,7 @@ class LayerTensors:
     """Of queries and keys: [head_dim] each, or this rank's [num_heads * head_dim] and [num_kv_heads * head_dim]."""
     sinks: torch.Tensor | None
     """float32, of this rank's heads."""
+    latent: LatentTensors | None = None
 
 
 class DecoderTensors:
@@ -101,6 +121,15 @@ class DecoderTensors:
             share.rows(share.kv_heads),
             self._ranks.part(c.intermediate_size),
         )
+        out_size, out_part = q_size, q_part
+        latent = None
+        if c.latent is not None:
+            out_size, out_part = c.num_heads * c.latent.value_dim, _times(share.heads, c.latent.value_dim)
+            qkv, latent = self._latent(prefix, c.latent)
+        else:
+            qkv = self._side_by_side(
+                prefix, names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), c.has_qkv_bias
+            )
 
         def norm(name: str, is_there: bool) -> torch.Tensor | None:
             return self._norm(prefix + name, c.hidden_size) if is_there else None
@@ -123,10 +152,8 @@ class DecoderTensors:
             )
             down = self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias)
         return LayerTensors(
-            qkv=self._side_by_side(
-                prefix, names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), c.has_qkv_bias
-            ),
-            output=self._summed(prefix + names.output, q_size, q_part, c.has_output_bias),
+            qkv=qkv,
+            output=self._summed(prefix + names.output, out_size, out_part, c.has_output_bias),
             gate_up=gate_up,
             down=down,
             experts=experts,
@@ -136,7 +163,40 @@ class DecoderTensors:
             mlp_output_norm=norm(names.mlp_output_norm, c.norms_outputs),
             qk_norms=qk_norms,
             sinks=self._sinks(prefix) if c.has_sinks else None,
+            latent=latent,
         )
+
+    def _latent(self, prefix: str, shape: LatentShape) -> tuple[LinearWeight, LatentTensors]:
+        """The first product of a layer, and what comes behind it. Every rank has the whole latent, and its heads."""
+        c, heads = self._config, self.share.heads
+        up_dim, q_dim = shape.plain_dim + shape.value_dim, shape.plain_dim + shape.rotary_dim
+
+        def read(name: str, num_outputs: int, num_inputs: int, rows: slice = ALL) -> LinearWeight:
+            return self._form.sharded(self._weights, prefix + name, num_outputs, num_inputs, rows=self._part(rows))
+
+        q_part = _times(heads, q_dim)
+        query_norm = query_up = None
+        if shape.query_rank is None:
+            first = self._rotated(read(shape.query, c.num_heads * q_dim, c.hidden_size, q_part), shape, q_dim)
+        else:
+            first = read(shape.query_down, shape.query_rank, c.hidden_size)
+            query_norm = self._norm(prefix + shape.query_norm, shape.query_rank)
+            query_up = read(shape.query_up, c.num_heads * q_dim, shape.query_rank, q_part)
+            query_up = self._rotated(query_up, shape, q_dim)
+        down = self._rotated(read(shape.down, shape.width, c.hidden_size), shape, shape.width)
+        up = read(shape.up, c.num_heads * up_dim, shape.rank, _times(heads, up_dim))
+        tensors = LatentTensors(query_norm, query_up, self._norm(prefix + shape.norm, shape.rank), up)
+        return self._form.fused([first, down]), tensors
+
+    @staticmethod
+    def _rotated(weight: LinearWeight, shape: LatentShape, dim: int) -> LinearWeight:
+        """With adjacent pairs in the last `rotary_dim` of each `dim` outputs."""
+        if shape.is_interleaved:
+            return weight
+        outputs = torch.arange(weight.out_features).view(-1, dim)
+        halves = outputs[:, -shape.rotary_dim :].reshape(-1, 2, shape.rotary_dim // 2)
+        outputs[:, -shape.rotary_dim :] = halves.transpose(1, 2).reshape(-1, shape.rotary_dim).clone()
+        return weight.reordered(outputs.view(-1))
 
     def _prefix(self, index: int) -> str:
         """index: of a layer within the part."""
@@ -188,7 +248,9 @@ class DecoderTensors:
                 name.endswith("rotary_emb.inv_freq")
                 or (name == "lm_head.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
+                or self._is_of_drafts(name)
                 or self._model_part.lacks(name)
+                or (self._config.names.beside is not None and name.startswith(self._config.names.beside))
             )
         )
 
@@ -200,6 +262,14 @@ class DecoderTensors:
         _, is_expert, behind = name.partition(f".{shape.experts}.")
         number = behind.partition(".")[0]
         return bool(is_expert) and number.isdecimal() and int(number) < shape.num_experts
+
+    def _is_of_drafts(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the others that guesses tokens."""
+        c = self._config
+        if self._model_part.num_layers is not None:  # a part lacks it anyway
+            return False
+        layers = range(c.num_layers, c.num_layers + c.num_draft_layers)
+        return name.startswith(tuple(f"model.layers.{i}." for i in layers))
 
     def _has_experts(self, index: int) -> bool:
         return self._config.experts is not None and self._config.experts.layers[index]
@@ -231,7 +301,17 @@ class DecoderTensors:
         if shape.has_router_bias:
             name = f"{prefix}{shape.router}.bias"
             bias = self._weights.take(name, shape.num_experts, dtype=torch.float32).float()
-        return ExpertTensors(router.float(), bias, numbers, read)
+        correction = shared = None
+        if shape.scoring == "sigmoid":
+            name = f"{prefix}{shape.correction}"
+            correction = self._weights.take(name, shape.num_experts, dtype=torch.float32).float()
+        if shape.shared_size is not None:
+            base, inner = f"{prefix}{shape.shared}.", ranks.part(shape.shared_size)
+            shared = (
+                self._side_by_side(base, shape.gate_up, (shape.shared_size,) * 2, (inner, inner), False),
+                self._summed(base + shape.down, shape.shared_size, inner, False),
+            )
+        return ExpertTensors(router.float(), bias, correction, shared, numbers, read)
 
     def _part(self, part: slice) -> slice:
         """What one rank takes as a whole is not cut."""
@@ -269,6 +349,11 @@ class DecoderTensors:
             self._weights, name, self._config.hidden_size, in_features, columns=self._part(part), has_bias=has_bias
         )
         return layer.without_bias() if self._ranks.rank else layer
+
+
+def _times(part: slice, size: int) -> slice:
+    """The rows of these heads, of `size` each."""
+    return slice(part.start * size, part.stop * size)
 
 
 def _range(part: slice, start: int = 0) -> torch.Tensor:

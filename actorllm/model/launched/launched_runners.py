@@ -7,10 +7,11 @@ a step before it samples. All compute their part, and every rank's batch stays t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from actorllm.config import EngineConfig
-from actorllm.messages import LateInputs, StepPlan, StepResult
+from actorllm.messages import Drafted, LateInputs, StepPlan, StepResult
 from actorllm.model import backends
 from actorllm.model.launched.plan_channel import PlanChannel, Told, bytes_of, message_of
 from actorllm.model.runner import ModelRunner
@@ -25,6 +26,14 @@ class LeadingRunner:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
+
+    @property
+    def tell_drafts(self) -> Callable[[Drafted], None] | None:
+        return self._runner.tell_drafts
+
+    @tell_drafts.setter
+    def tell_drafts(self, tell: Callable[[Drafted], None] | None) -> None:
+        self._runner.tell_drafts = tell
 
     def profile_num_blocks(self) -> int:
         """What the rank with the least room can hold."""

@@ -10,6 +10,7 @@ import torch
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.model.cpu.int8_cache import block_bytes
+from actorllm.model.cpu.latent import check_latent
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
@@ -132,6 +133,9 @@ def described_cache(plan: Plan, config: EngineConfig) -> str:
     """What a token takes in the KV cache, and how that compares with the type of the model."""
     size, width = config.cache.block_size, 4 if config.model.dtype == "float32" else 2
     plain = plan.num_layers * 2 * plan.num_kv_heads * plan.head_dim * width
+    if isinstance(plan, DecoderConfig) and plan.latent is not None:
+        check_latent(config)
+        plain = plan.num_layers * plan.latent.width * width
     if config.cache.dtype == "auto":
         return f"{config.model.dtype}, {plain:,} bytes a token"
     small = plan.num_layers * block_bytes(plan.num_kv_heads, plan.head_dim, size) / size

@@ -374,8 +374,8 @@ class Point:
             )
         return workload
 
-    def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None) -> SimulatedRun:
-        """Simulate it; the same point gives the same run. make_scheduler: as in `simulate`."""
+    def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None, **more: Any) -> SimulatedRun:
+        """Simulate it; the same point gives the same run. make_scheduler, more: as in `simulate`."""
         scenario = self.scenario
         model = load_model(scenario.model)
         workload = self.workload()
@@ -390,6 +390,7 @@ class Point:
             seed=self.seed,
             make_scheduler=make_scheduler,
             max_concurrency=scenario.max_concurrency,
+            **more,
         )
         if left_out := scenario.num_requests - len(workload):
             told = f"{LEFT_OUT} {left_out} of {scenario.num_requests} are longer than {scenario.shape.max_model_len} tokens"
@@ -397,12 +398,12 @@ class Point:
         return run
 
 
-def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[SimulatedRun, Journal]:
+def watched_run(point: Point, watched: Iterable[int] = (), **more: Any) -> tuple[SimulatedRun, Journal]:
     """The run of a point, and what its schedulers decided; watched: requests of which is kept what they waited for."""
     journal = Journal(frozenset((0, row) for row in watched))
     has_prefixes = point.scenario.shape.enable_prefix_caching and point.workload().has_shared_prompts
     maker = journal.scheduler_maker(replace(point.shape, enable_prefix_caching=has_prefixes))
-    return point.run(maker), journal
+    return point.run(maker, **more), journal
 
 
 class _Build:

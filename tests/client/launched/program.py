@@ -39,7 +39,8 @@ def calls(llm: LLM) -> list[Any]:
 
 def main() -> None:
     arguments: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 3, "max_model_len": 128}
-    launched = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    launched: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    launched["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     if sys.argv[2:] == ["alone"]:
         launched = {"topology": "inline"}
     llm = LLM("storyteller", **arguments, **launched)

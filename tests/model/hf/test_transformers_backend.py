@@ -24,6 +24,7 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.hf import loading, probe, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
+from tests.model.architectures import table
 from tests.model.hf.decoders import (
     MODELS,
     SHAPE,
@@ -346,23 +347,8 @@ def test_an_old_transformers_runs_no_models_and_says_which_would(
         load(tmp_path, load_format="dummy")
 
 
-REFUSED = {
-    "DiffLlama": "16 attention modules are called 32 times",
-    "HrmText": "32 attention modules are called 128 times",
-    "Lfm3": "layers of type 'conv'",
-    "MiniMax": "layers of type 'linear_attention'",
-    "RecurrentGemma": "layers of type 'linear_attention'",
-    "Llama4Text": "layers of type 'chunked_attention'",
-    "Qwen3Next": "layers of type 'linear_attention'",
-    "Mamba": "layers of type 'linear_attention'",
-    "DeepseekV32": "layers of type 'indexed_attention'",
-    "Gemma4Text": "layers differ in",
-    "Bloom": "ALiBi",
-    "Mpt": "ALiBi",
-    "GPTNeo": "AttentionInterface",
-    "Bart": "encoder with a decoder",
-    "Gemma3n": "vision_config",
-}
+REFUSED = {row["config"]: row["message"] for row in table("refused")}
+"""By the name of the config, what the message of the refusal has."""
 OLDER = {
     "DiffLlama": ("AttentionInterface",),
     "RecurrentGemma": ("AttentionInterface", "it calls attention 8 times in one step, for 26 layers"),

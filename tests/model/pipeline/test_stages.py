@@ -297,6 +297,11 @@ def test_the_head_is_counted_in_layers() -> None:
         "vocab_size": 151936,
     }
     assert head_in_layers(qwen) == pytest.approx(151936 * 1024 / (1024 * (2 * 128 * 24 + 3 * 3072)))
+    latent = {
+        "vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 100,
+    }  # fmt: skip
+    assert head_in_layers(latent) == pytest.approx(1000 / (512 + 4 * (192 + 128) + 300))
     assert head_in_layers(qwen | {"vocab_size": "many"}) == head_in_layers({}) == 0.0
 
 

@@ -1,0 +1,124 @@
+"""DeepSeek: streams are those of transformers in every batch, chunk and depth, after preemptions, hits, forks and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm import LLM, AsyncLLM, SamplingParams
+from tests.api.prompted import DRAFTS
+from tests.model.hf.decoders import prompt, reference, save
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 1, "max_model_len": 96, "block_size": 8, "skip_tokenizer_init": True,
+}  # fmt: skip
+INLINE = OPTIONS | {"topology": "inline"}
+NUM_TOKENS = 24
+PROMPTS: list[Any] = [{"prompt_token_ids": prompt(seed, length)} for seed, length in enumerate((40, 3, 17, 1, 32, 40))]
+PROMPTS[5]["prompt_token_ids"][:32] = PROMPTS[0]["prompt_token_ids"][:32]
+PARAMS = [
+    SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+MARGIN = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepseek")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return save("deepseek-v3", folder)
+
+
+def run(folder: Path, prompts: list[Any] = PROMPTS, **arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    with LLM(str(folder), **INLINE | arguments) as llm:
+        outputs = llm.generate(prompts, PARAMS[: len(prompts)], use_tqdm=False)
+        statistics = llm.stats()["scheduler"]["scheduler"]
+    return [list(output.outputs[0].token_ids) for output in outputs], statistics
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, model: Any) -> list[list[int]]:
+    """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
+    streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
+    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
+        tokens = one["prompt_token_ids"] + stream
+        logits = reference(model, tokens)[-NUM_TOKENS - 1 : -1]
+        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
+        assert (chosen > logits.amax(1) - MARGIN).all()
+    return streams
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"async_scheduling": False, "max_num_batched_tokens": 12},
+        {"max_num_batched_tokens": 37},
+        {"speculative_config": DRAFTS},
+    ],
+    ids=["chunks", "depth 2", "drafts"],
+)
+def test_streams_do_not_depend_on_the_batch(folder: Path, expected: list[list[int]], arguments: dict[str, Any]) -> None:
+    assert run(folder, max_num_seqs=8, **arguments)[0] == expected
+
+
+def test_preempted_and_cached_requests_have_the_same_streams(folder: Path, expected: list[list[int]]) -> None:
+    streams, counts = run(folder, num_gpu_blocks_override=18, max_num_seqs=4, max_num_batched_tokens=64)
+    assert streams == expected
+    assert counts["num_preemptions"] > 0
+    assert counts["prefix_cache"]["hits"] > 0
+
+
+def test_forks_have_the_streams_of_requests_of_their_own(folder: Path, model: Any) -> None:
+    params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
+
+    def forked(**arguments: Any) -> list[list[int]]:
+        with LLM(str(folder), **INLINE | arguments) as llm:
+            (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+            return [list(one.token_ids) for one in output.outputs]
+
+    together = forked(max_num_seqs=4)
+    assert together == forked(max_num_seqs=1, enable_prefix_caching=False)
+    assert len({tuple(stream) for stream in together}) == 3
+
+
+def test_streams_survive_the_death_of_worker_and_scheduler(folder: Path, expected: list[list[int]]) -> None:
+    async def survived() -> list[int]:
+        async with AsyncLLM(str(folder), **OPTIONS) as engine:
+            tokens: list[int] = []
+            victims = ["worker0", "scheduler"]
+            async for output in engine.generate(PROMPTS[0], PARAMS[0]):
+                tokens = list(output.outputs[0].token_ids)
+                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
+                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
+            return tokens
+
+    assert asyncio.run(survived()) == expected[0]
+
+
+def test_sleep_and_updates(folder: Path, expected: list[list[int]]) -> None:
+    with LLM(str(folder), **INLINE, enable_sleep_mode=True) as llm:
+        llm.sleep(level=1)
+        llm.wake_up()
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],
+    ids=["ranks", "whole experts", "stages"],
+)  # fmt: skip
+@pytest.mark.slow(reason="ranks as processes")
+def test_ranks_share_heads_and_each_has_the_latents(
+    folder: Path, expected: list[list[int]], arguments: dict[str, Any]
+) -> None:
+    assert run(folder, topology="process", **arguments)[0] == expected

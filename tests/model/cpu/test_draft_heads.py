@@ -1,0 +1,342 @@
+"""Heads that draft compute what plain torch does, whatever the steps that they are computed in (float32)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actorllm.errors import CorruptModelError, ModelError, UnsupportedModelError
+from actorllm.model.cpu.draft_heads import drafter
+from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
+from tests.model.cpu.draft_head_oracle import SHAPE, Oracle, mtp_tensors, save_eagle, save_eagle3
+from tests.model.driver import Driver
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+OTHER = [*PROMPT[:16], 50, 51, 52, 53]
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "eagle of two layers": ("eagle", {"num_layers": 2}),
+    "eagle3": ("eagle3", {}),
+    "eagle3 with its switches": (
+        "eagle3",
+        {
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "fc_norm": True,
+            "norm_output": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 6],
+        },
+    ),
+    "eagle3 of speculators": ("eagle3", {"speculators": True, "norm_before_residual": True, "qk_norm": True}),
+    "mtp": ("mtp", {}),
+}
+
+
+def save_target(folder: Path, method: str) -> Any:
+    """The target of a head, as transformers has it."""
+    import transformers
+
+    torch.manual_seed(5)
+    shape = {name: value for name, value in SHAPE.items() if name not in ("dtype", "rope_theta", "head_dim")}
+    if method == "mtp":
+        target = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    else:
+        target = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.dim() > 1:
+                gain = 3.0 if "lm_head" in name or "embed" in name else 1.0
+                parameter.normal_(0.0, gain / parameter.shape[1] ** 0.5)
+    target.eval().save_pretrained(folder)
+    tree = json.loads((folder / "config.json").read_text())
+    if method == "mtp":
+        tree |= {
+            "architectures": ["MiMoForCausalLM"],
+            "num_nextn_predict_layers": 1,
+            "attention_bias": True,
+            "head_dim": 12,
+        }
+        (folder / "config.json").write_text(json.dumps(tree))
+        tensors = load_file(folder / "model.safetensors") | mtp_tensors(tree)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return target
+
+
+class Case:
+    """A driver whose worker drafts by a head, what it drafted, and the oracle."""
+
+    def __init__(self, driver: Driver, oracle: Oracle, most: int) -> None:
+        self.driver, self.oracle, self.most = driver, oracle, most
+        model = driver.runner._draft_model
+        assert isinstance(model, HeadDrafter)
+        self.model = model
+        self.logits: list[torch.Tensor] = []
+        self.plan: Callable[[list[int], list[int]], list[int]] = lambda tokens, drafts: drafts
+        """What is checked in the place of the drafts, of the tokens so far and the drafts."""
+        self.num_compared = 0
+        draft, logits = model.draft, model._head.logits
+
+        def noting(states: torch.Tensor) -> torch.Tensor:
+            found = logits(states)
+            self.logits.append(found.clone())
+            return found
+
+        def comparing(batch: Any, histories: Any, slots: Any, wanted: Any) -> list[list[int]]:
+            self.logits.clear()
+            found = draft(batch, histories, slots, wanted)
+            for row, slot in enumerate(slots.tolist()):
+                tokens = driver.requests[slot].tokens
+                expected, drafts = oracle.logits(tokens, len(found[row]))
+                for position, wanted_logits in enumerate(expected):
+                    at = sum(len(found[other]) > position for other in range(row))
+                    torch.testing.assert_close(self.logits[position][at], wanted_logits, atol=2e-4, rtol=1e-4)
+                assert found[row] == drafts
+                self.num_compared += len(drafts)
+                found[row] = self.plan(tokens, drafts)
+            return found
+
+        model._head.logits = noting  # type: ignore[method-assign]
+        model.draft = comparing  # type: ignore[method-assign]
+
+    def decode(self, num_steps: int, slots: list[int] | None = None) -> None:
+        for number in range(num_steps):
+            self.driver.step(decode=slots if number == 0 else None, max_drafts=self.most)
+
+
+@pytest.fixture
+def make_case(tmp_path: Path, make_driver: Callable[..., Driver]) -> Callable[..., Case]:
+    def make(name: str = "eagle3", most: int = 3, **arguments: Any) -> Case:
+        method, own = HEADS[name]
+        (tmp_path / "target").mkdir()
+        target = save_target(tmp_path / "target", method)
+        tree = json.loads((tmp_path / "target" / "config.json").read_text())
+        folder = tmp_path / "target"
+        drafts: dict[str, Any] = {
+            "method": method,
+            "num_speculative_tokens": most,
+            "num_speculative_tokens_per_batch_size": [[1, 3, most]],
+            "draft_sample_method": "greedy",
+        }
+        if method != "mtp":
+            save = save_eagle if method == "eagle" else save_eagle3
+            folder = save(tmp_path / "head", SHAPE if method == "eagle3" else tree | SHAPE, **own)
+            drafts["model"] = str(folder)
+        given = {"block_size": 8, "max_model_len": 96, "async_scheduling": False, "enforce_eager": True}
+        driver = make_driver(tmp_path / "target", speculative_config=drafts, **(given | arguments))
+        driver.runner._speculator.histories._most = most  # type: ignore[union-attr]
+        return Case(driver, Oracle.of(method, folder, target, **own), most)
+
+    return make
+
+
+def knowing(case: Case) -> Callable[[list[int], list[int]], list[int]]:
+    """In the place of the drafts as many right ones as the number of tokens says, then a wrong one."""
+
+    def plan(tokens: list[int], drafts: list[int]) -> list[int]:
+        known = list(tokens)
+        right = len(tokens) % (case.most + 1)
+        with torch.no_grad():
+            for _ in range(case.most):
+                known.append(int(case.oracle.target(torch.tensor([known])).logits[0, -1].argmax()))
+        made = known[len(tokens) :]
+        return [token if i < right else (token + 1) % 97 for i, token in enumerate(made)][: len(drafts)]
+
+    return plan
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_are_those_of_plain_torch(make_case: Callable[..., Case], name: str) -> None:
+    """Of several rows, in steps that have some of their drafts right, none, or all; over the ends of blocks."""
+    case = make_case(name)
+    case.plan = knowing(case)
+    case.driver.add(0, PROMPT)
+    case.driver.add(1, [80])
+    case.driver.add(2, OTHER)
+    case.driver.step(prefill={0: 21, 1: 1, 2: 20})
+    before = [len(case.driver.requests[slot].tokens) for slot in range(3)]
+    case.decode(9, [0, 1, 2])
+    assert case.num_compared > 20
+    assert all(len(case.driver.requests[slot].tokens) > n + 11 for slot, n in enumerate(before)), (
+        "several tokens a step"
+    )
+
+
+def test_a_prompt_in_chunks_and_a_fork_of_it(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    driver = case.driver
+    driver.add(0, PROMPT)
+    driver.step(prefill={0: 1})
+    driver.step(prefill={0: 7})
+    driver.step(prefill={0: 5})
+    copy = driver.fork(1, 0)
+    assert copy is not None
+    driver.step(prefill={0: 8})
+    with torch.inference_mode():
+        driver.runner._copy(*(np.array([block], np.int32) for block in copy))
+    case.decode(6, [0, 1])
+    assert case.num_compared >= 8
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize("num_cached", [8, 16])
+def test_a_prefix_in_the_cache_has_all_that_a_head_needs(
+    make_case: Callable[..., Case], name: str, num_cached: int
+) -> None:
+    """The next token behind the prefix is another one than that of the request which has computed it."""
+    case = make_case(name)
+    driver = case.driver
+    driver.add(0, PROMPT)
+    driver.step(prefill={0: len(PROMPT)})
+    tokens = [*PROMPT[:num_cached], 77, 78, 79]
+    driver.add(1, tokens, num_computed=num_cached)
+    shared = num_cached // 8
+    driver.requests[1].blocks[:shared] = driver.requests[0].blocks[:shared]
+    driver.step(prefill={1: 3}, decode=[])
+    case.decode(4, [1])
+    assert case.num_compared >= 4
+
+
+def test_a_prefix_whose_last_block_was_filled_by_decoding(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    case.plan = knowing(case)
+    driver = case.driver
+    driver.add(0, PROMPT[:5])
+    driver.step(prefill={0: 5})
+    case.decode(9, [0])
+    known = driver.requests[0].tokens
+    assert len(known) > 17
+    driver.add(1, [*known[:16], 77, 78], num_computed=16)
+    driver.requests[1].blocks[:2] = driver.requests[0].blocks[:2]
+    driver.step(prefill={1: 2}, decode=[])
+    case.num_compared = 0
+    case.decode(3, [1])
+    assert case.num_compared > 3
+
+
+def test_a_row_that_rests_is_brought_forward(make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states have room for a few tokens only."""
+    monkeypatch.setattr(drafter, "WAITING_TOKENS", 3)
+    case = make_case()
+    driver = case.driver
+    driver.add(0, PROMPT)
+    driver.add(1, OTHER)
+    driver.step(prefill={0: 21, 1: 20})
+    driver.step(decode=[0, 1])
+    for _ in range(17):
+        driver.step()
+    assert case.num_compared == 0
+    assert (case.model._waiting[:2] > 0).all()
+    for slot in (0, 1):
+        driver.runner._speculator.histories.of(slot).rest = 0  # type: ignore[union-attr]
+    case.decode(2)
+    assert case.num_compared > 0
+
+
+def test_rows_of_a_batch_too_large_for_drafts_are_lost_and_others_are_not(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter, "WAITING_TOKENS", 3)
+    case = make_case()
+    driver = case.driver
+    for slot in range(4):
+        driver.add(slot, PROMPT[: 5 + slot])
+    driver.step(prefill={slot: 5 + slot for slot in range(4)})
+    driver.step(decode=[0, 1, 2, 3])
+    for _ in range(12):
+        driver.step()
+    assert (case.model._waiting[:4] == drafter.LOST).all()
+    driver.remove(1, 2, 3)
+    driver.add(4, OTHER)
+    driver.step(prefill={4: 20}, decode=[0], max_drafts=3)
+    case.decode(3, [0, 4])
+    assert case.num_compared > 0
+
+
+def test_states_that_are_not_finite_harm_no_other_row(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    driver = case.driver
+    driver.add(0, PROMPT)
+    driver.add(1, [*PROMPT[:4], 96])
+    with torch.inference_mode():
+        driver.runner.decoder.embedding[96] = torch.inf  # type: ignore[attr-defined]
+    driver.step(prefill={0: 21, 1: 5})
+    assert torch.isfinite(case.model.cache.pool).all()
+    assert torch.isfinite(case.model._block_states).all()
+    case.decode(3, [0])
+    assert case.num_compared > 0
+
+
+# Mistakes that must show ----------------------------------------------------------------------------------------------
+
+
+def test_a_head_with_the_states_of_rejected_drafts_is_found(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = HeadDrafter.keep
+
+    def all_kept(self: Any, batch: Any, inputs: Any, seen: Any, runs: Any) -> None:
+        keep(self, batch, inputs, seen.roll(1, 0), runs)
+
+    monkeypatch.setattr(HeadDrafter, "keep", all_kept)
+    with pytest.raises(AssertionError):
+        test_logits_are_those_of_plain_torch(make_case, "eagle3")
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            "the layers of a head are those of LlamaForCausalLM and Qwen3ForCausalLM",
+        ),
+        ({"draft_vocab_size": 98}, "draft_vocab_size=98 is more than the target has, 97"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64 is not that of the target, 48"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 7]}, r"must be numbers of layers from 0 to 6"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False is not supported"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, make_runner: Callable[..., Any], change: dict[str, Any], message: str
+) -> None:
+    folder = save_eagle3(tmp_path / "head", SHAPE)
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | change))
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(SHAPE | {"architectures": ["LlamaForCausalLM"]}))
+    drafts = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises((UnsupportedModelError, CorruptModelError), match=message):
+        make_runner(tmp_path / "target", load_format="dummy", speculative_config=drafts, block_size=8)
+
+
+def test_a_head_whose_tensors_do_not_fit_is_refused(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    (tmp_path / "target").mkdir()
+    save_target(tmp_path / "target", "eagle3")
+    folder = save_eagle3(tmp_path / "head", SHAPE)
+    drafts = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    tensors = load_file(folder / "model.safetensors")
+    for change, message in (
+        ({"d2t": tensors["d2t"] + 90}, "d2t leads to ids beyond the target's vocabulary of 97"),
+        ({"extra.weight": torch.zeros(2)}, "has a tensor 'extra.weight' that this architecture does not know"),
+        ({"fc.weight": torch.zeros(48, 48)}, r"'fc.weight' has shape \(48, 48\)"),
+    ):
+        save_file(tensors | change, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=f"speculative_config: the head that drafts: .*{message}"):
+            make_runner(tmp_path / "target", speculative_config=drafts, block_size=8)
+
+
+def test_a_target_without_layers_for_further_tokens_is_refused(
+    tiny_llama: Path, make_runner: Callable[..., Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"method='mtp'\) is supported for MiMoForCausalLM, not for Llama"):
+        make_runner(tiny_llama, load_format="dummy", speculative_config={"method": "mtp"}, block_size=8)

@@ -1,0 +1,37 @@
+"""The table behind docs/models.md has what the tests of each kind of model try, and nothing else."""
+
+from __future__ import annotations
+
+import transformers
+
+from actorllm.model.registry import FAMILIES
+from actorllm.types.media_rules import ARCHITECTURES
+from tests.model.architectures import table
+from tests.model.hf import decoders
+
+FIX = "add it to tests/model/architectures.json, and run bench/docs.py"
+
+
+def architecture_of(family: str) -> str:
+    config = getattr(transformers, f"{family}Config")
+    names: dict[str, str] = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return names[config.model_type]
+
+
+def test_fused_architectures_are_those_of_the_registry() -> None:
+    assert [row["architecture"] for row in table("fused")] == list(FAMILIES), FIX
+
+
+def test_those_through_transformers_are_compared_with_transformers() -> None:
+    tried = {architecture_of(family) for family, _ in decoders.MODELS.values()}
+    assert tried - set(FAMILIES) == set(table("transformers")), FIX
+
+
+def test_models_that_take_images_or_audio_are_those_of_the_rules() -> None:
+    assert set(ARCHITECTURES) == set(table("media")), FIX
+
+
+def test_refused_architectures_are_named_as_in_a_config() -> None:
+    for row in table("refused"):
+        if hasattr(transformers, f"{row['config']}Config"):
+            assert architecture_of(row["config"]) == row["architecture"]
