@@ -137,6 +137,8 @@ class EngineShape:
     """Of a pipeline, the share of a step's seconds that each stage takes (`slo.stages`); none: there is one stage."""
     hop_s: float = 0.0
     """What the hidden states of a step take from one stage to the next."""
+    window: int | None = None
+    """Tokens that a token sees in the layers of a second KV group (`types.kv_groups`); None: there is one group."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
@@ -156,6 +158,7 @@ class EngineShape:
             config.cache.enable_prefix_caching,
             config.scheduler.admission,
             stages=tuple(layers / sum(config.stages) for layers in config.stages),
+            window=config.cache.window,
         )
 
     def scheduler_arguments(self) -> dict[str, Any]:
@@ -176,6 +179,7 @@ class EngineShape:
             "num_lookahead_tokens": 0 if self.drafts is None else self.drafts.most,
             "draft_ranges": () if self.drafts is None else self.drafts.ranges,
             "num_lanes": len(self.stages) or 1,
+            **({} if self.window is None else {"window": self.window}),
         }
 
     def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
