@@ -127,9 +127,12 @@ class WorkerActor(Actor):
             sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
         if config.cache.has_tiers:
             sizes["tier"] = self._tier(config)
+        num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-        return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}
+            if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
+                sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
+        return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
 
     def _tier(self, config: EngineConfig) -> tuple[str, int]:
         """What its blocks are told apart by in a tier, and their size. Raises ConfigError: there cannot be one."""

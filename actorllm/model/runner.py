@@ -263,6 +263,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
 
+    def cache_bytes_of(self, num_blocks: int) -> int:
+        """Memory of so many KV blocks, and of what else is made for them."""
+        return num_blocks * self.block_bytes
+
     @property
     def fixed_cache_bytes(self) -> int:
         """Memory of the KV cache that does not depend on the number of its blocks, at most."""

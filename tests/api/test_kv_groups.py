@@ -1,4 +1,4 @@
-"""Gemma 3 and gpt-oss with a KV group of their own for layers with a window: streams are those of one group."""
+"""Models with a KV group of their own for layers with a window: streams are those of transformers and of one group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from actorllm.config import EngineConfig
 from actorllm.messages import pack
 from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.slo.simulator import EngineShape
 from tests.api.prompted import DRAFTS
@@ -36,7 +37,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt-oss"])
+@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "mistral"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if request.param == "gpt-oss" else {}
@@ -53,8 +54,8 @@ def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]
 
 
 def test_the_table_of_architectures_says_so() -> None:
-    two = [row["architecture"] for row in table("fused") if row["cache"].endswith("given up")]
-    assert two == ["Gemma3ForCausalLM", "GptOssForCausalLM"]
+    told = [row["architecture"] for row in table("fused") if row["cache"].endswith("given up")]
+    assert told == ["MistralForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"]
 
 
 @pytest.fixture(scope="module")
@@ -151,16 +152,31 @@ def test_the_second_group_takes_what_windows_need(model: tuple[Path, Any]) -> No
     runner = CpuRunner(config, show_progress=False)
     runner.load()
     assert runner.cache_window == WINDOW
+    assert isinstance(runner.model_config, DecoderConfig)
     one_layer = 2 * runner.num_kv_heads * runner.model_config.head_dim * 4 * 4
-    assert runner.block_bytes == one_layer, "the layer without a window"
+    num_whole = runner.model_config.windows.count(None)
+    num_windowed = 2 - num_whole
+    assert runner.block_bytes == num_whole * one_layer
     most = config.window_blocks(WINDOW, 10_000)
     assert most * 4 < 2 * (WINDOW + 16) + 16 + 16
-    assert runner.fixed_cache_bytes == most * one_layer
+    assert runner.fixed_cache_bytes == most * num_windowed * one_layer
     for num_blocks in (most // 2, 500):
-        num_bytes = (num_blocks + min(num_blocks, most)) * one_layer
-        assert runner._blocks_within(num_bytes) == num_blocks
+        num_bytes = (num_blocks * num_whole + min(num_blocks, most) * num_windowed) * one_layer
+        assert runner.cache_bytes_of(num_blocks) == num_bytes
+        if num_whole or num_blocks < most:
+            assert runner._blocks_within(num_bytes) == num_blocks
+        else:
+            assert runner._blocks_within(num_bytes) == 2 * 128 // 4, "of two sequences: they take no memory"
         runner.allocate_groups(num_blocks, min(num_blocks, most))
         cache = runner.cache
         assert isinstance(cache, GroupedKVCache)
-        pools = (cache.whole.pool, cache.windowed.pool)
+        pools = [group.pool for group in (cache.whole, cache.windowed) if group is not None]
         assert sum(pool[:, :-2].numel() for pool in pools) * 4 == num_bytes
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.slow(reason="ranks, and replicas, as processes")
+def test_ranks_and_replicas_have_both_groups(model: tuple[Path, Any], expected: list[list[int]], name: str) -> None:
+    with LLM(str(model[0]), **OPTIONS, topology="process", max_num_seqs=4, **{name: 2}) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected

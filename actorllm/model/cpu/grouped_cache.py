@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, PagedCache, Scoring
 from actorllm.model.inputs import StepInputs
 
@@ -59,14 +60,17 @@ class GroupedKVCache(PagedCache):
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """windows: of every layer; some are None, and some are not."""
+        """windows: of every layer; some are not None."""
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         self.num_blocks, self.block_size, self.padding_block = num_blocks, block_size, num_blocks + 1
         whole = [i for i, window in enumerate(windows) if window is None]
         windowed = [i for i, window in enumerate(windows) if window is not None]
         self._whole_numbers = {layer: number for number, layer in enumerate(whole)}
         self._windowed_numbers = {layer: number for number, layer in enumerate(windowed)}
-        self.whole = KVCache(len(whole), num_kv_heads, head_dim, num_blocks, block_size, dtype)
+        self.whole: KVCache | None = None
+        """None: every layer has a window, and blocks of the first group hold nothing."""
+        if whole:
+            self.whole = KVCache(len(whole), num_kv_heads, head_dim, num_blocks, block_size, dtype)
         self.windowed = KVCache(len(windowed), num_kv_heads, head_dim, num_window_blocks, block_size, dtype)
         # By block of the first group, its block of zeros and that of padding included.
         self._partner: I32 = np.full(num_blocks + 2, self.windowed.zero_block, np.int32)
@@ -93,20 +97,24 @@ class GroupedKVCache(PagedCache):
         self.windowed.zero(np.unique(both[:, 1]))
 
     def release(self) -> None:
-        self.whole.release()
+        if self.whole is not None:
+            self.whole.release()
         self.windowed.release()
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
-        self.whole.zero(block_ids)
+        if self.whole is not None:
+            self.whole.zero(block_ids)
         partners = self._partner[block_ids]
         self.windowed.zero(partners[partners < self.windowed.num_blocks])
 
     def clear(self, inputs: StepInputs, tokens: I64) -> None:
-        self.whole.clear(inputs, tokens)
+        if self.whole is not None:
+            self.whole.clear(inputs, tokens)
         self.windowed.clear(self._of_windows(inputs), tokens)
 
     def copy(self, sources: I32, targets: I32) -> None:
-        self.whole.copy(sources, targets)
+        if self.whole is not None:
+            self.whole.copy(sources, targets)
         both = np.stack((self._partner[sources], self._partner[targets]))
         both = both[:, (both < self.windowed.num_blocks).all(0)]
         self.windowed.copy(both[0], both[1])
@@ -118,15 +126,15 @@ class GroupedKVCache(PagedCache):
         self, inputs: StepInputs, queries_per_kv: int, windows: Iterable[int | None]
     ) -> dict[int | None, AttentionBatch]:
         seen = self._of_windows(inputs)
-        whole, windowed = KVWrites(inputs, self.whole), KVWrites(seen, self.windowed)
-        found: dict[int | None, AttentionBatch] = {}
-        for window in windows:
-            if window is None:
-                found[window] = GroupBatch(self._whole_numbers, inputs, self.whole, whole, queries_per_kv, window)
-            else:
-                found[window] = GroupBatch(
-                    self._windowed_numbers, seen, self.windowed, windowed, queries_per_kv, window
-                )
+        writes, fold = KVWrites(seen, self.windowed), queries_per_kv
+        found: dict[int | None, AttentionBatch] = {
+            window: GroupBatch(self._windowed_numbers, seen, self.windowed, writes, fold, window)
+            for window in windows
+            if window is not None
+        }
+        if self.whole is not None:
+            writes = KVWrites(inputs, self.whole)
+            found[None] = GroupBatch(self._whole_numbers, inputs, self.whole, writes, fold, None)
         return found
 
     def _of_windows(self, inputs: StepInputs) -> StepInputs:

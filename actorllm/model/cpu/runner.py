@@ -373,9 +373,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def cache_window(self) -> int | None:
-        """Where some layers have a window and some have not, and blocks are as `KVCache` has them."""
+        """Where layers have a window, and blocks are as `KVCache` has them."""
         plan, config = self.model_config, self.config
-        if not isinstance(plan, DecoderConfig) or plan.latent is not None or None not in plan.windows:
+        if not isinstance(plan, DecoderConfig) or plan.latent is not None:
             return None
         is_plain = not (
             config.stages
@@ -383,6 +383,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             or config.speculation is not None
             or config.keeps_output_apart
             or self._has_int8_cache
+            or config.cache.has_tiers
         )
         window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
         is_small = window < config.model.max_model_len
@@ -421,6 +422,13 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return 0
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
+    def cache_bytes_of(self, num_blocks: int) -> int:
+        window = self.cache_window
+        if window is None:
+            return super().cache_bytes_of(num_blocks)
+        partners = self.config.window_blocks(window, num_blocks) * self._bytes_of_layers(windowed=True)
+        return num_blocks * self.block_bytes + partners
+
     @property
     def _most_window_blocks(self) -> int:
         assert self.cache_window is not None
@@ -431,6 +439,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             both = self.block_bytes + self._bytes_of_layers(windowed=True)
             if num_bytes < self._most_window_blocks * both:
                 return num_bytes // both
+            if (
+                not self.block_bytes
+            ):  # every layer has a window: blocks of the first group are counted, and hold nothing
+                return self.config.scheduler.max_num_seqs * self._most_blocks_of_one
             return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
         if not self._has_int8_cache:
             return super()._blocks_within(num_bytes)
@@ -470,9 +482,15 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
             return int(self._available_at_first * share / self.config.world_size) - max(0, used) - working
-        per_seq = -(-(config.model.max_model_len + limits.num_spare_tokens) // config.cache.block_size)
         budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.config.world_size) - working
-        return min(limits.max_num_seqs * per_seq * self.block_bytes + self.fixed_cache_bytes, budget)
+        wanted = limits.max_num_seqs * self._most_blocks_of_one * self.block_bytes
+        return min(wanted + self.fixed_cache_bytes, budget)
+
+    @property
+    def _most_blocks_of_one(self) -> int:
+        """Of one sequence."""
+        length = self.config.model.max_model_len + self.config.scheduler.num_spare_tokens
+        return -(-length // self.config.cache.block_size)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
