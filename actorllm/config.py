@@ -204,7 +204,7 @@ class CacheConfig:
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
-    """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+    """"int8": full blocks are rounded to 8 bits; "fp8": all to floats of 8 bits; "auto": all are in the type of the model."""
 
     @property
     def cache_dtype(self) -> str:
@@ -788,11 +788,15 @@ def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) ->
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
     """Raises ConfigError for what a cache of 8 bits is not made for."""
-    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8))
-    if dtype == INT8:
-        told = f"kv_cache_dtype={dtype!r}"
-        if device != "cpu":
-            raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8, FP8, "fp8_e4m3"))
+    dtype = FP8 if dtype == "fp8_e4m3" else dtype
+    if dtype != "auto":
+        told, other = f"kv_cache_dtype={given['kv_cache_dtype']!r}", {INT8: "cpu", FP8: "cuda"}[dtype]
+        if device != other:
+            fix = (
+                f"kv_cache_dtype={INT8 if device == 'cpu' else FP8!r}" if device in ("cpu", "cuda") else "device='cpu'"
+            )
+            raise ConfigError(f"{told} is not supported with device={device!r} yet; use {fix}, or leave it out")
         if pooler is not None:
             raise ConfigError(f"{told}: a model that makes vectors of prompts reads no KV cache twice; leave it out")
         if media is not None:

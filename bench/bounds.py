@@ -302,6 +302,17 @@ BOUNDS = (
         "further ones are not judged; the frontend begins anew",
     ),
     Bound(
+        "what a shadow policy is told",
+        ("scheduling.telemetry.request_log: RequestLog._rows",),
+        "each end of a request, while a shadow policy runs",
+        (
+            "scheduling.telemetry.request_log:MAX_ROWS=4096",
+            "scheduling.telemetry.request_log:MAX_HASHES=131072",
+        ),
+        "requests, block hashes",
+        "the oldest are dropped and counted",
+    ),
+    Bound(
         "what a metrics endpoint is told",
         (
             "scheduling.telemetry.request_counters: RequestCounters._reasons",
@@ -642,6 +653,14 @@ BOUNDS = (
         "the one that was used longest ago is forgotten, and a folder read again",
     ),
     Bound(
+        "tokenizers of adapters",
+        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        "each request with an adapter whose folder has a tokenizer",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
+        "folders, whose files have 64 MiB each at most",
+        "the one that was used longest ago is forgotten, and read again",
+    ),
+    Bound(
         "rows of a step that a logits processor of requests changes",
         ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
         "each row",
@@ -799,6 +818,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "api.beam_search: BeamSearch.beams",
         "api.beam_search: BeamSearch.ended",
         "client.engine: Engine._wanting",
+        "client.engine: Engine.watchers",
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (

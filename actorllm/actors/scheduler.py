@@ -66,6 +66,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.scheduling.telemetry.request_counters import RequestCounters
+from actorllm.scheduling.telemetry.request_log import RequestLog
 from actorllm.scheduling.telemetry.snapshot import glance
 from actorllm.scheduling.telemetry.step_history import StepHistory
 from actorllm.supervision.blame.scheduler_probes import SchedulerProbes, end_of_unknown
@@ -122,7 +123,7 @@ class SchedulerActor(Actor):
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_workers",
         *("sleep", "wake_up"),
-        *("check_policy", "set_policy"),
+        *("check_policy", "set_policy", "request_log"),
     )
 
     WARMS_UP = True
@@ -728,6 +729,8 @@ class SchedulerActor(Actor):
                 events = self._timeline.events() if self._timeline is not None else []
                 self._timeline = None
                 return events
+            case "request_log":  # of the owner alone: it tells of the requests of all programs
+                return self._take_request_log(bool(arguments["is_on"]))
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
             case "expect_suspects":
@@ -797,6 +800,15 @@ class SchedulerActor(Actor):
             "recording": None if self._record is None else self._record.statistics(),
             "timeline": None if self._timeline is None else self._timeline.statistics(),
         }
+
+    def _take_request_log(self, is_on: bool) -> dict[str, Any]:
+        """The requests that ended since a reader asked last, and the policies. is_on: keep those that end from here on."""
+        log = self._counters.log
+        if log is None:
+            log = RequestLog(now)
+        self._counters.log = log if is_on else None
+        policies = self._policies.statistics(self.scheduler.num_policy_changes)
+        return {**log.take(self.scheduler.alive()), "policy": policies, "now": now()}
 
     def _live(self, after: int, at_most: int) -> dict[str, Any]:
         """What the live page shows now. after: the last step that it knows of."""

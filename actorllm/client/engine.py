@@ -165,6 +165,8 @@ class Engine:
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
+        self.watchers: dict[str, Callable[[], Any]] = {}
+        """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)
         self._policy_changes = PolicyChanges(self)
         self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
@@ -367,6 +369,7 @@ class Engine:
                 for job in [] if pool is None else pool.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
+                self._submits.forget()
             finally:
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
@@ -586,7 +589,12 @@ class Engine:
         stream = self._accept(
             prompt,
             RequestSpec(
-                params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
+                params.n,
+                params.output_kind,
+                checked_tokenization(tokenization_kwargs, params),
+                new_stream,
+                maker,
+                functools.partial(self._submits.prompts_of, lora_request),
             ),
             request_id,
             host=host,
@@ -638,7 +646,8 @@ class Engine:
             self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
-        asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
+        prompts = functools.partial(self._submits.prompts_of, lora_request)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts)
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)
@@ -1042,6 +1051,7 @@ class Engine:
             "intake": {} if self._tokenizer_pool is None else self._tokenizer_pool.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
+            **{name: tell() for name, tell in self.watchers.items()},
         }
 
 

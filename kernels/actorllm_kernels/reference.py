@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -149,6 +150,18 @@ def write_pages(pages: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             pages[slot // size, :, slot % size] = row
+
+
+def float8_codes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers as the bits of float8_e4m3fn, uint8 (E4M3 of OCP's 8-bit floating point). More than 448, or NaN, becomes 448."""
+    size = x.abs()
+    bounded = torch.where(size <= 448.0, size, 448.0).copysign(x)
+    return bounded.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def float8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of codes, float32."""
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 def activation_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -304,3 +317,29 @@ def top_logprobs(logits: torch.Tensor, token: int, num_top: int) -> tuple[list[i
     order = torch.sort(logits, descending=True, stable=True).indices[:num_top].tolist()
     ids = [token, *order]
     return ids, torch.log_softmax(logits, 0)[ids], int((logits >= logits[token]).sum())
+
+
+def lora_shrink(x: torch.Tensor, down: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Inputs times the rows of the matrix of each token's adapter; zeros where there is none (Hu et al., arXiv:2106.09685).
+
+    x: [num_tokens, in_features]; down: [num_slots, width, in_features]; slots: [num_tokens], counted from 1; 0: none.
+    """
+    hidden = torch.zeros(len(x), down.shape[1], dtype=x.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        if slot:
+            hidden[token] = down[slot - 1] @ x[token]
+    return hidden
+
+
+def lora_expand(hidden: torch.Tensor, up: torch.Tensor, starts: list[int], slots: torch.Tensor) -> torch.Tensor:
+    """What adapters add to the outputs of targets that stand side by side.
+
+    hidden: [num_tokens, num_targets * rank]; up: [num_slots, out_features, rank]; starts: [num_targets + 1].
+    """
+    rank = up.shape[2]
+    added = torch.zeros(len(hidden), up.shape[1], dtype=hidden.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        for target, (first, end) in enumerate(pairwise(starts)):
+            if slot:
+                added[token, first:end] = up[slot - 1, first:end] @ hidden[token, target * rank : (target + 1) * rank]
+    return added

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from actorllm.errors import InvalidParameterError
-from actorllm.model.adapters import AdaptedLayer
+from actorllm.model.adapters import AdaptedLayer, LowRank
 from actorllm.types.adapter_folder import (
     MAX_WEIGHTS_BYTES,
     WEIGHTS_FILE,
@@ -29,9 +29,6 @@ from actorllm.types.adapter_folder import (
 )
 
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-
-LowRank = tuple[torch.Tensor, torch.Tensor]
-"""Of one target: A [rank, inputs of this rank], and B transposed and scaled [rank, outputs of this rank]."""
 
 
 @torch.inference_mode()

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.model.adapters import AdaptedLayer
-from actorllm.model.adapters.reading import LowRank
+from actorllm.model.adapters import AdaptedLayer, LowRank, Slots
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Linear
 
@@ -162,14 +161,11 @@ def rebased(adapted: Linear, base: Linear) -> Linear:
     return adapted
 
 
-class AdapterSlots:
+class AdapterSlots(Slots):
     """The slots of one rank, in every adapted product of its model."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        """dtype: of the products."""
-        self.num_slots, self.max_rank, self.dtype = num_slots, max_rank, dtype
-        self.targets: dict[str, AdaptedLayer] = {}
-        """All that can be adapted, by name."""
+        super().__init__(num_slots, max_rank, dtype)
         self.rows: AdaptedRows | None = None
         self.stretches: list[Stretch] = []
         """Of the step that is computed, as `rows`."""
@@ -192,12 +188,10 @@ class AdapterSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots in all products."""
         return sum(layer.num_adapter_bytes for layer in self._layers.values())
 
     @torch.inference_mode()
     def put(self, slot: int, tensors: Mapping[str, LowRank]) -> None:
-        """Let a slot, 1 to num_slots, hold this adapter (`reading.read_adapter`)."""
         for names, layer in self._layers.items():
             layer.put(slot, [tensors.get(name) for name in names])
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import torch
-
 from actorllm.config import LoRAConfig
-from actorllm.model.adapters.reading import LowRank, read_adapter
-from actorllm.model.adapters.slots import AdapterSlots
+from actorllm.model.adapters import LowRank, Slots
+from actorllm.model.adapters.reading import read_adapter
 from actorllm.types.adapter_folder import Adapter
 
 Tensors = dict[str, LowRank]
@@ -21,9 +19,9 @@ Tensors = dict[str, LowRank]
 class Adapters:
     """See the module docstring. Only `read` may be called from another thread than the worker's."""
 
-    def __init__(self, config: LoRAConfig, dtype: torch.dtype) -> None:
-        """dtype: of their products."""
-        self.slots = AdapterSlots(config.max_loras, config.max_lora_rank, dtype)
+    def __init__(self, config: LoRAConfig, slots: Slots) -> None:
+        """slots: empty ones of the backend."""
+        self.slots = slots
         self._config = config
         self._kept: OrderedDict[str, Tensors] = OrderedDict()
         """By digest, those used last at the end."""

@@ -20,6 +20,7 @@ from actorllm.errors import EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
+from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
 from actorllm.model.cpu.attention import KVCache, PagedCache
@@ -60,7 +61,6 @@ from actorllm.types.speculation import MAX_DRAFTS
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
-    from actorllm.model.adapters.slots import AdapterSlots
     from actorllm.model.cpu.model import CausalLM
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
@@ -124,7 +124,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    _owned = ("decoder", "cache", "batch", "adapters", "_draft_model", "_speculator")
+    _owned = ("decoder", "cache", "batch", "adapters", "_slots", "_draft_model", "_speculator")
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
@@ -147,6 +147,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._shown = ShownLogits.of(config.model.logprobs_mode)
+        self._slots: AdapterSlots | None = None
+        """Of `adapters`."""
         self._speculator: Speculator | None = None
         self._draft_model: DraftingModel | None = None
         if config.speculation is not None:
@@ -229,15 +231,16 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 "" if widens(torch.bfloat16) else better,
             )
         if self.config.lora is not None:
-            self.adapters = Adapters(self.config.lora, torch.float32 if widens(self.dtype) else self.dtype)
-        slots = None if self.adapters is None else self.adapters.slots
+            of = torch.float32 if widens(self.dtype) else self.dtype
+            self._slots = AdapterSlots(self.config.lora.max_loras, self.config.lora.max_lora_rank, of)
+            self.adapters = Adapters(self.config.lora, self._slots)
         found = choose(self.config, plan, self.dtype, self.rank)
         self.scheme = None if found is None else str(found)
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
-                decoder, self._head = self._read_decoder(plan, weights, slots)
+                decoder, self._head = self._read_decoder(plan, weights, self._slots)
                 return decoder
-        loaded, self._head = self._read_modules(model, slots)
+        loaded, self._head = self._read_modules(model, self._slots)
         return loaded
 
     def _read_modules(
@@ -313,8 +316,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             decoder.take_adapters(self.decoder)
             if self._draft_model is not None:
                 self._draft_model.take_target(decoder)
-        elif self.adapters is not None:
-            cast("TransformersDecoder", decoder).adapt(self.adapters.slots)
+        elif self._slots is not None:
+            cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head
 
     def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
@@ -324,8 +327,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.decoder.drop_weights()
         else:
             self.decoder = AbsentModel(self.decoder.num_kv_heads)
-            if self.adapters is not None:
-                self.adapters.slots.drop_bases()
+            if self._slots is not None:
+                self._slots.drop_bases()
         gc.collect()  # modules refer to each other
         memory.trim()
         if not keeps_pages and self.config.model.load_format != "dummy":

@@ -12,8 +12,9 @@ Pairs of a rotation are half a head apart, as in the checkpoints. Called by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from actorllm.errors import UnsupportedModelError
 from actorllm.messages import I32
 from actorllm.model.cuda import ops
+from actorllm.model.cuda.adapters import DeviceSlots, StepAdapters
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
@@ -31,7 +33,7 @@ from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
-from actorllm.model.linear import Form
+from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles
 from actorllm.model.weights import Weights
@@ -124,6 +126,8 @@ class StepTokens:
     prefills: PrefillRows | None
     embedded: tuple[torch.Tensor, torch.Tensor] | None = None
     """Which tokens have an embedding that the prompt brought, and those embeddings."""
+    token_rows: torch.Tensor | None = None
+    """int32 [num_tokens]: of each token the row of its request in the state table, or -1. Where there are adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +298,17 @@ class DeviceLayer:
     """The weights of one layer."""
 
     def __init__(
-        self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor], workspaces: Workspaces
+        self,
+        tensors: LayerTensors,
+        window: int,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        product: Callable[[str, LinearWeight], DeviceLinear],
     ) -> None:
-        """window: 0: all keys. rope: cosines and sines."""
-        self.qkv, self.output = linear(tensors.qkv, workspaces), linear(tensors.output, workspaces)
+        """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight."""
         assert tensors.gate_up is not None, "models with experts have no fused forward here"
         assert tensors.down is not None
-        self.gate_up, self.down = linear(tensors.gate_up, workspaces), linear(tensors.down, workspaces)
+        self.qkv, self.output = product("qkv", tensors.qkv), product("output", tensors.output)
+        self.gate_up, self.down = product("gate_up", tensors.gate_up), product("down", tensors.down)
         self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
         self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)
         self.qk_norms = tensors.qk_norms
@@ -326,11 +334,13 @@ class Activations:
         self.q, self.out = empty(heads, dim), empty(heads, dim)
         self.squares = torch.empty(num_tokens, 2, device=device)
         self.gate_up, self.middle = empty(2 * config.intermediate_size), empty(config.intermediate_size)
+        self.hidden: torch.Tensor | None = None
+        """Of the products of adapters, for all tokens; None: there are no adapters."""
 
     def first(self, num_tokens: int) -> Activations:
         """The same for fewer tokens, in the same memory."""
         part = object.__new__(Activations)
-        part.num_tokens = num_tokens
+        part.num_tokens, part.hidden = num_tokens, self.hidden
         for name in ("h", "x", "delta", "qkv", "q", "out", "squares", "gate_up", "middle"):
             setattr(part, name, getattr(self, name)[:num_tokens])
         return part
@@ -349,11 +359,12 @@ class DeviceDecoder:
         device: Device,
         collectives: Collectives | None = None,
         form: Form = Dense,
+        slots: DeviceSlots | None = None,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`, which are on the device.
 
         config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
-        form: of the linear layers (`quantized.device_form`).
+        form: of the linear layers (`quantized.device_form`). slots: empty ones, which these layers are to have; None: no adapters.
         """
         check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
@@ -383,8 +394,15 @@ class DeviceDecoder:
             windowed = rope(config.window_rope)
         self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
         self.embedding = self.vocabulary.padded(tensors.embedding())
+        self._slots = slots
+        self._scratch = SplitScratch.empty(device.torch_device)
+
+        def product(index: int, name: str, weight: LinearWeight) -> DeviceLinear:
+            base = linear(weight, workspaces)
+            return base if slots is None else slots.adapt(base, tensors.targets(index)[name], self._scratch)
+
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole, workspaces)
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i))
             for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
@@ -405,22 +423,26 @@ class DeviceDecoder:
         self.forms = tuple(sorted({f"{part.out_features} x {part.in_features}, {part.form}" for part in linears}))
         self._activations: Activations
         self._attention: PagedAttention
-        self._scratch = SplitScratch.empty(device.torch_device)
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
-        self._activations = Activations(num_rows, self.config, self.dtype, self.device.torch_device)
+        self._activations = self._new_activations(num_rows)
         self.vocabulary.allocate(num_rows, self.device.torch_device)
 
     def decode(
         self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
     ) -> torch.Tensor:
-        tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None)
+        tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None, token_rows=rows.rows)
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
-        activations = Activations(len(tokens.ids), self.config, self.dtype, self.device.torch_device)
-        return self._run(activations, tokens, cache, state, pdl=pdl)
+        return self._run(self._new_activations(len(tokens.ids)), tokens, cache, state, pdl=pdl)
+
+    def _new_activations(self, num_tokens: int) -> Activations:
+        made = Activations(num_tokens, self.config, self.dtype, self.device.torch_device)
+        if self._slots is not None:
+            made.hidden = self._slots.hidden(num_tokens)
+        return made
 
     def states(self, num_tokens: int) -> torch.Tensor:
         """Where `mixed` leaves the hidden states of so many tokens."""
@@ -461,6 +483,10 @@ class DeviceDecoder:
         """All layers; the residual stream is `a.h`."""
         config, attention = self.config, self._attention
         scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
+        if self._slots is not None:
+            assert tokens.token_rows is not None
+            assert a.hidden is not None
+            self._slots.step = StepAdapters(tokens.token_rows, state.adapters, a.hidden, pdl)
         self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)

@@ -9,6 +9,7 @@ from tensors, and padding rows do nothing. Called through `ops`, which chooses.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from actorllm.model.philox import ID_DOMAIN, TILE_DOMAIN, gumbel_noise, round_keys
 from actorllm_kernels import reference
 from actorllm_kernels.edit_logits import Edits, Penalties
+from actorllm_kernels.lora_shrink import num_parts, part_size
 from actorllm_kernels.sample_pick import TILE, Offers, SamplingState
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState
 from actorllm_kernels.skinny_gemm import SplitScratch
@@ -130,6 +132,53 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first
     y.copy_(reference.dequantized(codes[rows], part, y.shape[1]))
 
 
+def lora_shrink(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    token_rows: torch.Tensor,
+    adapters: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    (num_tokens, in_features), width = x.shape, down.shape[1]
+    parts = num_parts(num_tokens, in_features)
+    size = part_size(in_features, parts)
+    sums = hidden[: num_tokens * parts * width].view(num_tokens, parts, width)
+    for slot, tokens in _of_slots(token_rows, adapters):
+        for part in range(parts):
+            columns = slice(part * size, (part + 1) * size)
+            sums[tokens, part] = x[tokens, columns].float() @ down[slot - 1, :, columns].float().T
+
+
+def lora_expand(
+    hidden: torch.Tensor,
+    up: torch.Tensor,
+    starts: torch.Tensor,
+    token_rows: torch.Tensor,
+    adapters: torch.Tensor,
+    y: torch.Tensor,
+    in_features: int,
+    widest: int,
+    *,
+    pdl: bool = False,
+) -> None:
+    num_tokens, rank, edges = len(y), up.shape[2], starts.tolist()
+    parts, width = num_parts(num_tokens, in_features), (len(edges) - 1) * rank
+    sums = hidden[: num_tokens * parts * width].view(num_tokens, parts, -1, rank)
+    for slot, tokens in _of_slots(token_rows, adapters):
+        found = sums[tokens].sum(1).to(up.dtype).float()
+        for target, (first, end) in enumerate(pairwise(edges)):
+            added = found[:, target] @ up[slot - 1, first:end].float().T
+            y[tokens, first:end] = (y[tokens, first:end].float() + added).to(y.dtype)
+
+
+def _of_slots(token_rows: torch.Tensor, adapters: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Slots of adapters, and which tokens have that of each."""
+    slots = torch.where(token_rows >= 0, adapters[token_rows.clamp_min(0).long()], 0)
+    return [(slot, torch.nonzero(slots == slot)[:, 0]) for slot in sorted(set(slots.tolist())) if slot]
+
+
 def activation_mul(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -172,7 +221,10 @@ def qknorm_rope_kv(
     q.copy_(_rotated(queries, c, s))
     is_written = slots >= 0
     block, offset = slots[is_written].long() // page, slots[is_written].long() % page
-    keys[block, :, offset] = _rotated(new_keys, c, s)[is_written]
+    new_keys = _rotated(new_keys, c, s)
+    if keys.dtype == torch.uint8:
+        new_keys, new_values = reference.float8_codes(new_keys), reference.float8_codes(new_values)
+    keys[block, :, offset] = new_keys[is_written]
     values[block, :, offset] = new_values[is_written]
 
 
@@ -243,6 +295,8 @@ def _attend(
     used = blocks[: -(-length // page)].long()
     # [num_kv_heads, blocks * page, dim], and the heads of a group as further queries
     k, v = (pages[used].transpose(0, 1).reshape(num_kv_heads, -1, dim) for pages in (keys, values))
+    if k.dtype == torch.uint8:
+        k, v = reference.float8_numbers(k), reference.float8_numbers(v)
     grouped = q.view(len(q), num_kv_heads, -1, dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, tokens, dim]
     scores = torch.einsum("hgtd,hkd->hgtk", grouped.float(), k.float()) * scale
     if softcap:

@@ -110,7 +110,7 @@ class MixedSteps:
         chunks = PrefillRows(
             parts["slots"], parts["seq_lens"], parts["starts"], parts["tiles"].view(-1, 2), counts_all=True
         )
-        tokens = StepTokens(parts["ids"], parts["positions"], kv_slots, rows, chunks)
+        tokens = StepTokens(parts["ids"], parts["positions"], kv_slots, rows, chunks, token_rows=parts["token_rows"])
         is_finite = torch.zeros(size, dtype=torch.int32, device=on)
         return MixedStep(tokens, packet, max_tiles, is_finite, self._model.states(size))
 
@@ -138,6 +138,7 @@ class MixedSteps:
         assert step.tokens.decodes is not None
         num_rows = step.tokens.decodes.num_rows
         kv_slots, ids, positions = np.full(size, -1, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
+        token_rows = np.full(size, -1, np.int32)
         rows: I32 = np.full(num_rows, -1, np.int32)
         slots, seq_lens = (np.zeros(MAX_CHUNKS + 1, np.int32) for _ in range(2))
         starts = np.zeros(MAX_CHUNKS + 2, np.int32)
@@ -147,6 +148,7 @@ class MixedSteps:
             kv_slots[first:count], ids[first:count] = inputs.kv_slots[first:], inputs.token_ids[first:]
             positions[first:count] = inputs.positions[first:]
             rows[:first] = inputs.decode_slots
+            token_rows[:count] = rows_of_tokens(inputs)
             counts = np.array(inputs.prefill_counts, np.int32)
             slots[:num_chunks] = inputs.prefill_slots
             seq_lens[:num_chunks] = np.array(inputs.prefill_first, np.int32) + counts
@@ -154,7 +156,7 @@ class MixedSteps:
             starts[num_chunks + 1 :] = starts[num_chunks]
             found = query_tiles(counts, seq_lens[:num_chunks], self._attention.tokens_per_tile)
             tiles[: len(found)] = found
-        return [kv_slots.view(np.int32), ids, positions, rows, slots, seq_lens, starts, tiles.reshape(-1)]
+        return [kv_slots.view(np.int32), ids, positions, token_rows, rows, slots, seq_lens, starts, tiles.reshape(-1)]
 
     def launch(self, size: int, *, pdl: bool) -> None:
         """All launches of the step that is in place. This is what a graph holds."""
@@ -180,12 +182,19 @@ class MixedSteps:
         ops.kv_clear(self._cache.pool, tokens.kv_slots, step.is_finite)
 
 
+def rows_of_tokens(inputs: StepInputs) -> I32:
+    """int32 [num_tokens]: of each token the slot of its request, which is its row of the state table."""
+    prefills = np.array(inputs.prefill_slots, np.int32)
+    return np.concatenate((inputs.decode_slots, np.repeat(prefills, inputs.prefill_counts))).astype(np.int32)
+
+
 def _lengths(size: int, num_rows: int, max_tiles: int) -> dict[str, int]:
     """Of the parts of a packet, in 32 bits each."""
     return {
         "kv_slots": 2 * size,
         "ids": size,
         "positions": size,
+        "token_rows": size,
         "rows": num_rows,
         "slots": MAX_CHUNKS + 1,
         "seq_lens": MAX_CHUNKS + 1,

@@ -28,6 +28,8 @@ from actorllm_kernels import embed as _embed
 from actorllm_kernels import kv_clear as _kv_clear
 from actorllm_kernels import kv_copy as _kv_copy
 from actorllm_kernels import lm_head_sample as _lm_head_sample
+from actorllm_kernels import lora_expand as _lora_expand
+from actorllm_kernels import lora_shrink as _lora_shrink
 from actorllm_kernels import plan_decode as _plan_decode
 from actorllm_kernels import qknorm_rope_kv as _qknorm_rope_kv
 from actorllm_kernels import quantized_gemm as _quantized_gemm
@@ -138,6 +140,8 @@ find_cutoffs = _kernel(_sample_topk_topp.find_cutoffs, host_ops.find_cutoffs)
 kv_clear = _kernel(_kv_clear.kv_clear, host_ops.kv_clear)
 kv_copy = _kernel(_kv_copy.launch_kv_copy, host_ops.kv_copy)
 lm_head_sample = _kernel(_lm_head_sample.lm_head_sample, host_ops.lm_head_sample)
+lora_expand = _kernel(_lora_expand.lora_expand, host_ops.lora_expand)
+lora_shrink = _kernel(_lora_shrink.lora_shrink, host_ops.lora_shrink)
 plan_decode = _kernel(_plan_decode.plan_decode, host_ops.plan_decode)
 qknorm_rope_kv = _kernel(_qknorm_rope_kv.qknorm_rope_kv, host_ops.qknorm_rope_kv)
 quantized_gemm = _kernel(_quantized_gemm.quantized_gemm, host_ops.quantized_gemm)

@@ -35,7 +35,9 @@ from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.model.adapters.store import Adapters
 from actorllm.model.cuda import experimental, ops
+from actorllm.model.cuda.adapters import DeviceSlots
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
 from actorllm.model.cuda.decoder import (
@@ -50,7 +52,7 @@ from actorllm.model.cuda.decoder import (
 from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
-from actorllm.model.cuda.mixed import MixedSteps, supports
+from actorllm.model.cuda.mixed import MixedSteps, rows_of_tokens, supports
 from actorllm.model.cuda.proof import memory, steps
 from actorllm.model.cuda.proof.self_check import SelfCheck
 from actorllm.model.cuda.quantized import ReadOnHost, device_form, open_on_device
@@ -68,10 +70,13 @@ from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import LayeredHead, LinearHead, read_linear
 from actorllm.model.inputs import StepInputs
+from actorllm.model.linear import Form
 from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
+from actorllm.model.weights import Weights
+from actorllm.types.quantization import FP8
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -170,6 +175,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         "_decode_rows",
         "_label_head",
         "batch",
+        "adapters",
+        "_slots",
     )  # graphs lead back to here
 
     def __init__(
@@ -187,6 +194,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._experiments = experimental.enabled()
         self._shown = ShownLogits.of(config.model.logprobs_mode)
         self.collectives = Collectives()
+        self._slots: DeviceSlots | None = None
+        """Of `adapters`."""
         self.model: DeviceModel
         self.state: StateTable
         self.sampler: DeviceSampler
@@ -231,16 +240,44 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             with open_on_device(model, form, self.dtype, self._show_progress, self.device.torch_device) as weights:
                 if model.pooler is not None and model.pooler.head is not None:
                     self._label_head = read_linear(model.pooler.head, plan, model, weights)
-                return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives, form)
+                return self._decoder(plan, weights, form)
+        if self.config.lora is not None:
+            raise UnsupportedModelError(
+                f"enable_lora=True: on CUDA, {model.architecture} runs through transformers, where there are no adapters yet; use "
+                f"device='cpu', or leave it out"
+            )
         if model.quantization is not None:
             raise UnsupportedModelError(
                 f"quantized weights ({model.quantization}) are not supported on CUDA for models that run through transformers; use "
                 f"the original model, or device='cpu'"
             )
+        if self._cache_dtype != self.dtype:
+            raise UnsupportedModelError(
+                f"kv_cache_dtype={self.config.cache.dtype!r} is not supported on CUDA for models that run through transformers; "
+                f"leave it out, or use device='cpu' with kv_cache_dtype='int8'"
+            )
         from actorllm.model.cuda import transformers_model  # imports transformers
 
         modules = cast("TransformersPlan", plan)
         return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device)
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        """Of the numbers of the cache; uint8: codes of floats of 8 bits."""
+        return torch.uint8 if self.config.cache.dtype == FP8 else self.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize
+
+    def _decoder(self, plan: DecoderConfig, weights: Weights, form: Form) -> DeviceDecoder:
+        """With room for adapters, if requests may have them."""
+        lora = self.config.lora
+        if lora is not None:
+            self._slots = DeviceSlots(lora.max_loras, lora.max_lora_rank, self.dtype, self.device)
+            self.adapters = Adapters(lora, self._slots)
+        length = self.config.model.max_model_len
+        return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots)
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
@@ -252,9 +289,13 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if failed is None:
             began = clock.now()
             check = SelfCheck()
+            if self._slots is not None:
+                self._slots.put(1, self._slots.made_up())
             with ops.checking(check), self.collectives.alone():
                 self._allocate(steps.NUM_BLOCKS)
                 steps.make_steps(self)
+            if self._slots is not None:
+                self._slots.put(1, {})
             del self._pool
             failed = check.failed
             logger.info("%d kernels were checked against torch in %.1f s", check.num_checked, clock.now() - began)
@@ -275,10 +316,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._launch_part(self._way_part(size) if part is None else part, size)
 
     def _without_weights(self) -> DeviceModel:
-        plan, length = self.model_config, self.config.model.max_model_len
+        plan = self.model_config
         if isinstance(plan, DecoderConfig):
-            form = device_form(self.config.model)
-            return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives, form)
+            return self._decoder(plan, MetaWeights(self.dtype), device_form(self.config.model))
         from actorllm.model.cuda import transformers_model
 
         return transformers_model.without_weights(cast("TransformersPlan", plan), self.dtype, self.device)
@@ -331,7 +371,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         zeros = np.zeros(count, np.int64)
         ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
         chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
-        tokens = StepTokens(ids, positions, nowhere, None, chunks)
+        token_rows = None if self._slots is None else self.device.upload(zeros.astype(np.int32))
+        tokens = StepTokens(ids, positions, nowhere, None, chunks, token_rows=token_rows)
         states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
         ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
         return states
@@ -437,7 +478,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._rows_of_size.clear()
         with self.device.active():
             self._pool = DeviceCache(
-                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self.dtype
+                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self._cache_dtype
             )
             self.state = StateTable(self.device, self._max_rows, -(-length // size))
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
@@ -878,7 +919,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if inputs.embedded is not None:
             vectors = self.device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
             embedded = (self.device.upload(inputs.embedded), vectors)
-        return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded)
+        token_rows = None if self._slots is None else self.device.upload(rows_of_tokens(inputs))
+        return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded, token_rows)
 
     def _chunks(self, inputs: StepInputs) -> PrefillRows:
         counts = np.array(inputs.prefill_counts, np.int32)

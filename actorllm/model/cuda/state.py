@@ -21,7 +21,7 @@ from actorllm.model.inputs import PersistentBatch
 from actorllm_kernels.sample_pick import SamplingState
 from actorllm_kernels.sample_topk_topp import FilterState
 
-_INTEGERS = ("last_token", "num_computed", "sample_index", "num_outputs", "top_k")
+_INTEGERS = ("last_token", "num_computed", "sample_index", "num_outputs", "top_k", "adapter_id")
 _FLOATS = ("temperature", "top_p", "min_p")
 """Columns of `inputs.Columns` that the device has too, in the order of the table's rows."""
 
@@ -73,6 +73,8 @@ class StateTable:
         column = dict(zip((*_INTEGERS, *_FLOATS), self._words.unbind(0), strict=True))
         temperature, top_p, min_p = (column[name].view(torch.float32) for name in _FLOATS)
         self.last_token, self.num_computed = column["last_token"], column["num_computed"]
+        self.adapters = column["adapter_id"]
+        """The slots of adapters (`adapters`); 0: none."""
         self.sampling = SamplingState(
             temperature, self._seeds, column["sample_index"], column["num_outputs"], self.last_token
         )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from actorllm.messages import DEADLINE_PASSED
 from actorllm.scheduling.events import End
+from actorllm.scheduling.telemetry.request_log import RequestLog
 from actorllm.types.objective import READINGS, SLO
 
 FOLD = 256
@@ -54,6 +55,8 @@ The time to the first token is intake (ours: until the scheduler has the request
 
 class RequestCounters:
     def __init__(self) -> None:
+        self.log: RequestLog | None = None
+        """For a reader of single requests; None: there is none."""
         self._reasons: Counter[str] = Counter()
         self._num_promised = 0
         self._num_kept = dict.fromkeys(READINGS, 0)
@@ -86,6 +89,8 @@ class RequestCounters:
         )
         if submit.slo is not None:
             self._judge(end, sequence.slo, num_output)
+        if self.log is not None:
+            self.log.add(end, num_output)
         if len(self._ends) >= FOLD:
             self._fold()
 

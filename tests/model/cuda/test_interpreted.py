@@ -17,6 +17,7 @@ from actorllm.model.cuda.graphs import GraphPart
 from actorllm.model.cuda.proof import memory
 from actorllm.model.cuda.runner import CudaRunner
 from tests.kernels.conftest import interpreter as interpreter
+from tests.model.cuda.adapted import LORA, fill
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
@@ -71,7 +72,8 @@ def test_the_self_check_suspects_no_kernel(
     device = HostDevice()
     device.proves_itself = True
     path = folder(num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=300)
-    runner = CudaRunner(config_of(path, block_size=64, max_num_seqs=2, dtype=dtype), show_progress=False, device=device)
+    config = config_of(path, block_size=64, max_num_seqs=2, dtype=dtype, **LORA)
+    runner = CudaRunner(config, show_progress=False, device=device)
     runner.load()
     (entry,) = memory.entries()
     assert entry["failed"] == {}
@@ -93,3 +95,22 @@ def test_the_tokens_of_quantized_weights_are_those_of_the_oracle(
     twins.add(1, prompt(3, 2))
     twins.step({0: 4, 1: 3})
     twins.step(decode=[0, 1])
+
+
+@pytest.mark.timeout(200)
+def test_tokens_of_rows_with_adapters_are_those_of_the_cpu_worker(
+    tmp_path: Path, make_twins: Callable[..., Twins]
+) -> None:
+    """In a step with prompts, and in a decode step that was recorded before its adapter was there."""
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "num_hidden_layers": 1}
+    twins = make_twins(shape, **LORA)
+    graphs = twins.runner.graphs
+    graphs._misses.clear()
+    graphs.want(GraphPart.HEAD, 2)
+    assert twins.runner.record_next()
+    fill(twins, tmp_path, **shape)
+    twins.add(0, prompt(20, 1), adapter_id=1)
+    twins.add(1, prompt(3, 2))
+    twins.step({0: 20, 1: 3}, decode=[])
+    twins.step(decode=[0, 1])
+    assert graphs.num_replays == 1

@@ -58,10 +58,11 @@ def make_steps(runner: StepMaker) -> None:
     slots = np.arange(num_rows, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, runner.model_config.vocab_size, counts.sum()).astype(np.int32)
     pooling = POOLING_CODES["mean"] if pools else 0
+    adapter = 0 if config.lora is None else 1  # in some rows
     plan = StepPlan(
         step=0,
         new_rows=pack_rows(
-            NewRow(slot, count, seed=slot, pooling=pooling, **FILTERS[slot])  # type: ignore[arg-type]
+            NewRow(slot, count, seed=slot, pooling=pooling, adapter_id=adapter * (slot % 2 == 0), **FILTERS[slot])  # type: ignore[arg-type]
             for slot, count in enumerate(counts.tolist())
         ),
         new_tokens=tokens,
