@@ -41,6 +41,7 @@ from actorllm.types.generation_config import read_generation_config, sampling_de
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.kv_groups import num_window_blocks
+from actorllm.types.kv_tiers import read_tiers
 from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
@@ -208,6 +209,23 @@ class CacheConfig:
     """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
+    offloading_bytes: int = 0
+    """Of host memory, for blocks that left the cache."""
+    offloading_path: str | None = None
+    """Of that memory, which the owner of the engine has; None: there is none."""
+    disk_path: str | None = None
+    """The folder for such blocks; None: there is none."""
+    disk_bytes: int = 0
+    """That the files there may take."""
+    tier_fingerprint: str = ""
+    """What the bits of blocks depend on besides their hashes, as hexadecimal digits; once a worker has told."""
+    tier_slot_bytes: int = 0
+    """Of a block in these tiers; in the same way."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Blocks that leave the cache may be kept elsewhere."""
+        return self.offloading_path is not None or self.disk_path is not None
 
     @property
     def cache_dtype(self) -> str:
@@ -457,6 +475,7 @@ class EngineConfig(EngineNames):
         *,
         scheme: str | None = None,
         window: int | None = None,
+        tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
 
@@ -465,6 +484,7 @@ class EngineConfig(EngineNames):
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
             window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
+            tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
             ConfigError: not even one sequence of max_model_len would fit.
@@ -484,6 +504,13 @@ class EngineConfig(EngineNames):
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        if tier is not None:
+            cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
+        if cache.window is not None and cache.has_tiers:
+            raise ConfigError(
+                f"{self.model.architecture} has layers with a sliding window, whose blocks no KV tier keeps yet: "
+                f"leave kv_offloading_size, swap_space and kv_transfer_config out"
+            )
         return replace(self, model=model, cache=cache, speculation=speculation)
 
     @property
@@ -590,6 +617,7 @@ class EngineConfig(EngineNames):
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
+        tiers = read_tiers(given, _without_tiers(given, device, pooler, module, speculation, stages))
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -636,6 +664,9 @@ class EngineConfig(EngineNames):
                     given["num_gpu_blocks_override"], block_size, max_model_len + lookahead * _depth(given)
                 ),
                 dtype=_kv_cache_dtype(given, pooler, media, device),
+                offloading_bytes=tiers.memory_bytes,
+                disk_path=tiers.disk_path if tiers.disk_bytes else None,
+                disk_bytes=tiers.disk_bytes,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -836,6 +867,32 @@ def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRu
         if media is not None:
             raise ConfigError(f"{told} is not supported for models that take images or audio yet; leave it out")
     return dtype
+
+
+def _without_tiers(
+    given: dict[str, Any],
+    device: str,
+    pooler: Pooler | None,
+    module: LentModule | None,
+    speculation: Speculation | None,
+    stages: tuple[int, ...],
+) -> str | None:
+    """Why there can be no KV tiers; None: there can be."""
+    if device != "cpu":
+        return f"with device={device!r} yet"
+    if given["enable_prefix_caching"] is False:
+        return "with enable_prefix_caching=False: what is in them could not be found"
+    if pooler is not None:
+        return "by models that make vectors"
+    if module is not None:
+        return "with module=: nothing tells its weights from others"
+    if given["tensor_parallel_size"] > 1 or stages or given["is_launched"]:
+        return "with several ranks yet"
+    if speculation is not None and speculation.model is not None:
+        return "with a draft model yet"
+    if given["record"] is not None:
+        return "with record= yet"
+    return None
 
 
 def _depth(given: dict[str, Any]) -> Literal[1, 2]:

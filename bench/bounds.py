@@ -628,6 +628,22 @@ BOUNDS = (
         "`EngineOverloaded`",
     ),
     Bound(
+        "requests that wait for KV from a tier",
+        ("scheduling.tiers.transfers: Transfers.waiting", "scheduling.tiers.transfers: Transfers._passed"),
+        "each request whose beginning a tier has",
+        WAITING,
+        "requests; an entry goes with its request, and after as long as computing takes",
+        "`EngineOverloaded`",
+    ),
+    Bound(
+        "KV blocks on their way from and to a tier",
+        ("scheduling.tiers.transfers: Transfers._loads", "scheduling.tiers.transfers: Transfers._urgent"),
+        "each request whose beginning a tier has, each preemption",
+        ("scheduling.tiers.transfers:MAX_LOADS=2", "scheduling.tiers.transfers:MAX_URGENT=64"),
+        "loads of up to 256 blocks; preempted requests whose blocks are to be stored",
+        "the request waits; the oldest of the preempted are not stored",
+    ),
+    Bound(
         "adapters in slots",
         (
             "scheduling.residency: Residency.slots",

@@ -20,6 +20,10 @@ class MemoryFile:
         """Under which other processes open it, as long as it is not closed."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
+    def clear(self) -> None:
+        """Give the memory back, and be empty as at first; no process may have it mapped."""
+        os.ftruncate(self.fd, 0)
+
     def close(self) -> None:
         """No other process can open it any more. Mappings stay. Idempotent."""
         fd, self.fd = self.fd, -1

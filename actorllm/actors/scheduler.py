@@ -29,13 +29,15 @@ from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.engine_thread import serves_loops
 from actorllm.actors.link import Link
 from actorllm.actors.load_board import LoadPublisher
-from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, PoisonIsolation, hooks
+from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, LoopPart, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate
+from actorllm.actors.tiers.tier_files import TierDirectory, open_tiers
+from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.weight_commits import WeightCommits
@@ -163,6 +165,8 @@ class SchedulerActor(Actor):
         """When the policy is to be asked again even if nothing happens."""
         self._step_watch: StepModelMonitor | None = None
         self._load: LoadPublisher | None = None
+        self._directory: TierDirectory | None = None
+        """What the KV tiers have."""
         self._tokenizer: Tokenizer | None = None
         self._renderer: Renderer
         self._record_path: Path
@@ -204,7 +208,7 @@ class SchedulerActor(Actor):
         )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         self._sleeping = Sleeping(self, self._gate, self._pausing)
-        parts = (
+        parts: tuple[LoopPart, ...] = (
             PoisonIsolation(self, self._probes),
             DeadlineExpiry(self, self._probes),
             self._adapters,
@@ -212,6 +216,8 @@ class SchedulerActor(Actor):
             self._pausing,
             self._gate,
         )
+        if self._directory is not None:
+            parts += (TierTransfers(self, self._gate, self._directory, lambda: self._workers),)
         self._before_plan = hooks(parts, "before_plan")
         self._after_plan = hooks(parts, "after_plan")
         self._after_result = hooks(parts, "after_result")
@@ -233,6 +239,9 @@ class SchedulerActor(Actor):
             self._step_watch = StepModelMonitor(config.scheduler.step_model)
         self._policies = ActivePolicies(config.scheduler, None if config.record is None else self._write_entry)
         arguments |= {"policy": self._policies.first(), "build_policy": self._policies.build}
+        if config.cache.has_tiers:
+            self._directory = TierDirectory(open_tiers(config.cache))
+            arguments["tiers"] = self._directory
         if config.load_board is not None:
             self._load = LoadPublisher(config.load_board, config.replica)
         if config.record is None:
@@ -279,14 +288,20 @@ class SchedulerActor(Actor):
     async def on_stop(self) -> None:
         self._close_constraints()
         self._close_record()
+        self._close_tiers()
 
     def on_failure(self, error: BaseException) -> None:
         self._close_constraints()
+        self._close_tiers()
         self._close_record()  # a recording is wanted most when something went wrong
 
     def _close_constraints(self) -> None:
         if self._is_configured:
             self._constraints.close()
+
+    def _close_tiers(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
 
     def _close_record(self) -> None:
         if self._record is not None:

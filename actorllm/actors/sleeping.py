@@ -61,7 +61,7 @@ class Sleeping:
         if host.scheduler.pause_state is PauseState.RUNNING:
             raise EngineError("generation was resumed before the engine slept; it does not sleep")
         async with self._gate.closed():
-            host.scheduler.reset_prefix_cache(now(), reset_running_requests=True)
+            host.scheduler.reset_prefix_cache(now(), reset_running_requests=True, keeps_tiers=True)
             try:
                 link = self._workers("nothing sleeps")
                 freed = await host.ask_all(link, "sleep", math.inf, level=level)

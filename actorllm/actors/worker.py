@@ -21,10 +21,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.giving_way import GivingWay
@@ -32,6 +35,10 @@ from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
 from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
+from actorllm.actors.tiers.block_mover import BlockMover
+from actorllm.actors.tiers.fingerprint import fingerprint_of
+from actorllm.actors.tiers.slot_file import SlotFile
+from actorllm.actors.tiers.tier_files import keys_of, open_tiers
 from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -60,6 +67,7 @@ class WorkerActor(Actor):
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_worker",
         *("sleep", "wake_up", "asleep"),
+        *("load_blocks", "store_blocks"),
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -89,6 +97,8 @@ class WorkerActor(Actor):
         """The version that steps are computed with."""
         self._staged: tuple[WeightSource, StagedWeights] | None = None
         self._calls: WorkerCalls | None = None
+        self._mover: BlockMover | None = None
+        """Where there are KV tiers."""
         self._asleep: set[str] = set()
         """What was given back, of SLEEPING_PARTS."""
 
@@ -115,12 +125,24 @@ class WorkerActor(Actor):
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
             sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
+        if config.cache.has_tiers:
+            sizes["tier"] = self._tier(config)
         num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
             if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
                 sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
         return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
+
+    def _tier(self, config: EngineConfig) -> tuple[str, int]:
+        """What its blocks are told apart by in a tier, and their size. Raises ConfigError: there cannot be one."""
+        from actorllm.model.arithmetic import arithmetic_of
+
+        fingerprint = fingerprint_of(config, arithmetic_of(config, self.runner.scheme)).hex()
+        cache = replace(config.cache, tier_fingerprint=fingerprint, tier_slot_bytes=self.runner.block_bytes)
+        for file in open_tiers(cache):
+            file.close()
+        return fingerprint, self.runner.block_bytes
 
     def _measured(self, config: EngineConfig) -> dict[str, Any]:
         """What steps take, where the number of drafts goes by it."""
@@ -146,6 +168,13 @@ class WorkerActor(Actor):
             self.runner.allocate(config.cache.num_blocks)
         else:
             self.runner.allocate_groups(config.cache.num_blocks, config.num_window_blocks)
+        if config.cache.has_tiers:
+            slot_bytes = sum(view.nbytes for view in self.runner.block_views(0))
+            if slot_bytes != config.cache.tier_slot_bytes:  # what a block is, is not all in these bytes
+                raise EngineError(
+                    f"blocks have {slot_bytes} bytes of {config.cache.tier_slot_bytes}: no tier can keep them"
+                )
+            self._mover = BlockMover(self._open_tiers(config), self.runner.block_views)
         self.runner.tell_drafts = self._tell_drafts
         if config.topology == "inline" and self.waker() is not None:
             self.runner.between_layers = GivingWay().between_layers
@@ -153,11 +182,22 @@ class WorkerActor(Actor):
         if self._is_replacement and (error := self._why_unable()) is not None:
             raise error
 
+    def _open_tiers(self, config: EngineConfig) -> list[SlotFile]:
+        """None where this worker computes other bits than the one whose place it takes: the files of the model were changed."""
+        if self._is_replacement and self._tier(config)[0] != config.cache.tier_fingerprint:
+            logger.warning(
+                "the files of the model have changed since the engine was started; its KV tiers are not used"
+            )
+            return []
+        return open_tiers(config.cache)
+
     def on_link(self, link: Link) -> None:
         self._scheduler = link
 
     async def on_stop(self) -> None:
         self._calls = None
+        if self._mover is not None:
+            self._mover.close()
         if hasattr(self, "runner"):
             self.runner.close()
 
@@ -207,6 +247,8 @@ class WorkerActor(Actor):
 
     def _forget_requests(self) -> None:
         """They were those of a scheduler that is gone."""
+        if self._mover is not None:
+            self._take_time(self._mover.quiesce)
         self.runner.forget_requests()
         self.late_inputs = {key: late for key, late in self.late_inputs.items() if key[0].is_open}
 
@@ -367,6 +409,7 @@ class WorkerActor(Actor):
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         match verb:
+            # What keeps the loop from turning is announced to the watchdog; what is read or moved aside is awaited.
             case "start_profile":
                 return self._take_time(self._start_profile, arguments.get("prefix", ""))
             case "stop_profile":
@@ -395,6 +438,8 @@ class WorkerActor(Actor):
                 return self._wake_up(arguments["tags"])
             case "asleep":
                 return sorted(self._asleep)
+            case "load_blocks" | "store_blocks":
+                return self._move_blocks(verb, keys_of(arguments["data"].tobytes()), arguments["blocks"])
             case "call_worker":
                 calls = self._make_calls() if self._calls is None else self._calls
                 return self._take_time(partial(calls.answer, **arguments), budget_s=LONGEST_CALL_S)
@@ -470,8 +515,17 @@ class WorkerActor(Actor):
         self._staged = None
         return True
 
+    async def _move_blocks(self, verb: str, keys: NDArray[np.uint64], blocks: list[int]) -> list[float]:
+        """How many of these blocks were moved, and the seconds that it took, beside the steps."""
+        if self._mover is None:
+            raise InvalidParameterError("this worker has no KV tiers")
+        move = self._mover.load if verb == "load_blocks" else self._mover.store
+        return list(await self._read_aside(partial(move, self._mover.era, keys, blocks)))
+
     def _sleep(self, level: int) -> int:
         """Give memory back; how many bytes this process holds less. Asked again, it gives back what was taken since."""
+        if self._mover is not None:
+            self._mover.quiesce()
         before = self.runner.resident_bytes()
         self.runner.release_cache()
         if "weights" not in self._asleep:

@@ -273,6 +273,7 @@ def report(
     figures: Path | None = None,
     formats: Annotated[list[str], Many] = ["svg"],  # noqa: B006 - read only
     timeline: Path | None = None,
+    shadow: str | None = None,
 ) -> None:
     """Write a page of the results of a sweep, or of the recording of an engine.
 
@@ -294,6 +295,8 @@ def report(
         Of the figures: svg, pdf (`actorllm[lab]`), or both.
     timeline
         Of a recording: write a Chrome trace of requests and steps to this file (open it in Perfetto).
+    shadow
+        Of a recording: also say what another policy would have done with its requests (NAME, or module:Class).
     """
     from actorllm.actors.record_file import is_recording
     from actorllm.slo.experiments import SweepResults, read_results
@@ -305,8 +308,10 @@ def report(
             raise ConfigError(f"scenario={scenario!r} is for the results of a sweep: {str(results)!r} is a recording")
         if latex is not None:
             raise ConfigError(f"latex={str(latex)!r} is for the results of a sweep: {str(results)!r} is a recording")
-        _report_recording(results, output, csv, timeline, Exports(parquet, figures, tuple(formats)))
+        _report_recording(results, output, csv, timeline, Exports(parquet, figures, tuple(formats)), shadow)
         return
+    if shadow is not None:
+        raise ConfigError(f"shadow={shadow!r} is for a recording: {str(results)!r} has the results of a sweep")
     if timeline is not None:
         raise ConfigError(f"timeline={str(timeline)!r} is for a recording: {str(results)!r} has the results of a sweep")
     found = SweepResults.of_records(*read_results(results, scenario))
@@ -367,7 +372,9 @@ class Exports(NamedTuple):
         print(f"figures: {num} in {self.figures}")
 
 
-def _report_recording(recording: Path, output: Path, csv: Path | None, timeline: Path | None, exports: Exports) -> None:
+def _report_recording(
+    recording: Path, output: Path, csv: Path | None, timeline: Path | None, exports: Exports, shadow: str | None
+) -> None:
     from actorllm.slo.experiments.stamp import stamp
     from actorllm.slo.report import chrome_trace, requests_csv, run_page
 
@@ -381,6 +388,12 @@ def _report_recording(recording: Path, output: Path, csv: Path | None, timeline:
     )
     notes = [] if found.run.deviation is None else [f"This is not what the engine did: {found.run.deviation}."]
     run = found.run
+    if shadow is not None:
+        from actorllm.slo.shadow_run import shadow_notes
+
+        told = shadow_notes(run, config, shadow)
+        print(*told, sep="\n")
+        notes += told
     html = run_page(
         f"{recording.name}: {about}", run.timeline, run.workload, run.journal, run.model, stamp(), notes=notes,
         more={"recording": recording, "seed": config.seed},

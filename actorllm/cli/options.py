@@ -103,6 +103,10 @@ class EngineFlags:
     block_size: int | None = None
     kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
+    kv_offloading_size: float | None = None
+    kv_disk_path: str | None = None
+    kv_disk_size: float | None = None
+    kv_transfer_config: str | None = None
     kv_cache_memory_bytes: Number = None
     num_gpu_blocks_override: Number = None
     device: str | None = None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
@@ -76,6 +77,7 @@ from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
@@ -129,6 +131,11 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
+        self._tier_memory: MemoryFile | None = None
+        """For KV blocks that left the caches of the replicas here."""
+        if config.cache.offloading_bytes and config.cache.offloading_path is None:
+            self._tier_memory = MemoryFile("kv-blocks")
+            config = replace(config, cache=replace(config.cache, offloading_path=self._tier_memory.path))
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
@@ -230,7 +237,9 @@ class Engine:
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts))
+        return config.resolved(
+            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+        )
 
     # Life
 
@@ -372,6 +381,8 @@ class Engine:
                 self.prompts.forget()
                 self._submits.forget()
             finally:
+                if self._tier_memory is not None:
+                    self._tier_memory.clear()
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
                 self._make()
@@ -404,6 +415,8 @@ class Engine:
         meeting_place.close()
         self._weight_updates.close()
         self.weight_transfer.close()
+        if self._tier_memory is not None:
+            self._tier_memory.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._tokenizer_pool is not None:

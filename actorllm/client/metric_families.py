@@ -136,6 +136,15 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
         counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", cache["queries"])
         counter("prefix_cache_hits", "Those of them that were found.", cache["hits"])
         counter("prompt_tokens_cached", "Prompt tokens that need not be computed.", cache["hits"])
+    if (moved := scheduler.get("transfers")) is not None:
+        gauge("kv_tier_requests_waiting", "Requests that wait for KV from a tier.", moved["num_waiting"])
+        counter("kv_tier_loads", "Loads of KV blocks from a tier.", moved["num_loads"])
+        counter("kv_tier_loaded_blocks", "KV blocks that were loaded.", moved["num_loaded_blocks"])
+        counter("kv_tier_short_loads", "Loads that found less than was there.", moved["num_short_loads"])
+        counter("kv_tier_load_seconds", "Time that loads took.", moved["load_s"])
+        counter("kv_tier_given_up", "Requests that computed what they had waited for.", moved["num_given_up"])
+        counter("kv_tier_stored_blocks", "KV blocks that were stored in a tier.", moved["num_stored_blocks"])
+        counter("kv_tier_store_seconds", "Time that stores took.", moved["store_s"])
     counter("num_preemptions", "Times that a request lost its place to another one.", scheduler["num_preemptions"])
     counter(
         "prompt_tokens", "Prompt tokens computed; those found in the cache are not.", scheduler["num_prefill_tokens"]

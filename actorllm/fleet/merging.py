@@ -9,7 +9,7 @@ SAME = frozenset(("block_size", "name", "rank", "generation", "peer"))
 """Of these the first replica's value is the engine's."""
 LARGEST = frozenset(("max_recovery_s", "fill", "fill_received", "longest_aside_s"))
 """And of these the largest one."""
-MEAN = frozenset(("usage",))
+MEAN = frozenset(("usage", "load_s_per_block", "load_overhead_s", "compute_s_per_token"))
 TRACKS = 100
 """Numbers of tracks that a replica may have in a timeline."""
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32
+from actorllm.messages import I32, NO_I32
 
 _ZERO: I32 = np.zeros((), np.int32)
 _ONE: I32 = np.ones((), np.int32)
@@ -178,6 +178,24 @@ class BlockPool:
     def num_exclusive(self, blocks: I32) -> int:
         """How many of these have one reference only."""
         return int(np.count_nonzero(self._references[blocks] == 1))
+
+    @property
+    def num_unkept(self) -> int:
+        """Free blocks that keep nothing: so many can be handed out before one is evicted."""
+        return self._num_stacked
+
+    def next_evictions(self, count: int) -> I32:
+        """Up to `count` of the free blocks that are kept, in the order in which they would be evicted."""
+        found: list[NDArray[np.intp]] = []
+        number = self._last_chunk - len(self._queue)
+        for blocks in self._queue:
+            if count <= 0:
+                break
+            number += 1
+            alive = blocks[self._taken_after[blocks] < number][:count] if self._num_dead else blocks[:count]
+            found.append(alive)
+            count -= alive.size
+        return np.concatenate(found).astype(np.int32) if found else NO_I32
 
     def is_shared(self, block: int) -> bool:
         return bool(self._references[block] > 1)

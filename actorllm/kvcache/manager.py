@@ -11,12 +11,14 @@ out of others. A published block is never written again: a request that takes it
 A fork (`fork`) shares the full blocks of another slot's tokens as well. The block in which they end is being written by the
 step that is planned then, and by no other. The copy is made before the step after that.
 
-Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table.
+Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table, or is
+held beside the tables (`hold`, `reserve`).
 A block that is to be copied to belongs to one slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +86,10 @@ class KVCacheManager:
         self._emptied: list[I32] = []
         self.window: WindowGroup | None = None
         """The group of layers with a sliding window; None: there is one group."""
+        self._held: I32 | None = None
+        """References by block that no table has, once there were some."""
+        self.on_evict: Callable[[NDArray[np.intp]], None] | None = None
+        """Hears which blocks the prefix cache loses to others."""
 
     def add_window(self, window: int, num_blocks: int) -> None:
         """A second group of so many blocks, whose layers look at so many tokens. Before any slot has blocks."""
@@ -135,6 +141,41 @@ class KVCacheManager:
         if self._emptied:
             self._release()
         self.pool.share(blocks)
+
+    # Blocks beside the tables: those that are copied elsewhere, or filled from there
+
+    def hold(self, blocks: I32) -> None:
+        """These (distinct) blocks, referenced or kept, stay what they are until `let_go`."""
+        self.share(blocks)
+        self._count_held(blocks, 1)
+
+    def reserve(self, count: int) -> I32:
+        """So many blocks that no table has, until `let_go`; the caller has checked `num_free`."""
+        blocks = self._allocate(count)
+        self._count_held(blocks, 1)
+        return blocks
+
+    def let_go(self, blocks: I32, *, zero: bool = False) -> None:
+        """As these blocks were held or reserved, they are no more. zero: those that are free then must be cleared before they
+        are reused."""
+        if not blocks.size:
+            return
+        if self._emptied:
+            self._release()
+        self._count_held(blocks, -1)
+        freed = self.pool.release(blocks)
+        if zero and freed.size:
+            self.zero(freed)
+
+    @property
+    def num_held(self) -> I32 | int:
+        """By block, how often it is held or reserved beside the tables; 0: none ever was."""
+        return 0 if self._held is None else self._held
+
+    def _count_held(self, blocks: I32, change: int) -> None:
+        if self._held is None:
+            self._held = np.zeros(self.pool.num_blocks, np.int32)
+        self._held[blocks] += change
 
     def fork(self, source: int, num_tokens: int, slot: int, count: int) -> I32:
         """As `fill`, of one slot, which begins with the first num_tokens tokens of another. Returns its blocks.
@@ -263,6 +304,8 @@ class KVCacheManager:
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:
             self.index.on_evict(blocks, labels)
+        if self.on_evict is not None:
+            self.on_evict(blocks)
 
     def _token_ids_of(self, blocks: I32) -> I32:
         return self.token_ids[blocks].ravel()
@@ -342,6 +385,9 @@ class KVCacheManager:
         for table in held:
             assert np.unique(table).size == table.size, "a slot holds a block twice"
         references = np.bincount(blocks, minlength=self.pool.num_blocks)
+        if self._held is not None:
+            assert (self._held >= 0).all(), "a block is let go of more often than it was held"
+            references = references + self._held
         assert (references == self.pool._references).all(), "reference counts differ from the block tables"
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
         targets = [] if self._actions is None else [target for _, target in self._actions.copy_later]

@@ -234,6 +234,25 @@ class PrefixIndex:
             run.tails.append(tail)
         self.version += 1
 
+    def hashes_of(self, blocks: I32) -> list[bytes]:
+        """The hash by which each of these blocks is found; empty: by none."""
+        labels = self._pool.labels(blocks).tolist()
+        hashes: dict[int, bytes] = {}
+        for label in set(labels) - {0}:
+            run = self._runs.get(label)
+            if run is not None and self._can_be_found(run):
+                for at, block in enumerate(run.blocks[: run.stop - run.start].tolist()):
+                    hashes[block] = run.hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)]
+        return [hashes.get(block, b"") for block in blocks.tolist()]
+
+    def _can_be_found(self, run: BlockRun) -> bool:
+        """Whether a look-up gets to a run: it is no tail, and nothing before it was forgotten or evicted."""
+        while (parent := run.parent) is not None:
+            if not run.key or parent.children.get(run.key) is not run:
+                return False
+            run = parent
+        return run is self._root
+
     def forget(self, hashes: bytes) -> None:
         """Nothing that begins like this is found any more."""
         at = 0

@@ -224,6 +224,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """
         raise self._without_updates()
 
+    def block_views(self, block: int) -> list[memoryview]:
+        """The memory of a block of the KV cache in pieces, `block_bytes` in all, for what is beside the steps: KV tiers."""
+        raise UnsupportedModelError(f"KV tiers are not supported on device={self.name!r} yet; use device='cpu'")
+
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, which is empty then and may be used; no step may be under way."""
         raise self._without_updates()

@@ -15,7 +15,7 @@ version of the index in `looked_up`. Used by Scheduler; without an index only th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class PrefixCache:
         self._spare = spare
         self._fresh: dict[bytes, Sequence] = {}
         """By their first hash, requests that run and what they published: the index has it once a look-up wants it."""
+        self.on_forget: Callable[[bytes], None] | None = None
+        """Hears which hashes are not what they should be."""
         self._looked_up = [0, 0, 0]  # requests, queries, hits
         self._looked_up_again = [0, 0, 0]
 
@@ -173,6 +175,12 @@ class PrefixCache:
         if owner is not None:
             owner.run = self._kv.publish(owner.slot, owner.hashes, owner.num_published)
 
+    def publish_loaded(self, hashes: bytes, blocks: I32) -> None:
+        """These held blocks, the first of some sequence, were filled with what has these hashes."""
+        self._settle(hashes[:HASH_BYTES])
+        if self._kv.index is not None:
+            self._kv.index.publish(hashes, blocks)
+
     def publish_rest(self, sequence: Sequence) -> None:
         """A request ends: what it computed since its admission can be found from now on."""
         num_blocks = self._num_findable(sequence)
@@ -243,6 +251,8 @@ class PrefixCache:
             return False
         self._settle(sequence.first_hash)
         index.forget(sequence.hashes)
+        if self.on_forget is not None:
+            self.on_forget(sequence.hashes)
         if sequence.slot >= 0:
             index.drop(self._kv.tables[0, sequence.slot, : self._kv.num_blocks[sequence.slot]])
         first = sequence.first_hash

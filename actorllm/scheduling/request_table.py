@@ -7,7 +7,8 @@ per event of a request, never per step.
 
 Invariants (`check_integrity`): a request alive is in exactly the collection of its state. RUNNING ones have a slot; the
 others have neither slot nor blocks. `prefilling` are those that run and have known tokens left to compute. A preempted
-request waits again only when no step in flight names it. Owned by Scheduler, which is the `View` that policies get.
+request waits again only when no step in flight names it, and no load of its blocks is worth waiting for. Owned by
+Scheduler, which is the `View` that policies get.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.prefix_index import HASH_BYTES
 from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.events import End
@@ -29,6 +31,7 @@ from actorllm.scheduling.sequence import FINISHED, RUNNING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.step_seconds import StepSeconds
+from actorllm.scheduling.tiers.transfers import Transfers
 from actorllm.supervision.blame.step_failures import StepFailures
 from actorllm.types.outputs import FinishReason
 
@@ -70,6 +73,8 @@ class RequestTable:
         self.num_preemptions = 0
         self.num_wasted = 0
         """Tokens that were sampled for requests that had ended by then."""
+        self.transfers: Transfers | None = None
+        """Through which preempted requests may get their blocks back."""
         self._view = view
         self.policy = policy
         self._batch = batch
@@ -153,6 +158,8 @@ class RequestTable:
         sequence.num_preemptions += 1
         self._cache.publish_known(sequence)
         sequence.last_step = self._ledger.last_step_naming(sequence)
+        if self.transfers is not None:
+            self.transfers.preempted(self._kv.tables[0, sequence.slot, : len(sequence.hashes) // HASH_BYTES].copy())
         self._leave_slot(sequence)
         sequence.state = State.PREEMPTED
         self.displaced.add(sequence)
@@ -169,8 +176,10 @@ class RequestTable:
         if self.preempted:
             done = self._ledger.last_done
             ready = [s for s in self.preempted if s.last_step <= done]
+            if self.transfers is not None:
+                ready = [s for s in ready if not self.transfers.holds(s)]
             if ready:
-                self.preempted = [s for s in self.preempted if s.last_step > done]
+                self.preempted = [s for s in self.preempted if s not in ready]
                 for sequence in ready:
                     self.resuming.add(sequence)
                     self.wait(sequence)
@@ -275,7 +284,7 @@ class RequestTable:
         """How many are blocked, by what they wait for."""
         counts: dict[str, int] = {}
         for sequence in self.blocked:
-            reason = str(sequence.submit.blocked_on)
+            reason = sequence.submit.blocked_on or "KV from a tier"
             counts[reason] = counts.get(reason, 0) + 1
         return counts
 

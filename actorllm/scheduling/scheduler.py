@@ -68,6 +68,7 @@ from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.telemetry.step_seconds import StepSeconds
+from actorllm.scheduling.tiers.transfers import Directory, Transfers
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
@@ -112,6 +113,7 @@ class Scheduler:
         is_simulated: bool = False,
         num_lanes: int = 1,
         build_policy: BuildsPolicy = load_policies,
+        tiers: Directory | None = None,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
@@ -122,7 +124,8 @@ class Scheduler:
         `PrefixCache`. window: tokens that a token sees in the layers of a second KV group; None: there is one group.
         is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with
         prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
-        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names."""
+        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
+        tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -222,6 +225,10 @@ class Scheduler:
             stopping=self._stopping,
             drafts=draft_counters,
         )
+        self.transfers: Transfers | None = None
+        """What moves between memory and the tiers; None: there are none."""
+        if tiers is not None:
+            self.transfers = self._table.transfers = Transfers(tiers, kv, self._cache, batch, self._end_loading)
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._num_dropped = 0
@@ -246,11 +253,26 @@ class Scheduler:
         self._table.enter(sequence)
         if submit.blocked_on is not None:
             self._table.block(sequence)
-        elif submit.fork_of is None:
+        else:
+            self._load_or_wait(sequence)
+        return None
+
+    def _load_or_wait(self, sequence: Sequence) -> None:
+        """A request has all that it needs, but perhaps its KV is in a tier."""
+        if self.transfers is not None and self.transfers.holds(sequence):
+            self._table.block(sequence)
+        elif sequence.submit.fork_of is None:
             self._table.wait(sequence)
         else:
             self._forks.wait_or_follow(sequence)
-        return None
+
+    def _end_loading(self, sequence: Sequence) -> None:
+        """A request waits for no load any more."""
+        if sequence.state is State.BLOCKED:
+            self._table.blocked.discard(sequence)
+            self._forks.wait_or_follow(sequence)
+        else:
+            self._table.readmit()
 
     def _refusal(self, sequence: Sequence, now: float) -> End | None:
         submit = sequence.submit
@@ -320,9 +342,11 @@ class Scheduler:
             return None
         if error is not None:
             return self._table.end(sequence, "error", error=error)
+        if self.transfers is not None and sequence in self.transfers.waiting:
+            return None  # it is for a load that it waits
         sequence.adapter_slot = adapter_slot
         self._table.blocked.discard(sequence)
-        self._forks.wait_or_follow(sequence)
+        self._load_or_wait(sequence)
         return None
 
     def pause(self, mode: str, now: float) -> list[End]:
@@ -370,13 +394,20 @@ class Scheduler:
         for sequence in self.waiting():
             fresh.on_arrival(sequence, self)
 
-    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
+    def reset_prefix_cache(
+        self, now: float, reset_running_requests: bool = False, *, keeps_tiers: bool = False
+    ) -> None:
         """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
 
-        reset_running_requests: they are preempted as well, and computed again from their first token.
+        reset_running_requests: they are preempted as well, and computed again from their first token. keeps_tiers: only what is
+        in memory is forgotten.
         """
         self.now = now
         self._cache.reset(self.running())
+        if self.transfers is not None and keeps_tiers:
+            self.transfers.reset()
+        elif self.transfers is not None:
+            self.transfers.forget_all()
         if reset_running_requests:
             self._table.preempt_all()
 
@@ -690,6 +721,8 @@ class Scheduler:
                     shared[sequence.slot] = sequence.hits
                     if self.kv.window is not None:
                         self.kv.window.take_over(sequence.slot, sequence.hits)
+                    if self.transfers is not None:
+                        self.transfers.reused(sequence.hits)
             # Accepted: counted as computed from now on, since results apply in launch order.
             accepted.append((sequence, size))
             num_tokens += size
@@ -724,6 +757,8 @@ class Scheduler:
             return NOTHING
         self.ledger.complete(record)
         self.seconds.done(record, result.ended - result.started, now)
+        if self.transfers is not None:
+            self.transfers.observe_step(record, result.ended - result.started)
         if self._lanes is not None:
             self._lanes.observe(record, result.ended - result.started)
         events = self._results.apply(result, record, spans)
@@ -788,8 +823,12 @@ class Scheduler:
         if in_flight:
             self.ledger.void(in_flight[0].step)
         self._step_failures.on_lost_workers()
+        if self.transfers is not None:
+            self.transfers.lose_workers()
         self._table.restart()
         self._cache.reset(())
+        if self.transfers is not None:
+            self.transfers.end_loss()
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
         blamed = self._step_failures.blamed_for_death(in_flight, waiting, now)
         ended = [one for one in self._table.alive.values() if one.request in blamed] if blamed else []
@@ -953,6 +992,7 @@ class Scheduler:
             prefix_cache=self._cache.statistics(),
             speculation=self._results.drafts.statistics() if self._drafts.is_used else None,
             lanes=None if self._lanes is None else self._lanes.statistics(),
+            transfers=None if self.transfers is None else self.transfers.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -964,6 +1004,8 @@ class Scheduler:
         self._step_failures.check_integrity()
         if self._lanes is not None:
             self._lanes.check_integrity()
+        if self.transfers is not None:
+            self.transfers.check_integrity()
         batch = self.batch
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:

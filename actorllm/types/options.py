@@ -58,6 +58,14 @@ class EngineOptions(VLLMOptions, total=False):
     gpu_memory_utilization: Annotated[float | None, None]
     """Share of the available memory, on a CPU of the machine's, for weights, activations and cache: more than 0, at most 1.
     None: a moderate share."""
+    kv_offloading_size: Annotated[float | None, None]
+    """GiB of host memory for KV blocks that leave the cache; the replicas of this machine share it. None: none."""
+    kv_offloading_backend: Annotated[Literal["native"], "native"]
+    """What keeps blocks in that memory: the engine itself."""
+    kv_transfer_config: Annotated[Mapping[str, Any] | str | None, None]
+    """vLLM's offloading connector, as another way to say kv_offloading_size; also as JSON."""
+    swap_space: Annotated[float | None, None]
+    """vLLM's older name for kv_offloading_size."""
     enforce_eager: Annotated[bool, False]
     """On CUDA: record no graphs. The CPU has none."""
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
@@ -193,6 +201,10 @@ class EngineOptions(VLLMOptions, total=False):
     """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
+    kv_disk_path: Annotated[str | os.PathLike[str] | None, None]
+    """A folder of this user for KV blocks that left the cache; engines of one model share it, and find it after a restart."""
+    kv_disk_size: Annotated[float | None, None]
+    """GiB that the files there may take."""
     module: Annotated[Any, None]
     """A model of transformers that the application owns, in the place of `model`: its parameters are used where they are.
     Needs topology='inline'."""

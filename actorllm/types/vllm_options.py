@@ -17,7 +17,6 @@ class VLLMOptions(TypedDict, total=False):
     tokenizer_revision: Literal[None]
     served_model_name: Annotated[Any, None]
     config_format: Literal["auto", "hf"]
-    swap_space: Annotated[Any, None, 0, 4]
     cpu_offload_gb: Annotated[Any, 0]
     disable_log_requests: Literal[True, False]
     enable_log_requests: Annotated[Any, False]
@@ -32,7 +31,6 @@ class VLLMOptions(TypedDict, total=False):
     preemption_mode: Annotated[Any, None, "recompute"]
     use_v2_block_manager: Annotated[Any, True]
     worker_use_ray: Annotated[Any, False]
-    kv_transfer_config: Literal[None]
     additional_config: Annotated[Mapping[str, Any] | None, None, {}]
     attention_backend: Annotated[Any, None]
     hf_config_path: Literal[None]
@@ -47,7 +45,6 @@ class VLLMOptions(TypedDict, total=False):
     ignore_patterns: Annotated[Any, None, "original/**/*", ["original/**/*"]]
     max_parallel_loading_workers: Annotated[Any, None]
     prefix_caching_hash_algo: Annotated[Any, "sha256"]
-    kv_offloading_size: Annotated[Any, None]
     kv_sharing_fast_prefill: Literal[False]
     mamba_cache_dtype: Literal["auto"]
     mamba_ssm_cache_dtype: Literal["auto"]
@@ -208,7 +205,6 @@ class VLLMOptions(TypedDict, total=False):
     optimization_level: Annotated[Any, 2]
     performance_mode: Annotated[Any, "balanced"]
     fault_tolerance_config: Annotated[Mapping[str, Any] | None, None, {}]
-    kv_offloading_backend: Annotated[Any, "native"]
     tokens_only: Literal[False]
     shutdown_timeout: Literal[0]
     weight_transfer_config: Literal[None]
@@ -290,12 +286,7 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "offload_prefetch_step",
         "offload_params",
     ),
-    "a request that is displaced is computed again": (
-        "swap_space",
-        "preemption_mode",
-        "kv_offloading_size",
-        "kv_offloading_backend",
-    ),
+    "a request that is displaced is computed again": ("preemption_mode",),
     "the engine plans its steps in its own way": (
         "num_scheduler_steps",
         "scheduler_delay_factor",

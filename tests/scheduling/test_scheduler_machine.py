@@ -38,10 +38,12 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.tiers.transfers import Transfers
 from tests.effort import examples
 from tests.scheduling.chained_tokens import EOS, SIBLING, reference_stream
 from tests.scheduling.conftest import Engine
 from tests.scheduling.reporting import Reporting
+from tests.scheduling.tiers.tiered_engine import TieredEngine
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -333,6 +335,62 @@ PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, 
 TestPauses = PausingMachine.TestCase
 
 
+class TieredMachine(SchedulerMachine):
+    """The same, with a tier and priorities that displace: whatever is stored, loaded, lost or forgotten, no stream differs."""
+
+    engine: TieredEngine
+
+    def make_engine(self, **arguments: Any) -> TieredEngine:
+        return TieredEngine(policy=load_policy("priority"), **arguments)
+
+    def more_of(self, rid: int) -> dict[str, Any]:
+        return {"priority": rid % 3}
+
+    @rule()
+    def rest(self) -> None:
+        """Everything ends, and what was used again is stored."""
+        if not self.blocked:
+            self.engine.run()
+
+    @rule(length=st.integers(12, 30), family=st.integers(0, 2))
+    def use_a_prompt_twice_and_lose_it(self, length: int, family: int) -> None:
+        for _ in range(2):
+            self.ask_again(length, family)
+            self.rest()
+        if not self.blocked:
+            self.engine.lose_workers()
+            self.ask_again(length, family)
+            self.ask_again(max(8, length - 4), family)
+            self.engine.begin_moves()
+
+    @precondition(lambda self: self.engine.moves)
+    @rule(number=st.integers(1, 3))
+    def finish_moves(self, number: int) -> None:
+        for _ in range(min(number, len(self.engine.moves))):
+            self.engine.finish_move()
+
+    @rule(number=st.integers(1, 3))
+    def lose_slots_of_the_tier(self, number: int) -> None:
+        self.engine.tier.lose(number)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 40.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.engine.now += seconds
+
+    @rule(length=st.integers(8, 30), family=st.integers(0, 2))
+    def ask_again(self, length: int, family: int) -> None:
+        """Prompts of which there were some before, so that much is used again."""
+        rid = len(self.submitted) + 1
+        prompt = [(family * 31 + i) % 97 for i in range(length)]
+        arguments = {"max_tokens": 3, "min_tokens": 0, "ignore_eos": True, "stop_token_ids": []}
+        self.submitted[rid] = (prompt, rid, 0, arguments)
+        self.engine.submit(rid, prompt, **self.more_of(rid), **arguments)
+
+
+TieredMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(15, 200))
+TestTiers = TieredMachine.TestCase
+
+
 def _patch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **k: wrong(right, *a, **k))
@@ -484,6 +542,15 @@ MUTANTS_OF_PAUSES: list[tuple[type, str, Callable[..., Any]]] = [
 ]
 
 
+def keep_what_the_dead_moved(right: Any, transfers: Transfers) -> None:
+    transfers._is_losing = True
+
+
+MUTANTS_OF_TIERS: list[tuple[type, str, Callable[..., Any]]] = [
+    (Transfers, "lose_workers", keep_what_the_dead_moved),
+]
+
+
 RARE = {never_copy, follow_anybody, publish_a_block_too_many, forget_who_is_aside, start_in_spite_of_a_pause}
 """What only few runs come upon."""
 
@@ -498,7 +565,9 @@ def mistakes(machine: type, mutants: list[tuple[type, str, Callable[..., Any]]])
 
 @pytest.mark.parametrize(
     ("machine", "owner", "name", "wrong"),
-    mistakes(SchedulerMachine, MUTANTS) + mistakes(PausingMachine, MUTANTS_OF_PAUSES),
+    mistakes(SchedulerMachine, MUTANTS)
+    + mistakes(PausingMachine, MUTANTS_OF_PAUSES)
+    + mistakes(TieredMachine, MUTANTS_OF_TIERS),
 )
 def test_the_machine_finds_planted_mistakes(
     monkeypatch: pytest.MonkeyPatch, machine: type, owner: type, name: str, wrong: Callable[..., Any]

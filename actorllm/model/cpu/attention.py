@@ -75,6 +75,14 @@ def zero_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
+def views_of_block(pages: mmap.mmap, num_layers: int, num_blocks: int, block: int) -> list[memoryview]:
+    """Its bytes in each layer, where every layer has all blocks one after the other."""
+    layer = len(pages) // num_layers
+    size = layer // num_blocks
+    whole = memoryview(pages)
+    return [whole[start : start + size] for start in range(block * size, len(pages), layer)]
+
+
 class PagedCache(ABC):
     """What a runner and a decoder do with a cache, however it stores keys and values."""
 
@@ -91,6 +99,10 @@ class PagedCache(ABC):
     @abstractmethod
     def release(self) -> None:
         """Let all be zeros that take no memory, as at first."""
+
+    @abstractmethod
+    def block_views(self, block: int) -> list[memoryview]:
+        """The memory of a full block, in pieces: what it holds is what these bytes are, in a cache of the same shape."""
 
     @abstractmethod
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
@@ -150,6 +162,9 @@ class KVCache(PagedCache):
 
     def release(self) -> None:  # what points to them still does
         self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def block_views(self, block: int) -> list[memoryview]:
+        return views_of_block(self._pages, self.pool.shape[0], self.num_blocks + 2, block)
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, PagedCache, Scoring
 from actorllm.model.inputs import StepInputs
 
@@ -75,6 +76,9 @@ class GroupedKVCache(PagedCache):
         self._partner: I32 = np.full(num_blocks + 2, self.windowed.zero_block, np.int32)
         self._partner[self.padding_block] = self.windowed.padding_block
         self._owner: I32 = np.full(num_window_blocks, -1, np.int32)
+
+    def block_views(self, block: int) -> list[memoryview]:
+        raise UnsupportedModelError("blocks of two KV groups are kept by no KV tier yet")
 
     def pair(self, pairs: I32) -> None:
         """Blocks of the first group get partners. pairs: [2 * n], a block and its partner in turns, in their order.

@@ -40,6 +40,7 @@ from actorllm.model.cpu.attention import (
     TokenPlaces,
     capped_,
     share_beside_sinks,
+    views_of_block,
     zero_pages,
 )
 from actorllm.model.inputs import StepInputs
@@ -117,6 +118,10 @@ class Int8KVCache(PagedCache):
     def release(self) -> None:
         for pages in self._pages:
             pages.madvise(mmap.MADV_DONTNEED)
+
+    def block_views(self, block: int) -> list[memoryview]:
+        of_layers = len(self.layers), self.num_blocks + 2, block
+        return [view for pages in self._pages[:2] for view in views_of_block(pages, *of_layers)]
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         where = torch.from_numpy(block_ids.astype(np.int64))

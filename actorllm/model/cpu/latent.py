@@ -36,6 +36,7 @@ from actorllm.model.cpu.attention import (
     PrefillTile,
     RowsOfBlocks,
     Scoring,
+    views_of_block,
     zero_pages,
 )
 from actorllm.model.cpu.layers import RMSNorm
@@ -175,6 +176,9 @@ class LatentCache(PagedCache):
 
     def release(self) -> None:  # what points to them still does
         self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def block_views(self, block: int) -> list[memoryview]:
+        return views_of_block(self._pages, len(self.layers), self.num_blocks + 2, block)
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)

@@ -336,6 +336,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             folder = Path(source.folder or self.config.model.path)
             memory.drop_pages(folder.glob("*.safetensors"))
 
+    def block_views(self, block: int) -> list[memoryview]:
+        return self.cache.block_views(block)
+
     def release_cache(self) -> None:
         self.cache.release()
         if self._draft_model is not None:

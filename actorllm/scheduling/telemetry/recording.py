@@ -63,9 +63,11 @@ class RecordedScheduler(Scheduler):
         self._sink(("fail", now, failure))
         return super().fail(failure, now)
 
-    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
+    def reset_prefix_cache(
+        self, now: float, reset_running_requests: bool = False, *, keeps_tiers: bool = False
+    ) -> None:
         self._sink(("reset_prefix_cache", now, reset_running_requests))
-        super().reset_prefix_cache(now, reset_running_requests)
+        super().reset_prefix_cache(now, reset_running_requests, keeps_tiers=keeps_tiers)
 
     def change_weights(self, weights: str, running: RunningRequests, now: float) -> list[End]:
         self._sink(("change_weights", now, [weights, running]))

@@ -49,6 +49,34 @@ class SpeculationStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCostStatistics:
+    load_s_per_block: float | None
+    load_overhead_s: float | None
+    """Of a load of any size: until the worker hears of it, and until its answer is heard."""
+    compute_s_per_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """Counters since the start, and what is there now."""
+
+    num_waiting: int
+    """Requests that wait for a load."""
+    num_loads: int
+    num_loaded_blocks: int
+    num_short_loads: int
+    """Loads that found less than the directory had promised."""
+    load_s: float
+    """Time that reading took."""
+    num_given_up: int
+    """Requests that had waited long enough, and computed."""
+    num_stores: int
+    num_stored_blocks: int
+    store_s: float
+    costs: TransferCostStatistics
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
     """Counters since the start, and what is there now."""
 
@@ -99,3 +127,5 @@ class SchedulerStatistics:
     """None: nothing is drafted."""
     lanes: LaneStatistics | None = None
     """None: there is one."""
+    transfers: TransferStatistics | None = None
+    """Between memory and the tiers; None: there are no tiers."""

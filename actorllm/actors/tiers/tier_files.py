@@ -1,0 +1,147 @@
+"""`open_tiers`: the files of an engine's KV tiers, memory before the disk; and `TierDirectory`: what the files have."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.actors.tiers.slot_file import KEY_BYTES, SlotFile
+from actorllm.config import CacheConfig
+from actorllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREFIX, SUFFIX = "actorllm-kv-", ".slots"
+
+
+def open_tiers(cache: CacheConfig) -> list[SlotFile]:
+    """In the order in which they are looked into. cache: with what the first worker has told of its blocks.
+
+    Raises:
+        ConfigError: a file cannot be made, or is too small for a single set of slots; names the argument.
+    """
+    files: list[SlotFile] = []
+    fingerprint = bytes.fromhex(cache.tier_fingerprint)
+    try:
+        if cache.offloading_path is not None:
+            files.append(_open("kv_offloading_size", cache.offloading_path, fingerprint, cache, cache.offloading_bytes))
+        if cache.disk_path is not None:
+            path = os.path.join(_folder(cache.disk_path), f"{PREFIX}{cache.tier_fingerprint[:24]}{SUFFIX}")
+            files.append(_open("kv_disk_size", path, fingerprint, cache, cache.disk_bytes))
+            _make_room(path, cache.disk_bytes)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+def _open(argument: str, path: str, fingerprint: bytes, cache: CacheConfig, num_bytes: int) -> SlotFile:
+    try:
+        file = SlotFile(path, fingerprint, cache.tier_slot_bytes, num_bytes)
+    except ValueError as error:
+        raise ConfigError(f"{argument}={num_bytes / 2**30:.6f} (GiB) is too small: {error}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{argument}={num_bytes / 2**30:g} (GiB): a tier of KV blocks cannot be opened: {error}"
+        ) from None
+    return file
+
+
+def _folder(path: str) -> str:
+    """The folder, made if need be. KV tells of prompts: it belongs to this user alone."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"kv_disk_path={path!r} cannot be used: {error}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"kv_disk_path={path!r} is no folder; name one")
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"kv_disk_path={path!r} may be written to by other users; name a folder of your own (chmod go-w)"
+        )
+    return path
+
+
+def _make_room(own: str, num_bytes: int) -> None:
+    """Files of other models and of other arithmetic go, the oldest first, until all that is there fits; not those in use."""
+    others: list[tuple[float, int, Path]] = []
+    for path in Path(own).parent.glob(f"{PREFIX}*{SUFFIX}"):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if str(path) != own:
+                others.append((found.st_mtime, 512 * found.st_blocks, path))
+    total = sum(size for _, size, _ in others)
+    for _, size, path in sorted(others):
+        if total + os.stat(own).st_size <= num_bytes:
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{path}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                total -= size
+                logger.info("%s is removed: it was of another model, or of other arithmetic", path)
+            finally:
+                os.close(fd)
+
+
+def keys_of(hashes: bytes) -> NDArray[np.uint64]:
+    """As `SlotFile` takes them, [n, 4]."""
+    return np.frombuffer(hashes, np.uint64).reshape(-1, KEY_BYTES // 8)
+
+
+class TierDirectory:
+    """What the files have, by block hashes (`scheduling.tiers.transfers.Directory`)."""
+
+    def __init__(self, files: Sequence[SlotFile]) -> None:
+        self._files = files
+        self._mask: NDArray[np.uint64] | None = None
+        """What makes other keys of the hashes, once everything was to be forgotten. So nothing of before is found here, and nothing
+        of afterwards by a later engine, which may have other weights."""
+
+    def keys(self, hashes: bytes) -> NDArray[np.uint64]:
+        """The keys of these hashes."""
+        keys = keys_of(hashes)
+        return keys if self._mask is None else keys ^ self._mask
+
+    def count(self, hashes: bytes) -> int:
+        if not hashes or not self._has(hashes[:KEY_BYTES])[0]:  # most prompts begin like none before
+            return 0
+        found = self._has(hashes)
+        return int(found.size if found.all() else found.argmin())
+
+    def _has(self, hashes: bytes) -> NDArray[np.bool_]:
+        keys = self.keys(hashes)
+        found: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
+        for file in self._files:
+            found |= file.contains(keys)
+        return found
+
+    def missing(self, hashes: bytes) -> list[bool]:
+        keys = self.keys(hashes)
+        lacks: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
+        for file in self._files:
+            lacks |= ~file.contains(keys)
+        return list(lacks.tolist())
+
+    def remove(self, hashes: bytes) -> None:
+        for file in self._files:
+            file.remove(self.keys(hashes))
+
+    def forget_all(self) -> None:
+        self._mask = np.frombuffer(secrets.token_bytes(KEY_BYTES), np.uint64)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()

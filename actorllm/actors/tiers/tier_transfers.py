@@ -1,0 +1,80 @@
+"""KV transfers of the scheduler actor: has the workers move the blocks that `Transfers` chooses. A part of the loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import numpy as np
+
+from actorllm.actors.link import Link
+from actorllm.actors.loop_parts import LoopPart
+from actorllm.actors.step_gate import StepGate
+from actorllm.actors.tiers.tier_files import TierDirectory
+from actorllm.clock import now
+from actorllm.errors import PeerLostError
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.tiers.transfers import BlockLoad, BlockStore
+
+logger = logging.getLogger(__name__)
+
+
+class TransferHost(Protocol):
+    """What it asks of the actor whose loop it belongs to."""
+
+    scheduler: Scheduler
+    has_workers: bool
+
+    def wake(self) -> None: ...
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None: ...
+    async def ask_all(self, link: Link, verb: str, timeout: float = ..., **arguments: Any) -> list[Any]: ...
+
+
+class TierTransfers(LoopPart):
+    """See the module docstring."""
+
+    def __init__(self, host: TransferHost, gate: StepGate, directory: TierDirectory, link: Callable[[], Link]) -> None:
+        """link: to the workers of the time."""
+        self._host = host
+        self._gate = gate
+        self._directory = directory
+        self._link = link
+
+    def before_plan(self) -> None:
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        if not self._host.has_workers or self._gate.is_closed:
+            return
+        while jobs := transfers.next(now(), self._host.scheduler.is_idle):
+            for job in jobs:
+                # The keys of now: after `forget_all` there are others.
+                keys = self._directory.keys(job.wanted if isinstance(job, BlockLoad) else job.hashes)
+                self._host.start_soon(self._move, job, keys.tobytes(), self._link())
+            if transfers.is_moving:  # else there is no loop, and all was done at once
+                return
+
+    async def _move(self, job: BlockLoad | BlockStore, keys: bytes, link: Link) -> None:
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        try:
+            answers = await self._host.ask_all(
+                link,
+                "load_blocks" if isinstance(job, BlockLoad) else "store_blocks",
+                math.inf,  # as long as a disk takes; requests do not wait for longer than computing takes
+                blocks=job.blocks.tolist(),
+                data=np.frombuffer(keys, np.uint8),
+            )
+        except PeerLostError:
+            return  # the scheduler is told of it
+        number, seconds = min(number for number, _ in answers), max(seconds for _, seconds in answers)
+        if isinstance(job, BlockLoad):
+            transfers.loaded(job, number, seconds, now())
+        else:
+            transfers.stored(job, number, seconds)
+        self._host.wake()
+
+    def next_deadline(self) -> float:
+        transfers = self._host.scheduler.transfers
+        return math.inf if transfers is None else transfers.next_deadline

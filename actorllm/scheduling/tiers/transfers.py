@@ -1,0 +1,430 @@
+"""`Transfers`: which KV blocks are stored in a tier, which are loaded from one, and which requests wait for a load.
+
+*Stores.* A block is worth storing once a request has taken it over, or a request that was preempted will want it again. It is
+stored when its eviction is near, or when there is nothing to compute. Meanwhile it is held (`KVCacheManager.hold`), so a thread
+beside the steps can read it. No step waits for that. One store is under way at a time, of a bounded number of blocks, and only
+out of blocks that nothing else needs now.
+
+*Loads.* A request that would wait for a slot waits for a load instead, if a tier has blocks behind those that memory has.
+Loading them must be predicted to take less time than computing. Its blocks are reserved, filled, and published in the prefix
+cache. After that the request waits for a slot like any other, and finds them there. Of several requests that want one run of
+blocks the first loads it; the others find it, too. Preempted requests come first, then priority and arrival decide. A request
+waits for no longer than computing would take. A load that fails, or finds less than was promised, makes its requests compute.
+
+What was forgotten (`PrefixCache.forget`, `reset`) while a transfer was under way is not published, and is removed from the
+tiers.
+
+Pure: what is to be moved is returned by `next`, and the caller says what became of it. Invariants (`check_integrity`): a
+request that waits for a load is blocked or preempted. The blocks of every transfer under way are held. Owned by Scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.prefix_index import HASH_BYTES
+from actorllm.messages import I32
+from actorllm.scheduling.batch import Batch
+from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.sequence import FINISHED, Sequence, State
+from actorllm.scheduling.telemetry.statistics import TransferStatistics
+from actorllm.scheduling.tiers.transfer_costs import TransferCosts
+
+MAX_LOADS = 2
+"""Under way at a time: one is read while the next one's way to the worker is spent."""
+MAX_STUCK = 16
+"""Requests that cannot be loaded yet are looked at up to so many, in their order; the others wait behind them."""
+MAX_WAIT_S = 30.0
+"""How long a request waits for a load while nothing is known of what computing takes."""
+MAX_URGENT = 64
+"""Preempted requests whose blocks are to be stored; of more, the oldest are left to chance."""
+LOOK_AHEAD = 8
+"""How many stores ahead of the next eviction blocks are looked at."""
+
+
+class Directory(Protocol):
+    """What the tiers have, by block hashes (HASH_BYTES each, concatenated)."""
+
+    def count(self, hashes: bytes) -> int:
+        """How many of these they have, from the first on, without a gap."""
+
+    def missing(self, hashes: bytes) -> list[bool]:
+        """Of each of these, whether it is worth storing."""
+
+    def remove(self, hashes: bytes) -> None:
+        """What they have of these is wrong."""
+
+    def forget_all(self) -> None:
+        """Nothing that they have now is found any more."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockLoad:
+    """Blocks that are being filled."""
+
+    hashes: bytes
+    """Of the first blocks of a sequence, up to the last one that is loaded."""
+    found: I32
+    """Those of them that memory had."""
+    blocks: I32
+    """Those that are filled, behind the former."""
+    began: float
+    is_void: bool = False
+    """Everything was forgotten meanwhile."""
+
+    @property
+    def wanted(self) -> bytes:
+        """The hashes of the blocks that are filled."""
+        return self.hashes[HASH_BYTES * self.found.size :]
+
+
+@dataclass(slots=True, eq=False)
+class BlockStore:
+    """Blocks that are being written to the tiers."""
+
+    hashes: bytes
+    blocks: I32
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class LoadWait:
+    """Of a request, for a load."""
+
+    patience_s: float
+    """How long it waits at most."""
+    until: float = math.inf
+    """Until when, once there are workers that could load."""
+
+
+class Transfers:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        kv: KVCacheManager,
+        cache: PrefixCache,
+        batch: Batch,
+        go_on: Callable[[Sequence], None],
+        *,
+        max_load_blocks: int = 256,
+        max_store_blocks: int = 64,
+    ) -> None:
+        """go_on: what becomes of a request that waits for no load any more. It may ask `holds` again, and is told no once."""
+        if kv.index is None:
+            raise ValueError("tiers keep what a prefix cache finds, and there is none")
+        self._directory = directory
+        self._kv, self._index = kv, kv.index
+        self._cache = cache
+        self._batch = batch
+        self._go_on = go_on
+        self._max_load = max_load_blocks
+        # Blocks that are held are missing elsewhere: a small part of the pool.
+        self._max_store = max(1, min(max_store_blocks, kv.pool.num_blocks // 16))
+        self.costs = TransferCosts(kv.block_size)
+        self.waiting: dict[Sequence, LoadWait] = {}
+        self._passed: set[Sequence] = set()
+        """Preempted requests that are done with waiting, until they are asked for."""
+        self._loads: list[BlockLoad] = []
+        self._store: BlockStore | None = None
+        self._is_worthy: NDArray[np.bool_] = np.zeros(kv.pool.num_blocks, np.bool_)
+        """Of each block, whether it was used again since it was last stored."""
+        self._may_be_worthy = False
+        self._urgent: deque[I32] = deque(maxlen=MAX_URGENT)
+        self._is_losing = False
+        self._num_loads = self._num_loaded = self._num_short = self._num_given_up = self._num_stores = 0
+        self._num_stored = 0
+        self._load_s = self._store_s = 0.0
+        kv.on_evict = self._on_evict
+        cache.on_forget = self._on_forget
+
+    # What the scheduler tells
+
+    def reused(self, blocks: I32) -> None:
+        """A request takes over these blocks of the prefix cache."""
+        self._is_worthy[blocks] = True
+        self._may_be_worthy = True
+
+    def preempted(self, blocks: I32) -> None:
+        """A request that comes back leaves these, its first ones."""
+        self._urgent.append(blocks)
+
+    def observe_step(self, record: StepRecord, seconds: float) -> None:
+        self.costs.observe_step(record.num_tokens - record.num_decode, record.num_tokens, seconds)
+
+    def forget_all(self) -> None:
+        """Nothing that was computed until now may be found."""
+        self.reset()
+        self._directory.forget_all()
+
+    def reset(self) -> None:
+        """Nothing is in memory any more, and nothing that is under way may be found."""
+        for load in self._loads:
+            load.is_void = True
+        if self._store is not None:
+            self._store.is_void = True
+        self._is_worthy[:] = False
+        self._urgent.clear()
+
+    def lose_workers(self) -> None:
+        """The workers are gone, and what was under way. Until `end_loss`, requests are only noted."""
+        for load in self._loads:
+            self._kv.let_go(np.concatenate((load.found, load.blocks)))
+        self._loads.clear()
+        if self._store is not None:
+            self._kv.let_go(self._store.blocks)
+            self._store = None
+        for wait in self.waiting.values():
+            wait.until = math.inf
+        self._is_losing = True
+
+    def end_loss(self) -> None:
+        """Nothing is left in memory: what the tiers have is looked up by `next`."""
+        self._is_losing = False
+        self.reset()
+
+    def _on_evict(self, blocks: NDArray[np.intp]) -> None:
+        self._is_worthy[blocks] = False
+
+    def _on_forget(self, hashes: bytes) -> None:
+        self._directory.remove(hashes)
+        for load in self._loads:
+            load.is_void |= load.hashes[:HASH_BYTES] == hashes[:HASH_BYTES]
+
+    # Requests
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a request that would wait for a slot waits for a load first."""
+        if sequence in self.waiting:
+            return True
+        if sequence in self._passed:
+            self._passed.discard(sequence)
+            return False
+        if self._is_losing:
+            self.waiting[sequence] = LoadWait(MAX_WAIT_S)
+            return True
+        num_blocks = self._num_loadable(sequence)
+        if not num_blocks or not self.costs.is_load_faster(num_blocks):
+            return False
+        self.waiting[sequence] = LoadWait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
+        return True
+
+    def _num_loadable(self, sequence: Sequence) -> int:
+        """How many blocks the tiers have behind those of a request that memory has; no more than one load takes."""
+        if not sequence.hashes or not sequence.may_read_cache:
+            return 0
+        self._cache.look_up(sequence)
+        most = min(len(sequence.hashes) // HASH_BYTES, (sequence.known.size - 1) // self._kv.block_size)
+        first = sequence.hits.size
+        return self._directory.count(
+            sequence.hashes[HASH_BYTES * first : HASH_BYTES * min(most, first + self._max_load)]
+        )
+
+    def _pass(self, sequence: Sequence) -> None:
+        """A request waits no more."""
+        del self.waiting[sequence]
+        if sequence.slot < 0 and sequence.num_preemptions:
+            self._passed.add(sequence)
+        self._go_on(sequence)
+        self._passed.discard(sequence)
+
+    @property
+    def next_deadline(self) -> float:
+        """When a request has waited long enough; infinity: none waits."""
+        return min((wait.until for wait in self.waiting.values()), default=math.inf)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether anything is under way: requests may lack room for its sake."""
+        return bool(self._loads) or self._store is not None
+
+    # What is to be moved
+
+    def next(self, now: float, is_idle: bool) -> list[BlockLoad | BlockStore]:
+        """What the workers are to do now, in this order. Lets requests go on that need not wait any more.
+
+        is_idle: there is nothing to compute.
+        """
+        jobs: list[BlockLoad | BlockStore] = list(self._next_loads(now)) if self.waiting else []
+        if self._store is None and (self._urgent or self._may_be_worthy):
+            blocks = self._next_stored(is_idle)
+            if blocks.size:
+                self._kv.hold(blocks)
+                hashes = b"".join(self._index.hashes_of(blocks))
+                self._store = BlockStore(hashes, blocks)
+                jobs.append(self._store)
+        return jobs
+
+    def _next_loads(self, now: float) -> list[BlockLoad]:
+        begun: list[BlockLoad] = []
+        num_stuck = 0
+        under_way = {load.wanted[:HASH_BYTES] for load in self._loads}
+        for sequence in sorted(self.waiting, key=lambda s: (not s.has_started, s.priority, s.arrival_index)):
+            if sequence.state is FINISHED:
+                del self.waiting[sequence]
+                continue
+            wait = self.waiting[sequence]
+            if wait.until == math.inf:
+                wait.until = now + wait.patience_s
+            if now >= wait.until:
+                self._num_given_up += 1
+                self._pass(sequence)
+                continue
+            if num_stuck >= MAX_STUCK:
+                continue
+            num_blocks = self._num_loadable(sequence)
+            found = sequence.hits
+            first = sequence.hashes[HASH_BYTES * found.size : HASH_BYTES * (found.size + 1)]
+            if first and first in under_way:
+                num_stuck += 1  # it finds what another one loads
+                continue
+            if not num_blocks:
+                self._pass(sequence)
+                continue
+            if len(self._loads) >= MAX_LOADS or not self._has_room(num_blocks + self._num_unheld(found)):
+                num_stuck += 1
+                if not self._loads and self._batch.num_free_slots == self._batch.num_slots and self._store is None:
+                    self._pass(sequence)  # nothing will make room for it
+                continue
+            self._kv.hold(found)
+            blocks = self._kv.reserve(num_blocks)
+            load = BlockLoad(sequence.hashes[: HASH_BYTES * (found.size + num_blocks)], found, blocks, now)
+            self._loads.append(load)
+            under_way.add(first)
+            begun.append(load)
+            num_stuck += 1
+        return begun
+
+    def _num_unheld(self, blocks: I32) -> int:
+        """How many of these are free now."""
+        return blocks.size - self._kv.pool.num_referenced(blocks)
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks can be missed: beside them, every row that runs may grow twice."""
+        num_running = self._batch.num_slots - self._batch.num_free_slots
+        return num_blocks + 2 * num_running <= self._kv.num_free
+
+    def _next_stored(self, is_idle: bool) -> I32:
+        """The blocks of the next store, each of them free or held by others, and found by its hash."""
+        num_running = self._batch.num_slots - self._batch.num_free_slots
+        room = min(self._max_store, self._kv.num_free - 2 * num_running)
+        if room <= 0:
+            return np.zeros(0, np.int32)
+        while self._urgent:
+            blocks = self._urgent[0]
+            chosen, num_looked_at = self._worth_storing(blocks, room)
+            if num_looked_at == blocks.size:
+                self._urgent.popleft()
+            else:
+                self._urgent[0] = blocks[num_looked_at:]
+            if chosen.size:
+                return chosen
+        if not self._is_worthy.any():
+            self._may_be_worthy = False
+            return np.zeros(0, np.int32)
+        if is_idle:
+            candidates = np.flatnonzero(self._is_worthy).astype(np.int32)
+        else:
+            near = LOOK_AHEAD * self._max_store
+            if self._kv.pool.num_unkept > near:
+                return np.zeros(0, np.int32)
+            candidates = self._kv.pool.next_evictions(near)
+            candidates = candidates[self._is_worthy[candidates]]
+        chosen, num_looked_at = self._worth_storing(candidates, room)
+        self._is_worthy[candidates[:num_looked_at]] = False
+        return chosen
+
+    def _worth_storing(self, blocks: I32, most: int) -> tuple[I32, int]:
+        """Up to so many of these that are found by a hash, and that the tiers lack; and how many of them were looked at."""
+        looked_at = blocks[: 4 * most]
+        hashes = self._index.hashes_of(looked_at)
+        known = [at for at, one in enumerate(hashes) if one]
+        if not known:
+            return np.zeros(0, np.int32), looked_at.size
+        is_missing = self._directory.missing(b"".join(hashes[at] for at in known))
+        missing = [at for at, lacks in zip(known, is_missing, strict=True) if lacks]
+        num_looked_at = looked_at.size if len(missing) <= most else missing[most]
+        return looked_at[missing[:most]], num_looked_at
+
+    # What became of it
+
+    def loaded(self, load: BlockLoad, num_good: int, seconds: float, now: float) -> None:
+        """The first so many blocks of a load have what they should have. seconds: that reading took."""
+        if load not in self._loads:
+            return  # the workers were lost meanwhile
+        self._loads.remove(load)
+        num_good = max(0, min(num_good, load.blocks.size))
+        self._num_loads += 1
+        self._load_s += seconds
+        good, bad = load.blocks[:num_good], load.blocks[num_good:]
+        blocks = np.concatenate((load.found, good))
+        if num_good and not load.is_void:
+            self._num_loaded += num_good
+            self.costs.observe_load(num_good, seconds, now - load.began)
+            self._cache.publish_loaded(load.hashes[: HASH_BYTES * blocks.size], blocks)
+        self._kv.let_go(bad, zero=True)
+        self._kv.let_go(blocks)
+        if bad.size:
+            self._num_short += 1
+            self._give_up(load.wanted[HASH_BYTES * num_good :][:HASH_BYTES])
+
+    def _give_up(self, lacking: bytes) -> None:
+        """The block of this hash cannot be loaded: those that it comes next for compute it."""
+        for sequence in list(self.waiting):
+            if sequence.state is not FINISHED:
+                self._cache.look_up(sequence)
+                at = HASH_BYTES * sequence.hits.size
+                if sequence.hashes[at : at + HASH_BYTES] == lacking:
+                    self._pass(sequence)
+
+    def stored(self, store: BlockStore, num_stored: int, seconds: float) -> None:
+        """So many blocks of a store were written. seconds: that it took."""
+        if store is not self._store:
+            return
+        self._store = None
+        self._num_stores += 1
+        self._num_stored += num_stored
+        self._store_s += seconds
+        hashes = self._index.hashes_of(store.blocks)
+        wanted = [store.hashes[at : at + HASH_BYTES] for at in range(0, len(store.hashes), HASH_BYTES)]
+        # What was forgotten meanwhile may have been wrong.
+        wrong = wanted if store.is_void else [one for one, now in zip(wanted, hashes, strict=True) if now != one]
+        if wrong:
+            self._directory.remove(b"".join(wrong))
+        self._kv.let_go(store.blocks)
+
+    # Looking
+
+    def statistics(self) -> TransferStatistics:
+        return TransferStatistics(
+            num_waiting=len(self.waiting),
+            num_loads=self._num_loads,
+            num_loaded_blocks=self._num_loaded,
+            num_short_loads=self._num_short,
+            load_s=self._load_s,
+            num_given_up=self._num_given_up,
+            num_stores=self._num_stores,
+            num_stored_blocks=self._num_stored,
+            store_s=self._store_s,
+            costs=self.costs.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        for sequence in self.waiting:
+            may_wait = sequence.state in (State.BLOCKED, State.PREEMPTED, FINISHED)
+            assert may_wait, f"{sequence.key} waits for a load and is {sequence.state}"
+        held = [load.found for load in self._loads] + [load.blocks for load in self._loads]
+        held += [] if self._store is None else [self._store.blocks]
+        counts = np.bincount(np.concatenate(held), minlength=self._kv.pool.num_blocks) if held else 0
+        assert np.all(self._kv.num_held == counts), "blocks are held for no transfer, or not held for one"

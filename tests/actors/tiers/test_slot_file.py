@@ -1,0 +1,209 @@
+"""Files of KV blocks: what was written is read, and whatever is not as it was written is not found."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actorllm.actors.memory_file import MemoryFile
+from actorllm.actors.tiers.slot_file import HEADER, KEY_BYTES, PAGE, WAYS, SlotFile, num_slots_of
+from tests.actors.tiers.slots import FINGERPRINT, SLOT, block, content, empty, key, make
+
+
+def has(file: SlotFile, number: int) -> bool:
+    views = empty()
+    if not file.read(key(number), views):
+        return False
+    assert content(views) == content(block(number))
+    return True
+
+
+def test_what_was_written_is_read_by_others_and_after_a_restart(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a"), make(tmp_path / "a")
+    assert not has(first, 1)
+    assert first.write(key(1), block(1))
+    assert has(first, 1)
+    assert has(second, 1)
+    assert second.contains(np.stack([key(1), key(2)])).tolist() == [True, False]
+    first.close()
+    second.close()
+    third = make(tmp_path / "a")
+    assert has(third, 1)
+    third.close()
+
+
+def test_a_full_set_gives_up_what_was_used_longest_ago(tmp_path: Path) -> None:
+    file = make(tmp_path / "a", num_slots=WAYS)
+    for number in range(WAYS):
+        assert file.write(key(number), block(number))
+    assert has(file, 0)  # is used now
+    file.write(key(100), block(100))
+    assert has(file, 0)
+    assert has(file, 100)
+    assert not has(file, 1)
+    assert file.num_used == WAYS
+    assert os.stat(file.path).st_size <= file._first + WAYS * SLOT
+    file.close()
+
+
+def test_memory_without_a_name_is_shared_as_well() -> None:
+    memory = MemoryFile("test")
+    first, second = make(memory.path), make(memory.path)
+    first.write(key(1), block(1))
+    assert has(second, 1)
+    with pytest.raises(OSError, match="another model"):
+        make(memory.path, fingerprint=bytes(32))
+    for file in (first, second):
+        file.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("what", ["block", "checksum", "key", "claim", "cut"])
+def test_a_corrupt_slot_is_not_found(tmp_path: Path, what: str) -> None:
+    file = make(tmp_path / "a")
+    file.write(key(1), block(1))
+    slot = file._find(key(1))
+    places = {
+        "block": file._first + slot * SLOT + 500,
+        "checksum": PAGE + 48 * file.num_slots + 4 * slot,
+        "key": PAGE + KEY_BYTES * slot + 5,
+    }
+    if what == "cut":
+        os.truncate(file.path, file._first + slot * SLOT + 10)
+    elif what == "claim":
+        file._keys[slot // WAYS, slot % WAYS] = 0  # a writer has claimed it and was killed
+    else:
+        with open(file.path, "r+b") as raw:
+            raw.seek(places[what])
+            byte = raw.read(1)[0]
+            raw.seek(places[what])
+            raw.write(bytes([byte ^ 16]))
+    assert not has(file, 1)
+    assert not file.contains(key(1)[None])[0], "nobody tries it again"
+    if what != "cut":
+        assert file.write(key(1), block(1))
+        assert has(file, 1)
+    file.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda raw: b"",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"\0" * len(raw),
+        lambda raw: raw[:20] + b"x" + raw[21:],
+        lambda raw: random.Random(1).randbytes(len(raw)),
+    ],
+    ids=["empty", "half", "zeros", "header", "noise"],
+)
+def test_a_file_that_is_none_of_ours_is_replaced(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    file = make(tmp_path / "a")
+    file.write(key(1), block(1))
+    file.close()
+    path = tmp_path / "a"
+    path.write_bytes(spoil(path.read_bytes()))
+    again = make(path)
+    assert not has(again, 1)
+    assert again.write(key(1), block(1))
+    again.close()
+    assert os.listdir(tmp_path) == ["a"], "nothing is left beside it"
+
+
+def test_noise_behind_a_good_header_is_not_found(tmp_path: Path) -> None:
+    file = make(tmp_path / "a")
+    file.write(key(1), block(1))
+    file.close()
+    raw = bytearray((tmp_path / "a").read_bytes())
+    for at in range(HEADER.size, len(raw)):
+        if random.Random(at).random() < 0.5:
+            raw[at] = at * 31 % 256
+    (tmp_path / "a").write_bytes(bytes(raw))
+    again = make(tmp_path / "a")
+    assert not has(again, 1)
+    for number in range(40):
+        again.write(key(number), block(number))
+        assert has(again, number)
+    again.close()
+
+
+def test_another_fingerprint_finds_nothing(tmp_path: Path) -> None:
+    file = make(tmp_path / "a")
+    file.write(key(1), block(1))
+    other = make(tmp_path / "a", fingerprint=bytes(32))
+    assert not has(other, 1)
+    assert has(file, 1), "who has it open keeps it"
+    file.close()
+    other.close()
+
+
+def test_a_writer_that_another_one_overtakes_leaves_nothing(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a", num_slots=WAYS), make(tmp_path / "a", num_slots=WAYS)
+    views = block(1)
+
+    class Slow(list[memoryview]):
+        """While it is written, others fill the set."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for number in range(2, 2 + WAYS):
+                second.write(key(number), block(number))
+            return super().__iter__()
+
+    assert not first.write(key(1), Slow(views))
+    assert not has(first, 1)
+    for number in range(2, 2 + WAYS):
+        views = empty()
+        assert not second.read(key(number), views) or content(views) == content(block(number))
+    first.close()
+    second.close()
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.actors.tiers.slots import block, key, make
+file = make({path!r}, num_slots=16)
+print("ready", flush=True)
+number = 0
+while True:
+    file.write(key(number % 400), block(number % 400))
+    number += 1
+"""
+
+
+def test_writers_that_are_killed_leave_no_wrong_block(tmp_path: Path) -> None:
+    path, root = str(tmp_path / "a"), str(Path(__file__).parents[3])
+    reader = make(path, num_slots=16)
+    num_read = 0
+    for round_number in range(3):
+        code = WRITER.format(root=root, path=path)
+        writers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for _ in range(3):
+            num_read += sum(has(reader, number) for number in range(400))  # which asserts what it reads
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            assert writer.stdout is not None
+            writer.stdout.close()
+        num_read += sum(has(reader, number) for number in range(400))
+        assert reader.write(key(500 + round_number), block(500 + round_number)), "no lock is left behind"
+    assert num_read
+    reader.close()
+
+
+def test_what_is_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hold less than 8 blocks of 1000 bytes"):
+        SlotFile(str(tmp_path / "a"), FINGERPRINT, SLOT, 5000)
+    assert num_slots_of(SLOT, 0) == 0
+    assert not os.listdir(tmp_path)
