@@ -13,6 +13,7 @@ import pytest
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
 from actorllm.messages import pack
 from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.runner import CpuRunner
@@ -180,3 +181,9 @@ def test_ranks_and_replicas_have_both_groups(model: tuple[Path, Any], expected: 
     with LLM(str(model[0]), **OPTIONS, topology="process", max_num_seqs=4, **{name: 2}) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_tiers_for_evicted_blocks_are_refused_by_name(model: tuple[Path, Any]) -> None:
+    config = EngineConfig.from_arguments(model[0], **OPTIONS, kv_offloading_size=0.1)
+    with pytest.raises(ConfigError, match="layers with a sliding window, whose blocks no KV tier keeps yet"):
+        config.resolved(500, window=WINDOW)
