@@ -506,11 +506,6 @@ class EngineConfig(EngineNames):
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
-        if cache.window is not None and cache.has_tiers:
-            raise ConfigError(
-                f"{self.model.architecture} has layers with a sliding window, whose blocks no KV tier keeps yet: "
-                f"leave kv_offloading_size, swap_space and kv_transfer_config out"
-            )
         return replace(self, model=model, cache=cache, speculation=speculation)
 
     @property

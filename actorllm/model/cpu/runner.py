@@ -383,6 +383,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             or config.speculation is not None
             or config.keeps_output_apart
             or self._has_int8_cache
+            or config.cache.has_tiers
         )
         window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
         is_small = window < config.model.max_model_len
