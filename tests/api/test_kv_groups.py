@@ -13,7 +13,6 @@ import pytest
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError
 from actorllm.messages import pack
 from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.runner import CpuRunner
@@ -49,7 +48,8 @@ def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]
     with LLM(str(folder), **INLINE | arguments) as llm:
         for _ in range(rounds):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        assert llm.config.cache.window == (None if "speculative_config" in arguments else WINDOW)
+        has_one = {"speculative_config", "kv_offloading_size"} & set(arguments)
+        assert llm.config.cache.window == (None if has_one else WINDOW)
         statistics = llm.stats()["scheduler"]["scheduler"]
     return [list(output.outputs[0].token_ids) for output in outputs], statistics
 
@@ -78,8 +78,9 @@ def expected(model: tuple[Path, Any]) -> list[list[int]]:
         {"max_num_seqs": 8, "async_scheduling": False},
         {"max_num_seqs": 2, "max_num_batched_tokens": 33},
         {"max_num_seqs": 4, "speculative_config": DRAFTS, "block_size": 8},
+        {"max_num_seqs": 4, "kv_offloading_size": 0.01},
     ],
-    ids=["chunks", "depth 1", "two at a time", "drafts, in one group"],
+    ids=["chunks", "depth 1", "two at a time", "drafts, in one group", "a tier, in one group"],
 )
 def test_streams_do_not_depend_on_the_batch(
     model: tuple[Path, Any], expected: list[list[int]], arguments: dict[str, Any]
@@ -181,9 +182,3 @@ def test_ranks_and_replicas_have_both_groups(model: tuple[Path, Any], expected: 
     with LLM(str(model[0]), **OPTIONS, topology="process", max_num_seqs=4, **{name: 2}) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-
-
-def test_tiers_for_evicted_blocks_are_refused_by_name(model: tuple[Path, Any]) -> None:
-    config = EngineConfig.from_arguments(model[0], **OPTIONS, kv_offloading_size=0.1)
-    with pytest.raises(ConfigError, match="layers with a sliding window, whose blocks no KV tier keeps yet"):
-        config.resolved(500, window=WINDOW)
