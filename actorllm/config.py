@@ -379,6 +379,8 @@ class EngineConfig(EngineNames):
     """The number of this replica."""
     nodes: tuple[str, ...] = ()
     """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
+    rank_nodes: tuple[str, ...] = ()
+    """The agents that have ranks of every replica here: all machines have equally many, and this one the first ones."""
     data_parallel_size_local: int = 0
     """How many replicas are on this machine, where there are nodes: the first ones."""
     node: str | None = None
@@ -420,7 +422,7 @@ class EngineConfig(EngineNames):
     @property
     def is_fleet(self) -> bool:
         """There are or may be several replicas, or some on other machines."""
-        return self.data_parallel_size > 1 or bool(self.nodes) or bool(self.max_replicas)
+        return self.data_parallel_size > 1 or bool(self.nodes or self.rank_nodes or self.max_replicas)
 
     @property
     def tensor_size(self) -> int:
@@ -549,6 +551,7 @@ class EngineConfig(EngineNames):
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
         tree["nodes"] = tuple(tree.get("nodes", ()))
+        tree["rank_nodes"] = tuple(tree.get("rank_nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
@@ -709,7 +712,7 @@ class EngineConfig(EngineNames):
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             batch_invariant=_batch_invariant(given, pooler, module, device),
-            **_fleet(given),
+            **_fleet(given, device),
         )
 
 
@@ -936,12 +939,12 @@ def _with_draft_folder(
     return replace(speculation, model=str(folder))
 
 
-def _fleet(given: dict[str, Any]) -> dict[str, Any]:
-    """How many replicas there are. What a fleet cannot be combined with is refused by name."""
+def _fleet(given: dict[str, Any], device: str) -> dict[str, Any]:
+    """How many replicas there are. What a fleet cannot be combined with is refused by name. device: the backend's name."""
     size = _positive("data_parallel_size", given["data_parallel_size"])
     scaling = _scaling(given, size)
     size = max(size, scaling.get("min_replicas", 1))
-    nodes = _nodes(given)
+    nodes = _nodes(given, device)
     local = given["data_parallel_size_local"]
     if nodes["nodes"]:
         num_local = 0 if local is None else _not_negative("data_parallel_size_local", local)
@@ -1008,7 +1011,7 @@ def _is_of_ray(given: dict[str, Any]) -> bool:
     return has_ranks and given["distributed_executor_backend"] is None and not given["nodes"] and is_placed_by_ray()
 
 
-def _nodes(given: dict[str, Any]) -> dict[str, Any]:
+def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
     """The agents of other machines, and how they are called. vLLM's arguments of other machines are held against them."""
     nodes, key_file = given["nodes"] or (), given["node_key_file"]
     if isinstance(nodes, str) or not all(isinstance(node, str) for node in nodes):
@@ -1040,8 +1043,14 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
             f"nnodes={given['nnodes']!r} with {len(nodes)} nodes beside this machine; name each of the others in nodes, as "
             f'"host:port"'
         )
+    ranks = given["tensor_parallel_size"] * given["pipeline_parallel_size"]
+    rank_nodes: tuple[str, ...] = ()
+    if nodes and not is_of_ray and given["nnodes"] > 1 and ranks > 1:  # as in vLLM: the ranks of one replica
+        rank_nodes, nodes = tuple(nodes), ()
+        _check_rank_nodes(given | {"device": device}, ranks)
     return {
         "nodes": tuple(nodes),
+        "rank_nodes": rank_nodes,
         "ray_address": given["ray_address"],
         "placement": _choice("placement", given["placement"], ("spread", "pack")),
         "placement_timeout_s": _seconds("placement_timeout_s", given, 1.0),
@@ -1050,6 +1059,19 @@ def _nodes(given: dict[str, Any]) -> dict[str, Any]:
         "node_timeout_s": _seconds("node_timeout_s", given, MIN_NODE_TIMEOUT_S),
         "node_ca_file": None if given["node_ca_file"] is None else os.fspath(given["node_ca_file"]),
     }
+
+
+def _check_rank_nodes(given: Mapping[str, Any], ranks: int) -> None:
+    """Raises ConfigError for ranks that cannot be on so many machines, and for what they are not combined with."""
+    told = f"nnodes={given['nnodes']}"
+    if ranks % given["nnodes"]:
+        raise ConfigError(f"{told}: {ranks} ranks cannot be shared out evenly; use as many for each machine")
+    for name, value in {"data_parallel_size": 1, "max_replicas": None, "device": "cpu"}.items():
+        if given[name] != value:
+            raise ConfigError(
+                f"{told} has the ranks of one replica on several machines, and is not supported with {name}={given[name]!r:.80} "
+                f"yet; leave one of them out"
+            )
 
 
 ARGUMENTS: dict[str, Any] = DEFAULTS

@@ -728,6 +728,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "supervision.group: Group.last_deaths",
         "actors.link: MemoryBroadcast.lines",
         "supervision.children: ProcessChild._reports",
+        "fleet.nodes.rank_child: RankChild._reports",
+        "fleet.nodes.rank_host: RankHost._asked",
         "supervision.restart: RestartCounter._deaths",
         "supervision.restart: RestartCounter._early",
         "supervision.standby: Standby._parked",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from actorllm.actors.frontend import FrontendActor
@@ -24,11 +24,12 @@ def make_supervisor(
     log: StartLog,
     on_death: Callable[[ActorDeath], None],
     on_fall: Callable[[str], None] | None = None,
+    elsewhere: Mapping[str, ChildMaker] | None = None,
 ) -> Supervisor:
     """Arguments as of Supervisor.
 
     frontend: or what makes the child of one that is elsewhere. log: resolves the configuration, too. meeting_place: of the ranks,
-    renewed with each start.
+    renewed with each start. elsewhere: what makes the workers of other machines, by name.
     """
     return Supervisor(
         engine_topology(config),
@@ -37,7 +38,7 @@ def make_supervisor(
         on_death=on_death,
         on_fall=on_fall,
         actors={"frontend": frontend} if isinstance(frontend, FrontendActor) else {},
-        elsewhere={} if isinstance(frontend, FrontendActor) else {"frontend": frontend},
+        elsewhere={**(elsewhere or {}), **({} if isinstance(frontend, FrontendActor) else {"frontend": frontend})},
         check=partial(check_private, config.record, "record"),
         restarts=RestartLimits() if config.on_failure == "restart" else None,
         renew=meeting_place.renewed,

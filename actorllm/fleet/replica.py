@@ -25,6 +25,7 @@ from actorllm.clock import now
 from actorllm.config import RAY, EngineConfig
 from actorllm.errors import EngineShutdownError
 from actorllm.fleet.nodes.hosts import Located, place_of
+from actorllm.fleet.nodes.rank_child import ranks_elsewhere
 from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.pacing import size
 from actorllm.scheduling.router import LearntSteps
@@ -329,6 +330,7 @@ class Replica:
             log,
             on_death=self._note_death,
             on_fall=lambda group: self._on_fall(self, group),
+            elsewhere=ranks_elsewhere(config),
         )
 
     def _leave(self) -> None:

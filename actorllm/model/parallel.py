@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.config import EngineConfig, parallel_sizes
+from actorllm.model.interfaces import host_and_port, interface_to
 
 CONNECT_TIMEOUT_S = 120.0
 """How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""
@@ -58,9 +59,17 @@ class Ranks:
         if config.is_launched:
             return cls._of_launcher(config, rank, backend)
         assert config.rendezvous is not None
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
-        store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        store: Any
+        if config.rank_nodes:
+            host, port = host_and_port(config.rendezvous)
+            name = interface_to(host)
+            if name is not None:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            store = dist.TCPStore(host, port, config.world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
+            store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
         size, group = config.tensor_size, None
         if config.stages and size > 1:  # every rank makes all groups, in the same order

@@ -762,6 +762,7 @@ def open_hub(
     end: LinkEnd,
     *,
     on_frame: Callable[[int, int, Any, list[NDArray[Any]]], object] | None = None,
+    on_body: OnBody | None = None,
     on_error: Callable[[int | None, TransportError], object] | None = None,
     on_batch: Callable[[], object] | None = None,
     max_outbox_bytes: int = DEFAULT_MAX_OUTBOX_BYTES,
@@ -772,7 +773,8 @@ def open_hub(
     """Opens the hub's end and takes its descriptors over, also when it raises. Not started yet.
 
     on_frame(spoke, kind, scalars, arrays) and on_error(spoke, error) get the spoke's index first; on_error gets None
-    when the words of the ring down are impossible and it is not known whose they are. Raises CorruptLinkError.
+    when the words of the ring down are impossible and it is not known whose they are. on_body: in the place of on_frame, of a hub
+    with one spoke. Raises CorruptLinkError.
     """
     if end.index is not None:
         raise ValueError(f"this is the end of spoke {end.index}")
@@ -801,6 +803,7 @@ def open_hub(
             None if on_frame is None else partial(on_frame, index),
             None if on_error is None else partial(on_error, index),
             on_batch=on_batch,
+            on_body=on_body,
             max_message_bytes=max_message_bytes,
         )
         for index, reader in enumerate(readers)

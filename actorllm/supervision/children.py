@@ -57,6 +57,9 @@ for them."""
 class Child(ABC):
     """One life of one actor, wherever it runs. The supervisor's view: the same verbs for every placement."""
 
+    is_process = False
+    """It has a process of its own, here or elsewhere: a start that is tried again makes another one."""
+
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> None:
         self.spec = spec
         self.phase = "new"
@@ -340,6 +343,8 @@ class RemoteChild(Child):
 
 class ProcessChild(RemoteChild):
     """An actor in a process of its own."""
+
+    is_process = True
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], loop: AsyncioLoop) -> None:
         super().__init__(spec, on_end)

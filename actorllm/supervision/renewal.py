@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 from dataclasses import replace
 
 from actorllm.actors.memory_file import MemoryFile
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class MeetingPlace:
-    """Where the ranks of one start find each other: a file in memory. Of one rank nothing is made."""
+    """Where the ranks of one start find each other: a file in memory, and a port of this machine where some are elsewhere. Of one
+    rank nothing is made."""
 
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
@@ -30,6 +32,8 @@ class MeetingPlace:
         if config.num_workers == 1:
             return config
         self.close()
+        if config.rank_nodes:
+            return replace(config, rendezvous=_free_port(config.rank_nodes[0]))
         self._file = MemoryFile("rendezvous")
         return replace(config, rendezvous=self._file.path)
 
@@ -38,6 +42,17 @@ class MeetingPlace:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def _free_port(node: str) -> str:
+    """A port on the address of this machine by which it reaches a node: rank 0 listens there soon after."""
+    host, _, port = node.rpartition(":")
+    family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # sends nothing
+        own = str(probe.getsockname()[0])
+    with socket.create_server((own, 0), family=family) as listener:
+        return f"tcp://{f'[{own}]' if ':' in own else own}:{listener.getsockname()[1]}"
 
 
 def without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineConfig:

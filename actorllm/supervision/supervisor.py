@@ -289,8 +289,8 @@ class Supervisor:
         """Again from the beginning while a process is killed meanwhile, as long as that may be."""
         self._phase = "starting"
         while not await self._try_start():
-            await self._clear_away([child for child in self._children.values() if isinstance(child, ProcessChild)])
-            for name in [name for name, child in self._children.items() if isinstance(child, ProcessChild)]:
+            await self._clear_away([child for child in self._children.values() if child.is_process])
+            for name in [name for name, child in self._children.items() if child.is_process]:
                 del self._children[name]
             if self._renew is not None:
                 self.config = self._renew(self.config)

@@ -73,12 +73,14 @@ async def run_all(llm: AsyncLLM, at_token: int = 0, do: Any = None, **more: Any)
     is_time = anyio.Event()
 
     async def one(name: str, prompt: Any, sampling: SamplingParams) -> None:
-        last = None
+        last, newest = None, {}
         async for output in llm.generate(prompt, sampling, **more):
             last = output
+            newest |= {one.index: one for one in output.outputs}  # siblings may end in different steps
             if name == "plain" and len(output.outputs[0].token_ids) >= at_token:
                 is_time.set()
         assert last is not None
+        last.outputs = [newest[index] for index in sorted(newest)]
         found[name] = Told.of(last)
 
     async with anyio.create_task_group() as group:

@@ -20,6 +20,7 @@ import ssl
 import stat
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from actorllm.fleet.nodes.handshake import answer_caller
 from actorllm.fleet.nodes.hosts import NodeAddress
 from actorllm.fleet.nodes.load_mirror import PERIOD_S, LoadReader
 from actorllm.fleet.nodes.node_stream import TIMEOUT_S, NodeStream
+from actorllm.fleet.nodes.rank_host import RankHost
 from actorllm.fleet.nodes.relay import RelayChild
 from actorllm.fleet.nodes.remote import LEAVE_TIMEOUT_S
 from actorllm.supervision.death import ActorDeath
@@ -270,6 +272,7 @@ class Tenant:
         self._was_asked: anyio.Event | None = None
         self._supervisor: Supervisor | None = None
         self._relay: RelayChild | None = None
+        self._rank: RankHost | None = None
         self._facts: dict[str, Any] = {}
         self._meeting_place = MeetingPlace()
         self._is_stop_requested = False
@@ -288,7 +291,9 @@ class Tenant:
             while self._wanted is None and not self._is_stop_requested:
                 await self._has_come.wait()
             if self._wanted is not None:
-                await (self._join if "tenant" in self._wanted else self._have_replica)(self._wanted)
+                kind = "tenant" if "tenant" in self._wanted else "rank" if "rank" in self._wanted else "replica"
+                live = {"tenant": self._join, "rank": self._have_rank, "replica": self._have_replica}[kind]
+                await live(self._wanted)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(TransportError):
                 await self.stream.wait_flushed()
@@ -320,6 +325,22 @@ class Tenant:
             host._guests.discard(self)
             supervisor.dismiss(spec.name, PeerLostError(f"{self.peer}, which had joined, is gone"))
             relay.close()
+
+    async def _have_rank(self, wanted: dict[str, Any]) -> None:
+        """Until the connection or the worker ends."""
+        error: Exception = EngineDeadError("the rank was stopped")
+        try:
+            config: EngineConfig | None = None
+            with self._preparing:
+                config = await self._checked(wanted, "")
+            if config is not None and not self._is_stop_requested:
+                self._rank = RankHost(wanted["rank"], config, self.stream, partial(_rank_here, config))
+                await self._rank.live()
+        except Exception as raised:  # of this rank: its owner is told, and the agent goes on
+            error = raised
+            if not self._is_stop_requested:
+                logger.error("the rank of %s: %s", self.peer, error)
+        self.stream.control("ended", type_name=type(error).__name__, message=str(error))
 
     async def _have_replica(self, wanted: dict[str, Any]) -> None:
         error: Exception | None = None
@@ -408,17 +429,23 @@ class Tenant:
     def _take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
         if self._was_asked is not None:
             self._was_asked.set()
-        return True if self._relay is None else self._relay.take(generation, kind, body, num_bytes)
+        end = self._rank or self._relay
+        return True if end is None else end.take(generation, kind, body, num_bytes)
 
     def _on_room(self) -> None:
-        if self._relay is not None:
-            self._relay.on_room()
+        end = self._rank or self._relay
+        if end is not None:
+            end.on_room()
 
     def _on_control(self, frame: dict[str, Any], arrays: list[Any]) -> None:
         try:
             match frame["op"]:
                 case "start" if self._wanted is None:
                     self._wanted = {name: frame[name] for name in ("version", "config", "digest")}
+                    self._wake()
+                case "rank" if self._wanted is None:
+                    self._wanted = {name: frame[name] for name in ("version", "config", "digest")}
+                    self._wanted["rank"] = int(frame["rank"])
                     self._wake()
                 case "join" if self._wanted is None:
                     self._wanted = {name: str(frame[name]) for name in ("version", "tenant")}
@@ -430,6 +457,8 @@ class Tenant:
                     self._changed = None if self._wanted is None else changed  # what comes before "start" is in that
                     if self._supervisor is not None:
                         self._supervisor.change_config(lambda now: self._as_here(changed, now))
+                case _ if self._rank is not None:
+                    self._rank.obey(frame)
                 case op:
                     raise ValueError(f"{op!r} is not expected now")
         except (KeyError, TypeError, ValueError, ActorLLMError) as error:
@@ -455,6 +484,8 @@ class Tenant:
         self._preparing.cancel()
         if self._supervisor is not None:
             self._supervisor.request_stop(timeout)
+        elif self._rank is not None:
+            self._rank.stop()
         elif self._relay is not None:  # it has joined
             self._relay.gone.set()
         self._wake()
@@ -509,6 +540,12 @@ class Tenant:
         return True
 
 
+def _rank_here(known: EngineConfig, changed: EngineConfig) -> EngineConfig:
+    """The configuration of a rank with the paths of this machine."""
+    model = replace(changed.model, path=known.model.path, tokenizer=known.model.tokenizer)
+    return replace(changed, model=model, name=None, load_board=None, speculation=known.speculation)
+
+
 def _other_version(version: str) -> AttachError:
     return AttachError(f"it runs actorllm {__version__} and the engine {version}; use the same version on all nodes")
 
@@ -533,4 +570,5 @@ def localized(config: EngineConfig, board: str) -> EngineConfig:
         raise ModelNotFoundError(f"the draft model {speculation.model!r} is not here")
     model = replace(given, path=str(path), tokenizer=tokenizer)
     cache = replace(config.cache, offloading_path=None)  # the memory of another machine
-    return replace(config, model=model, cache=cache, load_board=board, rendezvous=None, name=None)
+    meeting_place = config.rendezvous if config.rank_nodes else None  # a file is of its machine
+    return replace(config, model=model, cache=cache, load_board=board, rendezvous=meeting_place, name=None)

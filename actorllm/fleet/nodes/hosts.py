@@ -56,6 +56,12 @@ def place_of(number: int, num_local: int, nodes: Sequence[str]) -> str | None:
     return None if number < num_local or not nodes else nodes[(number - num_local) % len(nodes)]
 
 
+def node_of_rank(rank: int, num_ranks: int, nodes: Sequence[str]) -> str | None:
+    """The node of a rank; None: this machine, which has the first ones. All machines have equally many."""
+    machine = rank // (num_ranks // (1 + len(nodes)))
+    return None if machine == 0 else nodes[machine - 1]
+
+
 def tls_of(ca_file: str | None) -> ssl.SSLContext | None:
     """By which agents are called; None: in the clear. ca_file: certificates in PEM. Raises ConfigError."""
     if ca_file is None:

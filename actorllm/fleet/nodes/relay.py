@@ -23,7 +23,7 @@ from actorllm.errors import ActorLLMError, CorruptLinkError, PeerLostError, Tran
 from actorllm.fleet.nodes.frames import BULK, CHUNK_BYTES, ORDERED
 from actorllm.fleet.nodes.node_stream import NodeStream
 from actorllm.messages import KIND_OF, Reply
-from actorllm.ring.channel import LinkEnd, Spoke, open_spoke
+from actorllm.ring.channel import Hub, LinkEnd, Spoke, open_hub, open_spoke
 from actorllm.supervision.children import Child
 from actorllm.supervision.death import ActorDeath
 
@@ -33,7 +33,7 @@ RETRY_S = 0.005
 
 
 class Relay:
-    """One ring, and one generation of the link.
+    """One end of a ring with one peer, and one generation of the link.
 
     on_error: hears of a ring that is corrupt.
     """
@@ -49,17 +49,24 @@ class Relay:
         self._to_ring: deque[tuple[int, bytes, int]] = deque()  # the ring was full; bounded by the window
         self._is_retrying = False
         self.is_open = True
-        self._spoke: Spoke = open_spoke(end, on_body=self._on_body, on_batch=stream.flush, on_error=self._fail)
+        self._ring: Spoke | Hub
+        if end.index is None:  # of a rank, whose only spoke is here
+            self._ring = open_hub(
+                end, on_body=self._on_body, on_batch=stream.flush, on_error=lambda _, error: self._fail(error)
+            )
+        else:
+            self._ring = open_spoke(end, on_body=self._on_body, on_batch=stream.flush, on_error=self._fail)
+        self._receiver = self._ring.receivers[0]
 
     def start(self) -> None:
-        self._spoke.start()
+        self._ring.start()
 
     # From the ring
 
     def _on_body(self, kind: int, body: bytes | memoryview) -> None:
         if self._to_stream or not self._send(kind, body):
             self._to_stream.append((kind, body))
-            self._spoke.receiver.pause()
+            self._receiver.pause()
 
     def _send(self, kind: int, body: bytes | memoryview) -> bool:
         if not self._stream.is_open:
@@ -76,7 +83,7 @@ class Relay:
             self._to_stream.popleft()
         self._stream.flush()
         if not self._to_stream and self.is_open:
-            self._spoke.receiver.resume()
+            self._receiver.resume()
 
     # From the stream
 
@@ -92,7 +99,7 @@ class Relay:
 
     def _write(self, kind: int, body: bytes) -> bool:
         try:
-            self._spoke.sender.send_body_nowait(kind, body)
+            self._ring.sender.send_body_nowait(kind, body)
         except WouldBlock:
             return False
         except CorruptLinkError as error:
@@ -119,7 +126,7 @@ class Relay:
     def recheck(self) -> None:
         """Make up for a missed doorbell."""
         if self.is_open:
-            self._spoke.recheck()
+            self._ring.recheck()
 
     # The end
 
@@ -131,10 +138,10 @@ class Relay:
         """What the scheduler had committed goes out first. Idempotent."""
         if not self.is_open:
             return
-        self._spoke.drain_nowait()
+        self._ring.drain_nowait()
         self.on_room()
         self.is_open = False
-        self._spoke.close()
+        self._ring.close()
         for _, _, num_bytes in self._to_ring:
             self._stream.release(num_bytes)
         self._to_ring.clear()

@@ -86,7 +86,9 @@ async def test_a_program_has_links_to_all_replicas(
     await until(lambda: not any(view.load for view in dispatcher.views()))
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "agent"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("scheduler", marks=pytest.mark.slow(reason="an agent that dies takes it along")), "agent"]
+)
 async def test_its_streams_outlive_what_dies_on_a_node(
     owner: AsyncLLM, guest: AsyncLLM, agent: Agent, undisturbed: dict[str, Told], victim: str
 ) -> None:

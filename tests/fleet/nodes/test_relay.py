@@ -197,7 +197,7 @@ async def test_a_doorbell_that_is_lost_is_made_up_for() -> None:
     relay.start()
     scheduler.open(Collected())
     scheduler.send_nowait(Reply(id=1))
-    relay._spoke.receiver.reader.bell.clear()
+    relay._receiver.reader.bell.clear()
     relay.recheck()
     await arrived(lambda: came == [REPLY])
     for part in (relay, stream, there, scheduler):

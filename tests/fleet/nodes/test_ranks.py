@@ -1,0 +1,139 @@
+"""One model over several machines: ranks of a replica that are processes of agents, through the deaths of these and of those."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorllm.config
+from actorllm import AsyncLLM, EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.fleet.nodes.hosts import node_of_rank
+from actorllm.model.interfaces import host_and_port, interface_to
+from tests.fleet.nodes.agents import Agent, key_file
+from tests.fleet.streams import Told, assert_same, run_all, until
+
+pytestmark = pytest.mark.leaks_by_module
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "standby_worker": False,
+    "enable_prompt_embeds": True,
+    "max_num_seqs": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def agent(folder: Path) -> Iterator[Agent]:
+    made = Agent(key_file(folder))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+async def undisturbed() -> dict[str, Told]:
+    async with AsyncLLM("storyteller", **ENGINE) as llm:
+        return await run_all(llm)
+
+
+def over_two(agent: Agent, folder: Path, **sizes: int) -> AsyncLLM:
+    return AsyncLLM("storyteller", nnodes=2, nodes=[agent.address], node_key_file=key_file(folder), **ENGINE, **sizes)
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "victim", ["stage", pytest.param("agent", marks=pytest.mark.slow(reason="the start of an agent and of two stages"))]
+)
+async def test_stages_on_two_machines_have_the_streams_of_one_through_deaths(
+    agent: Agent, folder: Path, undisturbed: dict[str, Told], victim: str
+) -> None:
+    async def strike() -> None:
+        if victim == "stage":
+            os.kill(agent.children[0], signal.SIGKILL)
+        else:
+            agent.close()
+            agent.start()
+
+    async with over_two(agent, folder, pipeline_parallel_size=2) as llm:
+        assert [replica.number for replica in llm.health().replicas] == [0]
+        assert len(agent.children) == 1, "the second stage, and no scheduler"
+        assert_same(await run_all(llm, 10, strike), undisturbed)
+        (told,) = llm.health().replicas
+        assert (told.num_lives, told.num_recoveries) == (1, 1), "its ranks were started again, and the replica goes on"
+        assert_same(await run_all(llm), undisturbed)
+    await until(lambda: not agent.children)
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(200)
+async def test_ranks_that_share_layers_on_two_machines(
+    agent: Agent, folder: Path, undisturbed: dict[str, Told]
+) -> None:
+    async with over_two(agent, folder, tensor_parallel_size=2) as llm:
+        assert len(agent.children) == 1
+        assert_same(await run_all(llm), undisturbed)
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_is_not_there_is_named(folder: Path, agent: Agent) -> None:
+    with pytest.raises(Exception, match=r"node 127\.0\.0\.1:1 cannot be reached"):
+        await AsyncLLM(
+            "storyteller",
+            nnodes=2,
+            nodes=["127.0.0.1:1"],
+            node_key_file=key_file(folder),
+            pipeline_parallel_size=2,
+            **ENGINE,
+        ).start()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"pipeline_parallel_size": 3}, "nnodes=2: 3 ranks cannot be shared out evenly"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "is not supported with data_parallel_size=2 yet"),
+        ({"tensor_parallel_size": 2, "max_replicas": 2}, "is not supported with max_replicas=2 yet"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_arguments("storyteller", nnodes=2, nodes=["a:1"], node_key_file="k", **given)
+
+
+def test_each_machine_has_equally_many_ranks() -> None:
+    assert [node_of_rank(rank, 6, ("a:1", "b:1")) for rank in range(6)] == [None, None, "a:1", "a:1", "b:1", "b:1"]
+    assert [node_of_rank(rank, 2, ()) for rank in range(2)] == [None, None]
+    given = {"nodes": ["a:1"], "node_key_file": "k", "tensor_parallel_size": 2}
+    assert EngineConfig.from_arguments("storyteller", nnodes=2, **given).rank_nodes == ("a:1",)
+    assert EngineConfig.from_arguments("storyteller", **given).nodes == ("a:1",), "a replica on that node, with both"
+
+
+def test_the_interface_to_an_address_of_this_machine_is_the_one_that_has_it() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("::1") is None
+    assert host_and_port("tcp://10.0.0.2:7041") == ("10.0.0.2", 7041)
+    assert host_and_port("tcp://[fe80::1]:7041") == ("fe80::1", 7041)
+
+
+def test_ranks_on_a_gpu_are_refused() -> None:
+    """Also where device="auto" finds one."""
+    given = {"nnodes": 2, "nodes": ["a:1"], "node_key_file": "k", "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="is not supported with device='cuda' yet"):
+        actorllm.config._nodes(actorllm.config.ARGUMENTS | given, "cuda")
