@@ -40,6 +40,7 @@ from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
+from actorllm.types.kv_groups import num_window_blocks
 from actorllm.types.kv_tiers import read_tiers
 from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
@@ -205,7 +206,9 @@ class CacheConfig:
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"
-    """"int8": full blocks are rounded to 8 bits; "auto": all are in the type of the model."""
+    """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
+    window: int | None = None
+    """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
     offloading_path: str | None = None
@@ -471,6 +474,7 @@ class EngineConfig(EngineNames):
         draft_costs: Costs = (),
         *,
         scheme: str | None = None,
+        window: int | None = None,
         tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
@@ -479,6 +483,7 @@ class EngineConfig(EngineNames):
             num_blocks: of `cache.block_size` tokens each.
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
+            window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
             tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
@@ -498,10 +503,33 @@ class EngineConfig(EngineNames):
         if speculation is not None:
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
-        cache = replace(self.cache, num_blocks=num_blocks)
+        cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
         return replace(self, model=model, cache=cache, speculation=speculation)
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Blocks of the second KV group, which there is (`CacheConfig.window`)."""
+        assert self.cache.num_blocks is not None
+        assert self.cache.window is not None
+        return self.window_blocks(self.cache.window, self.cache.num_blocks)
+
+    def window_blocks(self, window: int, num_blocks: int) -> int:
+        """Blocks of a second KV group beside those of the first one.
+
+        Arguments:
+            window: tokens that a token sees in the layers of the second group.
+            num_blocks: of the first group.
+        """
+        return num_window_blocks(
+            num_blocks,
+            window=window,
+            block_size=self.cache.block_size,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            spare=self.scheduler.num_spare_tokens,
+        )
 
     def to_json(self) -> bytes:
         """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""
@@ -820,11 +848,15 @@ def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) ->
 
 def _kv_cache_dtype(given: dict[str, Any], pooler: Pooler | None, media: MediaRules | None, device: str) -> str:
     """Raises ConfigError for what a cache of 8 bits is not made for."""
-    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8))
-    if dtype == INT8:
-        told = f"kv_cache_dtype={dtype!r}"
-        if device != "cpu":
-            raise ConfigError(f"{told} is not supported with device={device!r} yet; use device='cpu', or leave it out")
+    dtype: str = _choice("kv_cache_dtype", given["kv_cache_dtype"], ("auto", INT8, FP8, "fp8_e4m3"))
+    dtype = FP8 if dtype == "fp8_e4m3" else dtype
+    if dtype != "auto":
+        told, other = f"kv_cache_dtype={given['kv_cache_dtype']!r}", {INT8: "cpu", FP8: "cuda"}[dtype]
+        if device != other:
+            fix = (
+                f"kv_cache_dtype={INT8 if device == 'cpu' else FP8!r}" if device in ("cpu", "cuda") else "device='cpu'"
+            )
+            raise ConfigError(f"{told} is not supported with device={device!r} yet; use {fix}, or leave it out")
         if pooler is not None:
             raise ConfigError(f"{told}: a model that makes vectors of prompts reads no KV cache twice; leave it out")
         if media is not None:

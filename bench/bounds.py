@@ -275,6 +275,8 @@ BOUNDS = (
             "kvcache.block_pool: BlockPool._queue",
             "kvcache.block_pool: BlockPool._unlabelled",
             "kvcache.manager: KVCacheManager._emptied",
+            "kvcache.window_group: WindowGroup._pairs",
+            "kvcache.window_group: WindowGroup._behind",
         ),
         "prompts, `cache_salt`",
         ("kv_cache_memory_bytes=None",),
@@ -667,6 +669,14 @@ BOUNDS = (
         ("types.adapter_folder:MAX_DIGESTS=1024",),
         "folders, and numbers",
         "the one that was used longest ago is forgotten, and a folder read again",
+    ),
+    Bound(
+        "tokenizers of adapters",
+        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        "each request with an adapter whose folder has a tokenizer",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
+        "folders, whose files have 64 MiB each at most",
+        "the one that was used longest ago is forgotten, and read again",
     ),
     Bound(
         "rows of a step that a logits processor of requests changes",

@@ -42,13 +42,13 @@ ORDER = (
     *("weight_updates", "sleep", "kv_tiers", "experts"),
     *("images", "speculation", "fleet", "nodes", "pipeline"),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
-    *("policies", "autoscaling"),
+    *("policies", "autoscaling", "rescheduling"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
-LEFT_OUT = ("soak", "slo_science", "routers", "policies", "gpu")
+LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
 """What `make bench` does not run."""
 TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
@@ -65,7 +65,7 @@ the code that was measured. Older results have no commit.
 | --- | --- |
 | `soak` | it takes half an hour of kills |
 | `slo_science`, and the larger half of `simulation` | they need published traces, and hours |
-| `routers`, `policies` | they need published traces |
+| `routers`, `policies`, `rescheduling` | they need published traces |
 | `gpu` | it needs a GPU |
 
 Ratios are ours divided by the peer's. Each is the median of rounds in which both sides take turns. An "x" marks a

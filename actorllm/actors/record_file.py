@@ -261,6 +261,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         **({"keeps_output_apart": True} if config.keeps_output_apart else {}),
         **({"num_lanes": config.num_lanes} if config.stages else {}),
         **({"probes_alone": True} if config.data_parallel_size > 1 else {}),
+        **({"window": config.cache.window} if config.cache.window is not None else {}),
         **({"cache_key": config.cache.hash_key} if config.cache.hash_key else {}),
     }
 

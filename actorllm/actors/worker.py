@@ -119,15 +119,20 @@ class WorkerActor(Actor):
         sizes: dict[str, Any] = {"weight_bytes": self.runner.weight_bytes}
         if self.runner.scheme is not None:
             sizes["scheme"] = self.runner.scheme
+        if self.runner.cache_window is not None:
+            sizes["window"] = self.runner.cache_window
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
             sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
         if config.cache.has_tiers:
             sizes["tier"] = self._tier(config)
+        num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-        return {"num_blocks": self.runner.profile_num_blocks(), **sizes, **self._measured(config)}
+            if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
+                sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
+        return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
 
     def _tier(self, config: EngineConfig) -> tuple[str, int]:
         """What its blocks are told apart by in a tier, and their size. Raises ConfigError: there cannot be one."""
@@ -159,7 +164,10 @@ class WorkerActor(Actor):
     def on_configure(self, config: EngineConfig) -> None:
         """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
-        self.runner.allocate(config.cache.num_blocks)
+        if config.cache.window is None:
+            self.runner.allocate(config.cache.num_blocks)
+        else:
+            self.runner.allocate_groups(config.cache.num_blocks, config.num_window_blocks)
         if config.cache.has_tiers:
             slot_bytes = sum(view.nbytes for view in self.runner.block_views(0))
             if slot_bytes != config.cache.tier_slot_bytes:  # what a block is, is not all in these bytes

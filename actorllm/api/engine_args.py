@@ -18,6 +18,7 @@ import orjson
 
 from actorllm.config import ARGUMENTS, EngineConfig, ModelConfig, human_number
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
+from actorllm.types.command_words import SHORT, spelled_out
 from actorllm.types.options import TYPES, EngineOptions, is_switch, meanings, with_options
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
@@ -122,7 +123,10 @@ class EngineArgs:
         """
         group, told = parser.add_argument_group("engine"), meanings()
         for name, default in DEFAULTS.items():
-            options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
+            long = name.replace("_", "-")
+            # Short options of one letter are programs' own; `FlexibleArgumentParser` takes those that are not.
+            short = [one for one, option in SHORT.items() if option == long and len(one) > 2]
+            options = [*dict.fromkeys((f"--{long}", f"--{name}")), *short]
             group.add_argument(
                 *options, dest=name, default=copy.copy(default), help=told.get(name), **_option_of(name, default)
             )
@@ -143,7 +147,10 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose options may be spelled with underscores in the place of dashes, as vLLM's."""
+    """An `argparse.ArgumentParser` whose options may be spelled as vLLM's.
+
+    That is with underscores in the place of dashes, short (`-tp 2`), and field by field (`--compilation-config.level 3`).
+    """
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -154,7 +161,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             args: the command line as words; None: this program's.
             namespace: to be filled; None: a new one.
         """
-        return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
+        words = spelled_out(sys.argv[1:] if args is None else args, self._option_string_actions.__contains__)
+        return super().parse_known_args([*map(self._spelled, words)], namespace)
 
     def _spelled(self, argument: str) -> str:
         name, sign, value = argument.partition("=")

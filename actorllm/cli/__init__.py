@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from actorllm.errors import ActorLLMError, DownloadError, EngineError, RequestFailedError, TransportError
 
+BUILDERS = ("serve", "run-batch", "generate", "chat", "bench")
+"""Commands that build an engine from arguments, which may be spelled as vLLM spells them."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point: exit status 0, or what the command returns, 2 for bad input, 1 when the engine failed, 130 after Ctrl-C.
@@ -16,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from actorllm.cli.commands import app
         from actorllm.cli.config_file import with_config
+        from actorllm.types.command_words import spelled_out
 
-        given = with_config(sys.argv[1:] if arguments is None else list(arguments))
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        given = with_config(spelled_out(words) if words[:1] and words[0] in BUILDERS else words)
         result = app(given, result_action="return_value", exit_on_error=True)
     except ModuleNotFoundError as error:
         if error.name != "cyclopts":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -235,7 +235,7 @@ def sweep(
         raise ConfigError("rates is empty: name at least one rate, in requests per second")
     wanted = [0.99, 0.9] if targets is None else [target for target in targets if target]
     middle = sorted(grid)[len(grid) // 2]
-    with progress() as tell:
+    with progress(is_search=bool(wanted)) as tell:
         found = Sweep(scenario, variants, range(seeds)).run(
             rates=grid,
             scales=[1.0, *(scales or ())],
@@ -268,7 +268,12 @@ def report(
     output: Path = Path("report.html"),
     scenario: str | None = None,
     csv: Path | None = None,
+    parquet: Path | None = None,
+    latex: Path | None = None,
+    figures: Path | None = None,
+    formats: Annotated[list[str], Many] = ["svg"],  # noqa: B006 - read only
     timeline: Path | None = None,
+    shadow: str | None = None,
 ) -> None:
     """Write a page of the results of a sweep, or of the recording of an engine.
 
@@ -280,8 +285,18 @@ def report(
         The hash, or the beginning of it, when the file has results of several configurations; the last one otherwise.
     csv
         Also write every point, or every request of a recording, as a row to this file.
+    parquet
+        The same as Parquet (`actorllm[lab]`).
+    latex
+        Of a sweep: write a table of the highest rates to this file, for booktabs.
+    figures
+        Write every figure of the page to this folder.
+    formats
+        Of the figures: svg, pdf (`actorllm[lab]`), or both.
     timeline
         Of a recording: write a Chrome trace of requests and steps to this file (open it in Perfetto).
+    shadow
+        Of a recording: also say what another policy would have done with its requests (NAME, or module:Class).
     """
     from actorllm.actors.record_file import is_recording
     from actorllm.slo.experiments import SweepResults, read_results
@@ -291,28 +306,81 @@ def report(
     if is_recording(results):
         if scenario is not None:
             raise ConfigError(f"scenario={scenario!r} is for the results of a sweep: {str(results)!r} is a recording")
-        _report_recording(results, output, csv, timeline)
+        if latex is not None:
+            raise ConfigError(f"latex={str(latex)!r} is for the results of a sweep: {str(results)!r} is a recording")
+        _report_recording(results, output, csv, timeline, Exports(parquet, figures, tuple(formats)), shadow)
         return
+    if shadow is not None:
+        raise ConfigError(f"shadow={shadow!r} is for a recording: {str(results)!r} has the results of a sweep")
     if timeline is not None:
         raise ConfigError(f"timeline={str(timeline)!r} is for a recording: {str(results)!r} has the results of a sweep")
     found = SweepResults.of_records(*read_results(results, scenario))
-    check_apart(results=results, output=output, csv=csv)
-    check_writable(output=output, csv=csv)
+    exports = Exports(parquet, figures, tuple(formats))
+    exports.check()
+    check_apart(results=results, output=output, csv=csv, parquet=parquet, latex=latex)
+    check_writable(output=output, csv=csv, parquet=parquet, latex=latex)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    output.write_text(sweep_page(found), encoding="utf-8")
+    html = sweep_page(found)
+    output.write_text(html, encoding="utf-8")
     print(f"report: {output}")
     if csv is not None:
         csv.write_text(results_csv(found), encoding="utf-8")
         print(f"table: {csv}")
+    if latex is not None:
+        from actorllm.slo.report.export import latex_table
+
+        latex.write_text(latex_table(found), encoding="utf-8")
+        print(f"table: {latex}")
+    exports.write(html, lambda: results_csv(found))
 
 
-def _report_recording(recording: Path, output: Path, csv: Path | None, timeline: Path | None) -> None:
+class Exports(NamedTuple):
+    """Files for other programs, as far as they are asked for."""
+
+    parquet: Path | None
+    figures: Path | None
+    formats: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raises ConfigError for a format that there is not, and for packages that are not installed."""
+        from actorllm.slo.report.export import check_installed
+
+        for one in self.formats:
+            if one not in ("svg", "pdf"):
+                raise ConfigError(f"formats={one!r:.80} must be svg, pdf, or both")
+        check_installed(
+            has_pdf=self.figures is not None and "pdf" in self.formats, has_parquet=self.parquet is not None
+        )
+
+    def write(self, html: str, csv: Callable[[], str]) -> None:
+        from actorllm.slo.report.export import figures_of, parquet_of, pdf_of
+
+        if self.parquet is not None:
+            self.parquet.write_bytes(parquet_of(csv()))
+            print(f"table: {self.parquet}")
+        if self.figures is None:
+            return
+        self.figures.mkdir(parents=True, exist_ok=True)
+        num = 0
+        for name, svg in figures_of(html):
+            num += 1
+            if "svg" in self.formats:
+                (self.figures / f"{name}.svg").write_text(svg, encoding="utf-8")
+            if "pdf" in self.formats:
+                (self.figures / f"{name}.pdf").write_bytes(pdf_of(svg))
+        print(f"figures: {num} in {self.figures}")
+
+
+def _report_recording(
+    recording: Path, output: Path, csv: Path | None, timeline: Path | None, exports: Exports, shadow: str | None
+) -> None:
     from actorllm.slo.experiments.stamp import stamp
     from actorllm.slo.report import chrome_trace, requests_csv, run_page
 
-    check_apart(recording=recording, output=output, csv=csv, timeline=timeline)
-    check_writable(output=output, csv=csv, timeline=timeline)
+    check_apart(recording=recording, output=output, csv=csv, timeline=timeline, parquet=exports.parquet)
+    check_writable(output=output, csv=csv, timeline=timeline, parquet=exports.parquet)
+    exports.check()
     found = _recorded_run(recording)
     config = found.config
     about = f"{config.model.name}, {config.scheduler.policy}" + (
@@ -320,6 +388,12 @@ def _report_recording(recording: Path, output: Path, csv: Path | None, timeline:
     )
     notes = [] if found.run.deviation is None else [f"This is not what the engine did: {found.run.deviation}."]
     run = found.run
+    if shadow is not None:
+        from actorllm.slo.shadow_run import shadow_notes
+
+        told = shadow_notes(run, config, shadow)
+        print(*told, sep="\n")
+        notes += told
     html = run_page(
         f"{recording.name}: {about}", run.timeline, run.workload, run.journal, run.model, stamp(), notes=notes,
         more={"recording": recording, "seed": config.seed},
@@ -329,6 +403,7 @@ def _report_recording(recording: Path, output: Path, csv: Path | None, timeline:
     if csv is not None:
         csv.write_text(requests_csv(run.timeline, run.workload, run.names), encoding="utf-8")
         print(f"table: {csv}")
+    exports.write(html, lambda: requests_csv(run.timeline, run.workload, run.names))
     if timeline is not None:
         timeline.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, run.journal, run.keys)))
 
@@ -546,13 +621,17 @@ def _print_energy(run: SimulatedRun, power: PowerModel) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Any]:
+def progress(*, is_search: bool = True) -> Iterator[Any]:
+    """is_search: what has been found decides how many runs there will be, so no share of them is known."""
     from tqdm import tqdm
 
     with tqdm(unit=" runs", dynamic_ncols=True) as bar:
 
         def tell(num_done: int, num_known: int, point: Point) -> None:
-            bar.total = num_known
+            if is_search:
+                bar.set_postfix_str(f"at least {num_known - num_done} to come", refresh=False)
+            else:
+                bar.total = num_known
             bar.set_description_str(str(point), refresh=False)
             bar.update(num_done - bar.n)
 

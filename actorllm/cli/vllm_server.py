@@ -5,15 +5,18 @@
     anyio.run(run_server, args)
 
 The options are those of `actorllm serve` and the arguments of the engine. A program that wants routes of its own builds the
-application (`build_app`), adds them, and gives it an engine (`build_async_engine_client`, `init_app_state`).
+application (`build_app`), adds them, and gives it an engine (`build_async_engine_client`, `init_app_state`). `setup_server` and
+`serve_http` listen for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from actorllm.api.engine_args import DEFAULTS, AsyncEngineArgs
@@ -159,6 +162,100 @@ async def build_async_engine_client(args: argparse.Namespace, **_: Any) -> Async
         yield llm
     finally:
         llm.shutdown()
+
+
+@asynccontextmanager
+async def build_async_engine_client_from_engine_args(engine_args: AsyncEngineArgs, **_: Any) -> AsyncIterator[AsyncLLM]:
+    """As `build_async_engine_client`, from the arguments of an engine.
+
+    Arguments:
+        engine_args: the arguments. Further arguments of vLLM have no effect.
+    """
+    from actorllm.api.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(engine_args)
+    try:
+        await llm.start()
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def create_server_socket(addr: tuple[str, int], *, reuse_port: bool = False) -> socket.socket:
+    """A TCP socket that is bound, and does not listen yet.
+
+    Arguments:
+        addr: host and port; an empty host is every interface, port 0 one that is free.
+        reuse_port: other processes may bind it, too.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in addr[0] else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(addr)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def setup_server(args: argparse.Namespace, *, reuse_port: bool = False) -> tuple[str, socket.socket]:
+    """Check options, and bind the socket that they name. Returns its address as text, and the socket.
+
+    Arguments:
+        args: what a parser of `make_arg_parser` returned.
+        reuse_port: other processes may bind it, too.
+
+    Raises:
+        ConfigError: names the option and the fix.
+    """
+    validate_parsed_serve_args(args)
+    if args.unix_socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(args.unix_socket)
+        return f"unix:{args.unix_socket}", made
+    made = create_server_socket((args.host or "", args.port), reuse_port=reuse_port)
+    host, port = made.getsockname()[:2]
+    scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", made
+
+
+NOT_OF_UVICORN = ("enable_ssl_refresh", "peer_loads", "h11_max_incomplete_event_size", "h11_max_header_count")
+
+
+async def serve_http(
+    app: FastAPI, sock: socket.socket | None = None, **uvicorn_kwargs: Any
+) -> Coroutine[Any, Any, None]:
+    """Serve an application of `build_app` by uvicorn until SIGINT or SIGTERM, or until this is cancelled.
+
+    Arguments:
+        app: the application.
+        sock: a socket that is bound; None: where uvicorn_kwargs say.
+        uvicorn_kwargs: of `uvicorn.Config`.
+
+    Returns what is to be awaited for the end, as vLLM's does.
+    """
+    import anyio
+    import uvicorn
+
+    from actorllm.server.launcher import Server, end_on_signal
+
+    config = uvicorn.Config(app, **{k: v for k, v in uvicorn_kwargs.items() if k not in NOT_OF_UVICORN})
+    server = Server(config)
+
+    async def end() -> None:
+        server.end()
+
+    async with anyio.create_task_group() as group:
+        await group.start(end_on_signal, end, partial(server.end, True))
+        await server.serve(None if sock is None else [sock])
+        group.cancel_scope.cancel()
+    return _ended()
+
+
+async def _ended() -> None:
+    """Nothing is left to be done."""
 
 
 class _Server:

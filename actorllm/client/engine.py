@@ -76,6 +76,7 @@ from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.kv_groups import window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
@@ -236,7 +237,9 @@ class Engine:
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), tier=tier_of(facts))
+        return config.resolved(
+            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+        )
 
     # Life
 
@@ -376,6 +379,7 @@ class Engine:
                 for job in [] if pool is None else pool.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
+                self._submits.forget()
             finally:
                 if self._tier_memory is not None:
                     self._tier_memory.clear()
@@ -599,7 +603,12 @@ class Engine:
         stream = self._accept(
             prompt,
             RequestSpec(
-                params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
+                params.n,
+                params.output_kind,
+                checked_tokenization(tokenization_kwargs, params),
+                new_stream,
+                maker,
+                functools.partial(self._submits.prompts_of, lora_request),
             ),
             request_id,
             host=host,
@@ -651,7 +660,8 @@ class Engine:
             self._submits.pooling, pooling=pooling, skips_cache=skips_cache, lora_request=lora_request
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
-        asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
+        prompts = functools.partial(self._submits.prompts_of, lora_request)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts)
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)

@@ -18,6 +18,7 @@ import numpy as np
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError, shown
+from actorllm.intake.adapter_tokenizers import AdapterTokenizers
 from actorllm.intake.media.media_reader import block_keys
 from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
@@ -54,6 +55,7 @@ class SubmitMaker:
         paths = config.model.logits_processors
         self._processors = ParameterChecks(paths) if paths else None
         self.digests = None if config.lora is None else AdapterDigests(config.lora.max_lora_rank)
+        self._tokenizers = AdapterTokenizers(config.model, lambda: prompts.tokenizer)
 
     def checked_adapter(self, lora_request: object) -> LoRARequest | None:
         """Raises InvalidParameterError for what is none, and where the engine takes none."""
@@ -72,6 +74,16 @@ class SubmitMaker:
         if lora_request is None or self.digests is None:
             return None
         return self.digests.adapter_of(lora_request.lora_path, lora_request.lora_int_id)
+
+    def prompts_of(self, lora_request: LoRARequest | None) -> PromptReader:
+        """What reads the prompts of this adapter. Reads its files where they have changed, and so runs on no loop."""
+        if lora_request is None:
+            return self._prompts
+        return self._tokenizers.texts_of(lora_request.lora_path).prompts or self._prompts
+
+    def forget(self) -> None:
+        """Give back the tokenizers of adapters; they are loaded again when they are needed."""
+        self._tokenizers.forget()
 
     def carried(
         self,
@@ -151,7 +163,10 @@ class SubmitMaker:
             raise InvalidParameterError(
                 f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
             )
-        rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
+        if lora_request is not None and not params.ignore_eos:
+            stop_ids = [*stop_ids, *self._tokenizers.texts_of(lora_request.lora_path).end_ids]
+        prompts = self.prompts_of(lora_request)
+        rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: prompts.tokenizer)
         processor_params = NO_U8 if self._processors is None else self._processors.checked(params)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
         if structured is not None and model.structured_outputs:

@@ -104,7 +104,9 @@ _TOP = {**{name: f"actorllm:{name}" for name in actorllm.__all__ if name != "__v
 _MERGED = _same(_FUNCTIONS, "merge_async_iterators")
 _SERVER = "actorllm.cli.vllm_server"
 _SERVER_ARGUMENTS = _same(_SERVER, "make_arg_parser", "validate_parsed_serve_args")
-_SERVER_PARTS = _same(_SERVER, "run_server", "build_app", "build_async_engine_client", "init_app_state")
+_LISTENING = _same(_SERVER, "serve_http", "setup_server", "create_server_socket")
+_CLIENTS = _same(_SERVER, "build_async_engine_client", "build_async_engine_client_from_engine_args")
+_SERVER_PARTS = {**_same(_SERVER, "run_server", "build_app", "init_app_state"), **_CLIENTS, **_LISTENING}
 _SETTINGS = dict.fromkeys(
     (
         *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "ObservabilityConfig"),
@@ -173,7 +175,9 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.launchers": {},
     "entrypoints.launchers.api_server": {},
     "entrypoints.launchers.api_server.app_state": _same(_SERVER, "init_app_state"),
-    "entrypoints.launchers.api_server.entry": _same(_SERVER, "run_server", "build_async_engine_client"),
+    "entrypoints.launcher": _LISTENING,
+    "entrypoints.launchers.api_server.entry": {**_same(_SERVER, "run_server"), **_CLIENTS},
+    "entrypoints.launchers.launcher": _LISTENING,
     "entrypoints.launchers.app": _same(_SERVER, "build_app"),
     "entrypoints.launchers.cli_args": _SERVER_ARGUMENTS,
     "entrypoints.launchers.run_batch": _BATCH,

@@ -33,6 +33,7 @@ from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
+from actorllm.types.kv_groups import window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.quantization import scheme_of
 from actorllm.types.speculation import draft_costs_of
@@ -372,7 +373,9 @@ class Replica:
         for fact in facts.values():
             self._on_facts(self, fact)
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor))
-        return config.resolved(num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), tier=tier_of(facts))
+        return config.resolved(
+            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+        )
 
     def _note_death(self, death: ActorDeath) -> None:
         """Its supervisor gives up; the frontend hears of it by its link."""

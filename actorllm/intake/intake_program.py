@@ -107,14 +107,14 @@ def render(control: socket.socket, folder: str, most: int, fields: dict[str, Any
         raise InvalidPromptError(NOT_VALID) from error
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)  # adapters may have their own
 def tokenizer_of(folder: str) -> Tokenizer:
     from actorllm.text.tokenizer import Tokenizer
 
     return Tokenizer(folder)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def template_of(folder: str) -> ChatTemplate:
     from actorllm.text.chat_template import ChatTemplate
 

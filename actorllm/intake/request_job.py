@@ -31,6 +31,8 @@ class RequestSpec:
     """Of the constructor's arguments that do not depend on the kind."""
     make_maker: Callable[..., Callable[[int], Submit]]
     """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
+    prompts: Callable[[], PromptReader]
+    """What reads the prompt; may take long."""
 
 
 class RequestEngine(Protocol):
@@ -96,7 +98,7 @@ class RequestJob(Job):
         """Tokenize, check, hand over."""
         began = now()
         asked, engine = self._asked, self._engine
-        tokenized = engine.prompts.tokenize(self._prompt, workplace=worker, **asked.tokenization)
+        tokenized = asked.prompts().tokenize(self._prompt, workplace=worker, **asked.tokenization)
         make_submit = asked.make_maker(tokenized, number=self._number, arrival=self._arrival, carried=self._carried)
         stream = self._stream()
         if stream is not None:

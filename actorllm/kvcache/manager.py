@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.prefix_index import BlockRun, PrefixIndex
+from actorllm.kvcache.window_group import WindowGroup
 from actorllm.messages import I32, NO_I32
 
 NUM_GROUPS = 1
-"""KV groups: layers that share a block table. One until hybrid models (sliding window, cross attention) need more."""
+"""Block tables that workers are told of. A second KV group has its blocks by way of these (`window_group`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,18 @@ class KVCacheManager:
         self._flat_ids: I32 = self.token_ids.reshape(-1)
         self._actions: BlockActions | None = None
         self._emptied: list[I32] = []
+        self.window: WindowGroup | None = None
+        """The group of layers with a sliding window; None: there is one group."""
         self._held: I32 | None = None
         """References by block that no table has, once there were some."""
         self.on_evict: Callable[[NDArray[np.intp]], None] | None = None
         """Hears which blocks the prefix cache loses to others."""
+
+    def add_window(self, window: int, num_blocks: int) -> None:
+        """A second group of so many blocks, whose layers look at so many tokens. Before any slot has blocks."""
+        self.window = WindowGroup(
+            window, self.pool.num_blocks, num_blocks, self.block_size, self._table, keeps=self.index is not None
+        )
 
     @property
     def num_free(self) -> int:
@@ -183,6 +192,8 @@ class KVCacheManager:
             self._pending_actions().copy_later.append(
                 (self._table.item(source, num_full), self._table.item(slot, num_full))
             )
+        if self.window is not None:
+            self.window.fork(source, slot, num_tokens, count)
         return blocks
 
     def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
@@ -229,6 +240,8 @@ class KVCacheManager:
         blocks = self._table[slot, : self.num_blocks.item(slot)]  # nothing is written there before they are released
         if self._actions is not None:
             self._drop_copies(self._actions, blocks)
+        if self.window is not None:
+            self.window.empty(slot)
         if zero:
             self._release()
             freed = self.pool.release(blocks)
@@ -365,6 +378,8 @@ class KVCacheManager:
         self.pool.check_integrity()
         if self.index is not None:
             self.index.check_integrity()
+        if self.window is not None:
+            self.window.check_integrity(self.num_blocks)
         held = [self._table[slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
         blocks = np.concatenate(held) if held else NO_I32
         for table in held:

@@ -409,6 +409,9 @@ class StepPlan:
     lane. Each lane has decode_slots of its own (`scheduling.lanes`)."""
     max_drafts: int = 0
     """How many drafts the worker may check for each decode row, which then yields as many tokens more at most."""
+    partners: I32 = field(default_factory=no_i32)
+    """Pairs of blocks: one of the block tables, and the one that holds its tokens in the layers with a sliding window. They are
+    paired in this order, after blocks are copied. A block of the second kind belongs to the last pair that it was in."""
 
     @property
     def new(self) -> NDArray[np.void]:

@@ -206,6 +206,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             new_salts=U8,
             lane=INDEXES,
             max_drafts=COUNT,
+            partners=INDEXES,
         ),
         "LateInputs": _entry(
             SCHEDULER,

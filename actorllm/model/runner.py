@@ -263,6 +263,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
 
+    def cache_bytes_of(self, num_blocks: int) -> int:
+        """Memory of so many KV blocks, and of what else is made for them."""
+        return num_blocks * self.block_bytes
+
     @property
     def fixed_cache_bytes(self) -> int:
         """Memory of the KV cache that does not depend on the number of its blocks, at most."""
@@ -304,6 +308,15 @@ class ModelRunner(ABC, Generic[Handle, How]):
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache and the empty batch."""
+
+    @property
+    def cache_window(self) -> int | None:
+        """How many tokens a token sees in the layers that get a KV group of their own; None: all are one group."""
+        return None
+
+    def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
+        """As `allocate`, with a second group of blocks for the layers that have a window (`cache_window`)."""
+        raise NotImplementedError(f"device={self.name!r} has one KV group")
 
     @abstractmethod
     def _empty_batch(self) -> PersistentBatch:
@@ -433,6 +446,12 @@ class ModelRunner(ABC, Generic[Handle, How]):
     def _zero(self, block_ids: I32) -> None:
         """Clear these blocks of the cache."""
 
+    def _pair(self, pairs: I32, step: int) -> None:
+        """Blocks of the second KV group belong to these of the first one (`StepPlan.partners`)."""
+        raise ValueError(
+            f"step {step}: the cache has one group, and {pairs.size // 2} blocks of a second one are named"
+        )
+
     @abstractmethod
     def _copy(self, sources: I32, targets: I32) -> None:
         """Copy blocks of the cache, all at once."""
@@ -447,6 +466,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
             self._pooled.drop(plan.freed)
         if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
             self._copy(plan.copy_sources, plan.copy_targets)
+        if plan.partners.size:  # what is copied may belong to another block from now on
+            self._pair(plan.partners, plan.step)
         if plan.zero_blocks.size:
             self._zero(plan.zero_blocks)
 

@@ -89,6 +89,8 @@ class PrefixCache:
         """
         index = self._kv.index
         version = 0 if index is None else index.version
+        if self._kv.window is not None:
+            version += self._kv.window.num_lost
         if sequence.looked_up == version:
             return
         sequence.looked_up = version
@@ -105,7 +107,10 @@ class PrefixCache:
             sequence.hits = NO_I32
             return
         most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self._kv.block_size)
-        sequence.hits = hits = index.find(sequence.hashes, most)
+        hits = index.find(sequence.hashes, most)
+        if self._kv.window is not None:
+            hits = self._kv.window.usable(hits)
+        sequence.hits = hits
         if hits.size:
             sequence.num_remaining -= hits.size * self._kv.block_size
 

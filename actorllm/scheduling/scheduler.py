@@ -41,6 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
+from actorllm.kvcache.window_group import WindowGroup
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
 from actorllm.messages.embeds import chunk_of_items
 from actorllm.scheduling.admission import Admission, Refusal
@@ -71,6 +72,7 @@ from actorllm.scheduling.tiers.transfers import Directory, Transfers
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
+from actorllm.types.kv_groups import num_window_blocks
 from actorllm.types.outputs import FinishReason
 from actorllm.types.weight_version import RunningRequests
 
@@ -107,6 +109,7 @@ class Scheduler:
         keeps_output_apart: bool = False,
         probes_alone: bool = False,
         cache_key: str = "",
+        window: int | None = None,
         is_simulated: bool = False,
         num_lanes: int = 1,
         build_policy: BuildsPolicy = load_policies,
@@ -118,10 +121,11 @@ class Scheduler:
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
-        `PrefixCache`. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
-        made; not with prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
-        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names. tiers: what there is of KV
-        elsewhere (`tiers.transfers`); None: nothing."""
+        `PrefixCache`. window: tokens that a token sees in the layers of a second KV group; None: there is one group.
+        is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with
+        prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
+        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
+        tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -153,6 +157,16 @@ class Scheduler:
             raise ValueError("a simulated scheduler has no token ids by which a prefix could be found")
         cache = KVCacheManagerWithoutIds if is_simulated else KVCacheManager
         self.kv = kv = cache(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
+        if window is not None:
+            num_window = num_window_blocks(
+                num_blocks,
+                window=window,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                spare=spare,
+            )
+            kv.add_window(window, num_window)
         self.ledger = Ledger(depth)
         self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
         self._lanes = None if num_lanes == 1 else RowLanes(num_lanes, batch, self.ledger)
@@ -497,7 +511,9 @@ class Scheduler:
         return None
 
     def _plan_step(self) -> StepPlan | None:
-        batch, decode = self.batch, self._decode
+        batch, decode, window = self.batch, self._decode, self.kv.window
+        if window is not None:
+            window.begin()
         decode.find()
         # The policy decides; from here on its decision is checked and carried out.
         decision = self._policy.plan(self)
@@ -521,6 +537,10 @@ class Scheduler:
             self._table.preempt(self._victim_of_need())
             rows = decode.choose(wanted)
         extended = (decode.growing, self.kv.extend(decode.growing)) if decode.growing.size else (NO_I32, NO_I32)
+        if window is not None:
+            for slot in extended[0].tolist():
+                token = batch.num_computed.item(slot)
+                window.cover(slot, token, token + 1, self.kv.num_blocks.item(slot))
         computed = (decode.computed if rows is decode.rows else batch.num_computed[rows.index]) + ONE
         batch.num_computed[rows.index] = computed
         num_decode = num_tokens = rows.slots.size
@@ -532,6 +552,8 @@ class Scheduler:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
             num_prefill_tokens = sum([n for _, n in prefill])
             num_tokens += num_prefill_tokens
+            if window is not None:
+                self._cover_chunks(window, prefill)
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
                 if self._table.followers.leaders:
@@ -559,6 +581,8 @@ class Scheduler:
         plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts, header)
         if prefill and self._message_budget.num_embedded:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
+        if window is not None and (pairs := window.take_pairs()).size:
+            plan = replace(plan, partners=pairs)
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
         sampling.hold()
@@ -580,6 +604,14 @@ class Scheduler:
             self._lanes.launched(self.ledger.newest)
         self._num_steps += 1
         return plan
+
+    def _cover_chunks(self, window: WindowGroup, prefill: list[tuple[Sequence, int]]) -> None:
+        """These chunks are planned, and counted as computed: let their tokens have blocks in the group of layers with a window."""
+        for sequence, size in prefill:
+            slot = sequence.slot
+            end = self.batch.num_computed.item(slot)
+            is_last = end >= sequence.known.size
+            window.cover(slot, end - size, end, self.kv.num_blocks.item(slot) if is_last else self.kv.blocks_for(end))
 
     def _reject(self, rejected: list[tuple[Sequence, str]]) -> None:
         """End requests that a policy turns away; one that has been taken is not refused any more."""
@@ -687,6 +719,8 @@ class Scheduler:
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
                     shared[sequence.slot] = sequence.hits
+                    if self.kv.window is not None:
+                        self.kv.window.take_over(sequence.slot, sequence.hits)
                     if self.transfers is not None:
                         self.transfers.reused(sequence.hits)
             # Accepted: counted as computed from now on, since results apply in launch order.
@@ -830,6 +864,8 @@ class Scheduler:
             or self._table.tokenless
             or not self.has_room
         ):
+            return 0
+        if self.kv.window is not None:
             return 0
         if self.kv.has_copies or self._step_failures.is_recovering or self._lanes is not None:
             return 0

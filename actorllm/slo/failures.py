@@ -23,6 +23,7 @@ import numpy as np
 from actorllm.errors import ConfigError, nearest_name, shown
 from actorllm.messages import Submit
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
 from actorllm.slo.workload import seed_stream
 
@@ -146,9 +147,32 @@ class MortalReplica(Protocol):
     def submit(self, frontend: int, submit: Submit, now: float) -> None: ...
     def lose_workers(self, error: str, now: float, *, is_scheduler_lost: bool = False) -> None: ...
     def workers_are_back(self, now: float, scheduler: Scheduler | None = None) -> None: ...
+    def take_out(self, key: Key, now: float) -> None: ...
 
 
-class FailureDriver:
+class LostRequests:
+    """What was known of requests that another scheduler takes over."""
+
+    def __init__(self) -> None:
+        self.first_scheduled: dict[int, float] = {}
+        """By number, of those that had started: when they did so first."""
+        self.num_preemptions: dict[int, int] = {}
+        """Likewise: how often they had been preempted."""
+
+    def as_sent_again(self, request: Request, scheduler: Scheduler) -> Submit:
+        """As a frontend tells the next scheduler of a request."""
+        row, submit = request.key[1], request.submit
+        known = int(scheduler.batch.num_known[request.slot]) if request.slot >= 0 else int(request.known.size)
+        if request.scheduled is not None:
+            self.first_scheduled.setdefault(row, request.scheduled)
+            self.num_preemptions[row] = self.num_preemptions.get(row, 0) + request.num_preemptions
+        output = np.zeros(known - request.num_prompt, np.int32)
+        return replace(
+            submit, output=output, is_resumed=True, had_slot=request.has_started, first_token=request.first_token
+        )
+
+
+class FailureDriver(LostRequests):
     """See the module docstring.
 
     Arguments:
@@ -169,11 +193,8 @@ class FailureDriver:
         route: Callable[[int, Submit, list[int], float], None],
         seed: int = 0,
     ) -> None:
+        super().__init__()
         self.notes: list[FailureNote] = []
-        self.first_scheduled: dict[int, float] = {}
-        """Of requests that a scheduler had started which is gone: when."""
-        self.num_preemptions: dict[int, int] = {}
-        """Likewise: how often it had preempted them."""
         self._replicas = replicas
         self._restart = restart
         self._route = route
@@ -239,7 +260,7 @@ class FailureDriver:
         heapq.heappush(self._back, (at + failure.down_s, number, failure.kind))
         if failure.kind != "workers":
             self._held[number] = []
-            submits = [self._as_sent_again(one, replica.scheduler) for one in alive]
+            submits = [self.as_sent_again(one, replica.scheduler) for one in alive]
             others = [other for other in self.up() if other != number]
             if failure.kind == "replica" and others:
                 moved = len(submits)
@@ -249,17 +270,6 @@ class FailureDriver:
                 self._held[number] += submits
         back_at = at + failure.down_s
         self.notes.append(FailureNote(at, failure.kind, number, back_at, len(alive), moved))
-
-    def _as_sent_again(self, request: Request, scheduler: Scheduler) -> Submit:
-        """As a frontend tells the next scheduler of a request."""
-        row, submit = request.key[1], request.submit
-        known = int(scheduler.batch.num_known[request.slot]) if request.slot >= 0 else int(request.known.size)
-        had_slot = request.has_started
-        if request.scheduled is not None:
-            self.first_scheduled.setdefault(row, request.scheduled)
-            self.num_preemptions[row] = self.num_preemptions.get(row, 0) + request.num_preemptions
-        output = np.zeros(known - request.num_prompt, np.int32)
-        return replace(submit, output=output, is_resumed=True, had_slot=had_slot, first_token=request.first_token)
 
     def _come_back(self, replica: MortalReplica, kind: FailureKind, at: float) -> None:
         fresh = None if kind == "workers" else self._restart(replica.number)
@@ -275,9 +285,9 @@ class FailureDriver:
         return [f"{len(self.notes)} failures met {requests} requests, of which {moved} moved to other replicas"]
 
 
-def check_failures(failures: Any, autoscaler: object) -> None:
+def check_failures(failures: Any, autoscaler: object, rescheduling: object) -> None:
     """Raises ConfigError unless it is what `simulate` takes."""
-    if failures and autoscaler is not None:
-        raise ConfigError("failures and an autoscaler are not simulated together; give one of them")
+    if bool(failures) + (autoscaler is not None) + (rescheduling is not None) > 1:
+        raise ConfigError("failures, an autoscaler and rescheduling are not simulated together; give one of them")
     if not isinstance(failures, FailureRates) and not all(isinstance(one, FailureEvent) for one in failures):
         raise ConfigError("failures must be FailureRates, or a list of FailureEvent")

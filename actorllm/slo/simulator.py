@@ -55,6 +55,7 @@ from actorllm.slo.delays import ClientDelays, SubmitLine, check_deliver
 from actorllm.slo.failures import FailureDriver, FailureNote, Failures, check_failures
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.policy_cost import CostedPolicy, PolicyCost
+from actorllm.slo.rescheduling import Move, Rescheduler, Rescheduling
 from actorllm.slo.residual_memory import SlowUniforms
 from actorllm.slo.scaling import SimulatedScaling
 from actorllm.slo.stages import StageClocks
@@ -136,6 +137,8 @@ class EngineShape:
     """Of a pipeline, the share of a step's seconds that each stage takes (`slo.stages`); none: there is one stage."""
     hop_s: float = 0.0
     """What the hidden states of a step take from one stage to the next."""
+    window: int | None = None
+    """Tokens that a token sees in the layers of a second KV group (`types.kv_groups`); None: there is one group."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
@@ -155,6 +158,7 @@ class EngineShape:
             config.cache.enable_prefix_caching,
             config.scheduler.admission,
             stages=tuple(layers / sum(config.stages) for layers in config.stages),
+            window=config.cache.window,
         )
 
     def scheduler_arguments(self) -> dict[str, Any]:
@@ -175,6 +179,7 @@ class EngineShape:
             "num_lookahead_tokens": 0 if self.drafts is None else self.drafts.most,
             "draft_ranges": () if self.drafts is None else self.drafts.ranges,
             "num_lanes": len(self.stages) or 1,
+            **({} if self.window is None else {"window": self.window}),
         }
 
     def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
@@ -607,6 +612,11 @@ class SimulatedReplica:
                 self.show_cache()
         self._happened(now)
 
+    def take_out(self, key: Key, now: float) -> None:
+        """A request leaves for another replica: for its client it does not end."""
+        self.scheduler.abort([key], now)
+        self._happened(now)
+
     def aborts_of(self, key: Key) -> list[float]:
         """When the client of this request gives up."""
         return [at for at, other in self._aborts if other == key]
@@ -819,6 +829,8 @@ class SimulatedRun:
     """By replica, what its policy took; of runs with a policy cost."""
     failures: tuple[FailureNote, ...] = ()
     """What failed, and what came of it."""
+    moves: tuple[Move, ...] = ()
+    """Requests that went to another replica, with rescheduling."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -911,6 +923,7 @@ def simulate(
     policy_cost: PolicyCost | None = None,
     delays: ClientDelays | None = None,
     metered: bool = False,
+    rescheduling: Rescheduling | None = None,
 ) -> SimulatedRun:
     """Run a workload through `num_replicas` engines.
 
@@ -926,7 +939,7 @@ def simulate(
 
     failures: what ends and comes back (`slo.failures`). policy_cost: what policies take (`slo.policy_cost`). delays: between
     client and scheduler (`slo.delays`); None: the constants of the model. metered: tell how long workers computed, for
-    `slo.energy`. Raises what a policy raises, with its name.
+    `slo.energy`. rescheduling: requests move between replicas (`slo.rescheduling`). Raises what a policy raises, with its name.
 
     Of a workload with turns, requests arrive when they are sent, and are numbered in that order. Those whose turn never came
     are in no row of the run.
@@ -935,7 +948,7 @@ def simulate(
     num_replicas = most_replicas(num_replicas, autoscaler)
     shapes, models = _one_each(shape, num_replicas, "shape"), _one_each(model, num_replicas, "model")
     shape, model = shapes[0], models[0]
-    check_failures(failures, autoscaler)
+    check_failures(failures, autoscaler, rescheduling)
     num_given, workload = len(workload), workload.before(until)
     outcomes = _Outcomes(len(workload))
     ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
@@ -969,7 +982,9 @@ def simulate(
         workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends, scaling, line
     )
     if failures:
-        sender.break_by(FailureDriver(failures, replicas, built.new_scheduler, sender.send_on, seed))
+        sender.faults = FailureDriver(failures, replicas, built.new_scheduler, sender.send_on, seed)
+    elif rescheduling is not None:
+        sender.faults = Rescheduler(rescheduling, replicas, sender.send_on)
     # The run itself. What a policy raises goes through, with its name.
     num_unsent = 0
     try:
@@ -996,7 +1011,8 @@ def simulate(
     cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
     if num_unsent:
         cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
-    told = [] if sender.faults is None else sender.faults.told()
+    faults = sender.faults
+    told = faults.told() if isinstance(faults, FailureDriver) else []
     told += [f"policy {policy!r}: {one.told()}" for one in built.costed[:1]]
     run = replace(
         run,
@@ -1004,7 +1020,8 @@ def simulate(
         bubbles=tuple(one.stages.bubbles for one in built.workers if one.stages is not None),
         busy_s=tuple(one.busy_s for one in built.workers if isinstance(one, MeteredWorker)),
         policy_s=tuple(one.total for one in built.costed),
-        failures=() if sender.faults is None else tuple(sender.faults.notes),
+        failures=tuple(faults.notes) if isinstance(faults, FailureDriver) else (),
+        moves=tuple(faults.moves) if isinstance(faults, Rescheduler) else (),
     )
     # What it cost: replicas count while they start, and those that always are to the last end.
     last = float(np.nanmax(run.timeline.end, initial=0.0))
@@ -1141,8 +1158,8 @@ class _Sender:
     ) -> None:
         """ends: is filled with how many tokens a request has at its end, by its number. scaling: says which replicas there are;
         None: all. line: the way of requests to the scheduler; None: each takes submit_s."""
-        self.faults: FailureDriver | None = None
-        """What fails on the way; None: nothing."""
+        self.faults: FailureDriver | Rescheduler | None = None
+        """What fails on the way, or moves requests; None: nothing."""
         self._line = line
         self._scaling = scaling
         if scaling is not None:
@@ -1176,11 +1193,6 @@ class _Sender:
         if workload.max_tokens is not None:
             asked = np.minimum(workload.num_output, workload.max_tokens)
             self._last = (workload.num_prompt.astype(np.int64) + asked).tolist()
-
-    def break_by(self, faults: FailureDriver) -> None:
-        """Let this happen to the replicas."""
-        self.faults = faults
-        self._needs_views = True  # of the replicas that are there
 
     @property
     def next_tick(self) -> float:
@@ -1252,7 +1264,7 @@ class _Sender:
             if self._scaling is not None and self._scaling.run_before(at):
                 self._next_view_at = -math.inf  # there may be others now
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
-            if at >= self._next_view_at and (self._needs_views or not self._views):
+            if at >= self._next_view_at and (self._needs_views or not self._views or faults is not None):
                 for replica in replicas:
                     replica.run_until(at)
                 those = replicas if self._scaling is None else self._scaling.ready(at)

@@ -71,6 +71,7 @@ class BatchState:
     is_torn = launches_ahead = False
     weight_bytes = 0
     block_bytes = 0
+    cache_window: int | None = None
     scheme = None
 
     def __init__(self, script: Script, time: RealTime | VirtualTime) -> None:

@@ -382,8 +382,13 @@ def _placed(part: Any, modality: Modality, items: list[Any]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == PLACED:
         raise InvalidPromptError(f"content parts of type {kind!r} are not supported")
-    if MEDIA_PARTS.get(str(kind)) != modality:
+    if kind is None or kind in TEXT_PARTS:
         return part
+    if MEDIA_PARTS.get(str(kind)) != modality:
+        frames = "; send frames of a video as images" if "video" in str(kind) and modality == "image" else ""
+        raise InvalidPromptError(
+            f"content parts of type {kind!r:.80} are not supported: this engine takes text and {modality}{frames}"
+        )
     names = (str(kind), *(name for name, of in MEDIA_PARTS.items() if of == modality), "url")
     found = next((part[name] for name in names if part.get(name) is not None), None)
     if isinstance(found, Mapping) and found.get("url") is not None:

@@ -95,6 +95,13 @@ class CudaRules(BackendRules):
         reason = super().why_not(options, pools=pools)
         if reason is None and options.get("compute_scheme") is not None:
             return f"compute_scheme={options['compute_scheme']!r} is about products on a CPU, not on {self.title}; leave it out"
+        if (
+            reason is None
+            and options.get("kv_cache_dtype") not in (None, "auto")
+            and options.get("model_impl") == "transformers"
+        ):
+            told = f"kv_cache_dtype={options['kv_cache_dtype']!r} is not supported on {self.title}"
+            return f"{told} with model_impl='transformers' yet; leave one of them out"
         if reason is None and options.get("enable_lora") and options.get("model_impl") == "transformers":
             told = f"enable_lora=True: there are no adapters on {self.title} with model_impl='transformers' yet"
             return f"{told}; leave one of them out"

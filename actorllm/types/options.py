@@ -46,8 +46,9 @@ class EngineOptions(VLLMOptions, total=False):
     at least max_model_len."""
     block_size: Annotated[int | None, None]
     """Tokens of one block of the KV cache; None: 32, or 64 on CUDA and with kv_cache_dtype='int8'."""
-    kv_cache_dtype: Annotated[Literal["auto", "int8"], "auto"]
-    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'auto': as the model."""
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8", "fp8_e4m3"], "auto"]
+    """'int8': round full blocks of the KV cache to 8 bits, on a CPU: more tokens in the same memory; 'fp8' or 'fp8_e4m3': all of it
+    to floats of 8 bits, on CUDA; 'auto': as the model."""
     enable_prefix_caching: Annotated[bool | None, None]
     """Use the KV of earlier requests with the same beginning; None: yes."""
     kv_cache_memory_bytes: Annotated[int | None, None]
@@ -128,9 +129,8 @@ class EngineOptions(VLLMOptions, total=False):
     logits_processors: Annotated[Sequence[str | type] | None, None]
     """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     speculative_config: Annotated[Mapping[str, Any] | str | None, None]
-    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', 'eagle', 'eagle3', 'mtp', or
-    your Drafter as 'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token.
-    None: no drafts."""
+    """Draft tokens and check several of them in a step: 'method' ('ngram', 'suffix', 'draft_model', 'eagle', 'eagle3', 'mtp',
+    'module:Class'), 'num_speculative_tokens' and more of vLLM's options; also as JSON. Drafts change no token."""
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ def translate(given: dict[str, Any]) -> None:
         ConfigError: a value is not known, or contradicts the argument that takes its place.
     """
     _translate_task(given)
+    _translate_formats(given)
     _translate_scheduler(given)
     given["structured_outputs_config"] = _structured_outputs(given)
 
@@ -51,6 +53,20 @@ def _translate_task(given: dict[str, Any]) -> None:
                 f"task={task!r} says {name}={value!r}, and {name}={given[name]!r} is given; leave task out"
             )
         given[name] = value
+
+
+READERS = ("hf", "fastsafetensors", "runai_streamer", "instanttensor")
+"""Ways of vLLM's to read the same files."""
+
+
+def _translate_formats(given: dict[str, Any]) -> None:
+    """Values that ask for what is done anyway, or for the same bytes by another way."""
+    if given["load_format"] in READERS:
+        told = f"load_format={given['load_format']!r} is taken and has no effect: weights are mapped from their files"
+        warnings.warn(told, stacklevel=6)
+        given["load_format"] = "auto"
+    if given["kv_cache_dtype"] is not None and given["kv_cache_dtype"] == given["dtype"] != "auto":
+        given["kv_cache_dtype"] = "auto"
 
 
 SCHEDULERS = ("Scheduler", "AsyncScheduler")

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
+from actorllm_kernels.float8 import FLOAT8_SCALE, widened
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.plan_decode import first_tile
 
@@ -143,9 +144,11 @@ def attn_decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """IS_FLOAT8: keys and values are codes, whose numbers are too small by 256; scale_log2 has it of keys."""
     PER_PAGE: tl.constexpr = PAGE // TILE
     NUM_Q: tl.constexpr = NUM_KV * GROUP
     program = tl.program_id(0)
@@ -212,6 +215,9 @@ def attn_decode_kernel(
             else:
                 k = tl.load(k_at, mask=in_head[:, None], other=0.0)
                 v = tl.load(v_at, mask=in_head[None, :], other=0.0)
+            if IS_FLOAT8:
+                k = widened(k, True, q.dtype)
+                v = widened(v, True, q.dtype)
             if UPCAST:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
@@ -229,6 +235,8 @@ def attn_decode_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             highest = higher
 
+        if IS_FLOAT8:
+            acc = acc * 256.0
         is_whole = (place == begin) & (count == end - begin)
         if is_whole:
             if HAS_SINKS:
@@ -314,7 +322,8 @@ def attn_decode(
     """Writes out; rows of padding are 0.
 
     q, out: [num_rows * q_len, num_heads, head_dim], q_len from 1 to 4 the same for all rows. keys, values: [num_blocks,
-    num_kv_heads, block_size, head_dim] (see `qknorm_rope_kv`). table: int32 [num_slots, max_blocks], of which row i of the
+    num_kv_heads, block_size, head_dim] (see `qknorm_rope_kv`), in the type of q, or uint8:
+    codes of float8_e4m3fn. table: int32 [num_slots, max_blocks], of which row i of the
     batch uses row rows[i]. seq_lens: int32 [num_rows] with the new tokens, 0 for padding. ends, quota: from `plan_decode`
     with the same window, programs and tile (see `division`). arrivals: int32 [num_rows * num_kv_heads], 0 between launches.
     partials: float32 [2 * programs, q_len * num_heads /
@@ -334,6 +343,7 @@ def attn_decode(
     config["TILE"] = tile
     if page % tile:
         raise ValueError(f"block_size={page} is no multiple of the tile of {tile} keys")
+    is_float8 = keys.dtype == torch.uint8
     queries, dim_block = min(4, triton.next_power_of_2(q_len * group)), triton.next_power_of_2(dim)
     launch(
         attn_decode_kernel,
@@ -356,7 +366,7 @@ def attn_decode(
             table.stride(0),
             keys.stride(0),
             values.stride(0),
-            scale * 1.4426950408889634,
+            scale * 1.4426950408889634 * (FLOAT8_SCALE if is_float8 else 1.0),
         ),
         NUM_KV=num_kv_heads,
         GROUP=group,
@@ -371,6 +381,7 @@ def attn_decode(
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        IS_FLOAT8=is_float8,
         UPCAST=q.device.type == "cpu",
         **dependent(pdl, q.device),
         **config,

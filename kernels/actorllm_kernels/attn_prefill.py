@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from actorllm_kernels.attn_decode import LOG2_E, LOWEST, capped
 from actorllm_kernels.configs import Config, lookup
+from actorllm_kernels.float8 import FLOAT8_SCALE, widened
 from actorllm_kernels.launcher import launch
 
 
@@ -48,6 +49,7 @@ def attend(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     UPCAST: tl.constexpr,
     BY_TMA: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -79,6 +81,9 @@ def attend(
             else:
                 k = tl.load(k_at, mask=in_head[:, None], other=0.0)
                 v = tl.load(v_at, mask=in_head[None, :], other=0.0)
+        if IS_FLOAT8:
+            k = widened(k, True, q.dtype)
+            v = widened(v, True, q.dtype)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -128,9 +133,11 @@ def attn_prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     UPCAST: tl.constexpr,
     BY_TMA: tl.constexpr,
 ):
+    """IS_FLOAT8: as in `attn_decode`."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     NUM_Q: tl.constexpr = NUM_KV * GROUP
     head = tl.program_id(1)
@@ -180,22 +187,24 @@ def attn_prefill_kernel(
     if BY_TMA:  # one loop: the compiler does not take two
         acc, total, highest = attend(
             acc, total, highest, q, position, left, last, keys, values, table, head, key_stride, value_stride, scale_log2,
-            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True, True,
+            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, True, True,
         )  # fmt: skip
     else:
         if WINDOW > 0:
             acc, total, highest = attend(
                 acc, total, highest, q, position, left, inner, keys, values, table, head, key_stride, value_stride,
-                scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, True,
+                scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
             )  # fmt: skip
         acc, total, highest = attend(
             acc, total, highest, q, position, inner, diagonal, keys, values, table, head, key_stride, value_stride,
-            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, False,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, False,
         )  # fmt: skip
         acc, total, highest = attend(
             acc, total, highest, q, position, diagonal, last, keys, values, table, head, key_stride, value_stride,
-            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, True,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
         )  # fmt: skip
+    if IS_FLOAT8:
+        acc = acc * 256.0
     if HAS_SINKS:
         sink = tl.load(weight_sinks_ptr + head * GROUP + m % GROUP, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)
@@ -206,12 +215,17 @@ def attn_prefill_kernel(
     tl.store(out_ptr + q_first + q_inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
-def _config(head_dim: int, device: torch.device, by_tma: bool = False) -> Config:
-    return lookup("attn_prefill", f"d{triton.next_power_of_2(head_dim)}" + ("-tma" if by_tma else ""), device)
+def _config(head_dim: int, device: torch.device, by_tma: bool = False, is_float8: bool = False) -> Config:
+    dim = triton.next_power_of_2(head_dim)
+    variant = "-tma" if by_tma else "-float8" if is_float8 and dim == 256 else ""  # numbers of codes take registers
+    return lookup("attn_prefill", f"d{dim}{variant}", device)
 
 
 def tokens_per_tile(group: int, head_dim: int, device: torch.device, by_tma: bool = False) -> int:
-    """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head."""
+    """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head.
+
+    As many for floats of 8 bits.
+    """
     return _config(head_dim, device, by_tma)["BLOCK_M"] // group
 
 
@@ -259,8 +273,10 @@ def attn_prefill(
     """
     num_tokens, num_heads, dim = out.shape
     _, num_kv_heads, page, _ = keys.shape
-    by_tma = q.dim() == 4
-    config = dict(_config(dim, q.device, by_tma))
+    by_tma, is_float8 = q.dim() == 4, keys.dtype == torch.uint8
+    if by_tma and is_float8:
+        raise ValueError("the build by descriptors reads no codes: keys and values must be in the type of q")
+    config = dict(_config(dim, q.device, by_tma, is_float8))
     if block_m is not None:
         config["BLOCK_M"] = block_m
     if tile is not None:
@@ -286,7 +302,7 @@ def attn_prefill(
             table.stride(0),
             keys.stride(0),
             values.stride(0),
-            scale * 1.4426950408889634,
+            scale * 1.4426950408889634 * (FLOAT8_SCALE if is_float8 else 1.0),
         ),
         NUM_KV=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -296,6 +312,7 @@ def attn_prefill(
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        IS_FLOAT8=is_float8,
         UPCAST=q.device.type == "cpu",
         BY_TMA=by_tma,
         **config,

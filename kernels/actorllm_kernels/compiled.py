@@ -20,7 +20,8 @@ MAX_THREADS_PER_SM = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 15
 MAX_PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
 
 PRODUCT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
-BUFFER = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x[^,]*,.*mutable")
+BUFFER = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x(?![^,]*i64)[^,]*,.*mutable")
+"""Of what is loaded: numbers of 64 bits are barriers."""
 WAIT = re.compile(r"async_wait .*\{num = (\d+)")
 LOAD = re.compile(r"\btt\.load\b")
 COPY = re.compile(

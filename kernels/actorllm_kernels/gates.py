@@ -33,6 +33,8 @@ MAX_REGISTERS = 255
 MAX_NARROW = 0.1
 MAX_NARROW_OF_4_BITS = 0.2
 """The scales of a tile are too few for 16 bytes a thread, and its codes are few as well."""
+MAX_NARROW_OF_FLOAT8 = 0.51
+"""Values of a cache of floats of 8 bits are copied in pieces of 8: of as many numbers as in the type that they become."""
 LOADS_AHEAD = ("attn_decode", "attn_prefill", "skinny_gemm", "quantized_gemm", "lora_shrink", "lm_head_sample")
 """Kernels whose loops are nothing if their loads are not under way before they are needed."""
 READS_WEIGHTS = ("skinny_gemm", "quantized_gemm", "lm_head_sample")
@@ -63,7 +65,8 @@ def _violations(name: str, compiled: Compiled, architecture: str) -> list[str]:
     if compiled.shared > MAX_SHARED[part]:
         messages.append(f"takes {compiled.shared} bytes of shared memory, and there are {MAX_SHARED[part]}")
     if name.startswith(LOADS_AHEAD) and "-tma" not in name:
-        messages += _loop_violations(compiled, MAX_NARROW_OF_4_BITS if "-int4" in name else MAX_NARROW)
+        most = MAX_NARROW_OF_4_BITS if "-int4" in name else MAX_NARROW_OF_FLOAT8 if "-float8" in name else MAX_NARROW
+        messages += _loop_violations(compiled, most)
     if name.startswith(READS_WEIGHTS):
         with target(part):
             wanted = num_multiprocessors(torch.device("meta"))

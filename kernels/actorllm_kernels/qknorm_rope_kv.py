@@ -7,7 +7,7 @@ as in the checkpoints.
 
 A cache of one layer is [num_blocks, num_kv_heads, block_size, head_dim], one tensor for keys and one for values. They may be
 views of one pool: only the last three dimensions are contiguous. So the keys of a block and a head are one contiguous tile,
-which is what attention reads at a time.
+which is what attention reads at a time. A cache of uint8 holds codes of float8_e4m3fn (`float8`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.float8 import narrowed
 from actorllm_kernels.launcher import launch
 
 
@@ -44,6 +45,7 @@ def qknorm_rope_kv_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BY_HEAD: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = DIM // 2
@@ -91,6 +93,9 @@ def qknorm_rope_kv_kernel(
     tl.store(out, turned1, mask=is_query & in_head)
     tl.store(out + HALF, turned2, mask=is_query & in_head)
 
+    if IS_FLOAT8:  # of what was rounded to the type of the model
+        turned1 = narrowed(turned1.to(tl.float32))
+        turned2 = narrowed(turned2.to(tl.float32))
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         block = slot // PAGE
@@ -142,6 +147,7 @@ def qknorm_rope_kv(
         PAGE=page,
         HAS_NORM=norms is not None,
         BY_HEAD=q.dim() == 4,
+        IS_FLOAT8=keys.dtype == torch.uint8,
         **dependent(pdl, qkv.device),
         **config,
     )

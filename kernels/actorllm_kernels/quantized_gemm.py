@@ -11,7 +11,7 @@ Three kinds of weights, by the type of their codes:
   of 128. A weight is (code - 8) * scale + zero, rounded to the type of x. S groups of 128 / S inputs have a scale and a zero each,
   side by side. So 128 inputs of an output are 64 bytes of codes, and 4 * S of scales.
 
-Floats of 8 bits are read as their bits, which every GPU can: shifted by 7 they are the float16 of 1/256 of their value.
+Floats of 8 bits are read as their bits (`float8`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.float8 import widened
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS
 from actorllm_kernels.skinny_gemm import SplitScratch, finish_tile, num_parts, shape_class
@@ -32,8 +33,6 @@ BLOCK = 128
 """Inputs whose codes of 4 bits are side by side."""
 PIECE = 16
 """Inputs in the lower halves of neighbouring bytes; as many follow in the upper halves."""
-FLOAT8_SCALE = 256.0
-"""By which the bits of a float of 8 bits, as float16, are too small."""
 
 
 def packed(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,16 +51,6 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> tu
     made = (pieces[:, :, 0] | (pieces[:, :, 1] << 4)).flatten(1).contiguous()
     both = torch.nn.functional.pad(torch.stack((scales, zeros), 2), (0, 0, 0, missing // group))
     return made, both.view(num_outputs, -1, 2 * (BLOCK // group)).transpose(0, 1).contiguous()
-
-
-@triton.jit
-def widened(codes, IS_FLOAT: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of codes of 8 bits; those of floats are 1/256 of what they should be."""
-    if IS_FLOAT:
-        bits = codes.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return half.to(tl.float16, bitcast=True).to(dtype)
-    return codes.to(dtype)
 
 
 @triton.jit

@@ -152,6 +152,18 @@ def write_pages(pages: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
             pages[slot // size, :, slot % size] = row
 
 
+def float8_codes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers as the bits of float8_e4m3fn, uint8 (E4M3 of OCP's 8-bit floating point). More than 448, or NaN, becomes 448."""
+    size = x.abs()
+    bounded = torch.where(size <= 448.0, size, 448.0).copysign(x)
+    return bounded.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def float8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of codes, float32."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
 def activation_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """activation(gate) * up, with the gate in the first half of the last dimension."""
     gate, up = x.chunk(2, -1)

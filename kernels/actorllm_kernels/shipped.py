@@ -34,12 +34,14 @@ from actorllm_kernels.top_logprobs import launch_ranks, launch_top_logprobs
 
 PAGE = 64
 """Tokens per block of the cache."""
-I32, I64, F32 = torch.int32, torch.int64, torch.float32
+I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+CODES = torch.uint8
+"""Of a cache in floats of 8 bits."""
 
 SHIPPED: dict[str, Callable[[], None]] = {}
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -56,8 +58,10 @@ SHIPPED["rmsnorm-4096-residual-ahead-pdl"] = lambda: _rmsnorm(4096, True, True, 
 SHIPPED["rmsnorm-4096-pdl"] = partial(_rmsnorm, 4096, False, True)
 
 
-def _qknorm_rope_kv(num_tokens: int, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool) -> None:
-    cache = _meta(100, 2, num_kv_heads, PAGE, dim)
+def _qknorm_rope_kv(
+    num_tokens: int, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, kind: torch.dtype = BF16
+) -> None:
+    cache = _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
     qknorm_rope_kv(
         _meta(num_tokens, (num_heads + 2 * num_kv_heads) * dim),
         _meta(num_tokens, dtype=I32),
@@ -77,6 +81,8 @@ SHIPPED["qknorm_rope_kv-33-16x8x128-norm"] = partial(_qknorm_rope_kv, 33, 16, 8,
 SHIPPED["qknorm_rope_kv-32-32x8x64"] = partial(_qknorm_rope_kv, 32, 32, 8, 64, False)  # Llama-3.2-1B
 SHIPPED["qknorm_rope_kv-33-32x8x80"] = partial(_qknorm_rope_kv, 33, 32, 8, 80, False)
 SHIPPED["qknorm_rope_kv-32-12x2x128"] = partial(_qknorm_rope_kv, 32, 12, 2, 128, False)  # Qwen2.5-1.5B
+SHIPPED["qknorm_rope_kv-32-16x8x128-norm-float8"] = partial(_qknorm_rope_kv, 32, 16, 8, 128, True, CODES)
+SHIPPED["qknorm_rope_kv-33-32x8x64-float8"] = partial(_qknorm_rope_kv, 33, 32, 8, 64, False, CODES)
 SHIPPED["activation_mul-3072-silu"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072))
 SHIPPED["activation_mul-14336-silu-pdl"] = lambda: activation_mul(_meta(64, 28672), _meta(64, 14336), pdl=True)
 SHIPPED["activation_mul-14336-silu-ahead-pdl"] = lambda: activation_mul(
@@ -113,8 +119,9 @@ def _attn_decode(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    kind: torch.dtype = BF16,
 ) -> None:
-    q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim)
+    q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
     partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
     rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
     programs, tile = division(q.device, dim, q_len * num_heads // num_kv_heads)
@@ -154,6 +161,9 @@ for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80)
 for shape in ((20, 1, 32), (40, 2, 64), (48, 1, 128), (24, 1, 256)):  # more than 16 query heads per key-value head
     SHIPPED[f"attn_decode-256-{'x'.join(map(str, shape))}-pdl"] = partial(_attn_decode, 256, *shape)
 SHIPPED["attn_decode-512-32x8x128-pdl"] = partial(_attn_decode, 512, 32, 8, 128)
+for shape in ((16, 8, 128), (32, 8, 64), (8, 4, 256)):
+    name = f"attn_decode-256-{'x'.join(map(str, shape))}-float8-pdl"
+    SHIPPED[name] = partial(_attn_decode, 256, *shape, kind=CODES)
 SHIPPED["attn_decode-32-32x8x128-q4-pdl"] = partial(_attn_decode, 32, 32, 8, 128, 4)
 SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128, 4)
 SHIPPED["attn_decode-256-32x8x128-window-pdl"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
@@ -169,8 +179,10 @@ def _attn_prefill(
     softcap: float = 0.0,
     has_sinks: bool = False,
     by_tma: bool = False,
+    kind: torch.dtype = BF16,
 ) -> None:
-    out, cache, rows = _meta(1024, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim), _meta(3, dtype=I32)
+    out, rows = _meta(1024, num_heads, dim), _meta(3, dtype=I32)
+    cache = _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
     q = out.view(num_kv_heads, 1024, -1, dim) if by_tma else out
     table, tiles, sinks = _meta(600, 640, dtype=I32), _meta(32, 2, dtype=I32), _meta(num_heads) if has_sinks else None
     attn_prefill(
@@ -192,6 +204,8 @@ def _attn_prefill(
 
 for shape in ((32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
     SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}"] = partial(_attn_prefill, *shape)
+for shape in ((32, 8, 128), (32, 8, 64), (8, 4, 256)):
+    SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}-float8"] = partial(_attn_prefill, *shape, kind=CODES)
 SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
 SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
 SHIPPED["attn_prefill-64x8x64-window-sinks"] = partial(_attn_prefill, 64, 8, 64, 128, 0.0, True)

@@ -40,6 +40,7 @@ class ScriptedRunner:
     launches_ahead = False
     weight_bytes = 0
     block_bytes = 0
+    cache_window = None
     scheme = None
 
     def __init__(self, config: EngineConfig, rank: int) -> None:

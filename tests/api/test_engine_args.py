@@ -96,6 +96,48 @@ def test_a_command_line_with_underscores_or_dashes() -> None:
     assert (found.num_prompts, found.out_file, found.max_model_len, found.max_num_seqs) == (3, "a_b", 64, 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["-tp", "2"], "tensor_parallel_size", 2),
+        (["-pp=2"], "pipeline_parallel_size", 2),
+        (["-dp", "3"], "data_parallel_size", 3),
+        (["-q", "awq"], "quantization", "awq"),
+        (["-ep"], "enable_expert_parallel", True),
+        (["-O3"], "optimization_level", 3),
+        (["-O", "1"], "optimization_level", 1),
+        (["-O=0"], "optimization_level", 0),
+        (["-cc", '{"level": 3}'], "compilation_config", {"level": 3}),
+        (
+            ["-cc.level", "3", "--compilation-config.cudagraph_mode=FULL"],
+            "compilation_config",
+            {"level": 3, "cudagraph_mode": "FULL"},
+        ),
+        (["--hf_overrides.rope_parameters.factor", "2.5"], "hf_overrides", {"rope_parameters": {"factor": 2.5}}),
+        (["--profiler-config.a+", "x,y", "--profiler-config.a+=z"], "profiler_config", {"a": ["x", "y", "z"]}),
+        (["--speculative-config.method", "ngram"], "speculative_config", {"method": "ngram"}),
+        (["--max-num-batched-tokens", "8K"], "max_num_batched_tokens", 8192),
+    ],
+)
+def test_a_command_line_as_people_write_it_for_vllm(words: list[str], name: str, value: Any) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert getattr(EngineArgs.from_cli_args(parser.parse_args(words)), name) == value
+
+
+def test_any_parser_of_argparse_has_the_short_options_of_several_letters() -> None:
+    args = parse("-tp", "2", "-dp=3", "-cc", '{"level": 1}', "--port", "1")
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.compilation_config) == (2, 3, {"level": 1})
+
+
+def test_short_options_of_a_program_are_its_own() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("-n", "--num-prompts", type=int)
+    found = parser.parse_args(["-n", "4", "-tp", "2"])
+    assert (found.num_prompts, found.nnodes, found.tensor_parallel_size) == (4, 1, 2)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--num.prompts", "4"])
+
+
 def test_llm_takes_it() -> None:
     with LLM.from_engine_args(EngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)) as llm:
         assert llm.config.scheduler.max_num_seqs == 3

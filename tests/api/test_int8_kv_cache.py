@@ -118,7 +118,11 @@ def test_each_rank_rounds_the_heads_that_it_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' must be one of 'auto', 'int8'"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype='fp8' is not supported with device='cpu' yet; use kv_cache_dtype='int8'",
+        ),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' must be one of 'auto', 'int8', 'fp8', 'fp8_e4m3'"),
         ({"runner": "pooling", "convert": "embed"}, "kv_cache_dtype='int8': a model that makes vectors"),
     ],
 )
@@ -129,7 +133,8 @@ def test_what_it_is_not_made_for_is_refused(arguments: dict[str, Any], told: str
 
 def test_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorllm.types.device.why_not_cuda", lambda: None)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8' is not supported with device='cuda' yet"):
+    told = "kv_cache_dtype='int8' is not supported with device='cuda' yet; use kv_cache_dtype='fp8'"
+    with pytest.raises(ConfigError, match=told):
         EngineConfig.from_arguments("storyteller", kv_cache_dtype="int8", device="cuda")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import shutil
@@ -296,3 +297,54 @@ def test_drafts_change_no_stream_of_an_adapter(adapters: Path, expected: Streams
         loras = [request_of(adapters, name) for name in names]
         outputs = llm.generate([PROMPT] * 4, greedy(), use_tqdm=False, lora_request=loras)
     assert tokens(outputs) == [expected[name] for name in names]
+
+
+def with_tokenizer(adapters: Path, folder: Path, **names: Any) -> LoRARequest:
+    """Adapter "a" with the tokenizer of the storyteller, in which these fields differ."""
+    shutil.copytree(adapters / "a", folder)
+    own = BUNDLED_MODELS["storyteller"]
+    shutil.copy(own / "tokenizer.json", folder)
+    tree = json.loads((own / "tokenizer_config.json").read_text()) | names
+    (folder / "tokenizer_config.json").write_text(json.dumps(tree))
+    return LoRARequest("own", 9, str(folder))
+
+
+def test_an_adapter_may_bring_its_chat_template_and_its_end_of_text(
+    llm: LLM, adapters: Path, expected: Streams, tmp_path: Path
+) -> None:
+    stream = expected["a"]
+    end = next(id for i, id in enumerate(stream) if i > 2 and id not in stream[:i])
+    word = llm.get_tokenizer().convert_ids_to_tokens([end])[0]
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    request = with_tokenizer(adapters, tmp_path / "own", eos_token=word, chat_template=template)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    plain, own = llm.generate([PROMPT] * 2, params, lora_request=[request_of(adapters, "a"), request], use_tqdm=False)
+    assert plain.outputs[0].token_ids == stream
+    assert own.outputs[0].token_ids == stream[: stream.index(end) + 1]
+    assert (own.outputs[0].finish_reason, own.outputs[0].stop_reason) == ("stop", end)
+    (whole,) = llm.generate(PROMPT, greedy(), lora_request=request, use_tqdm=False)
+    assert whole.outputs[0].token_ids == stream, "ignore_eos"
+    messages = [{"role": "user", "content": "Once"}, {"role": "user", "content": "upon"}]
+    (answer,) = llm.chat(messages, params, lora_request=request, use_tqdm=False)
+    assert answer.prompt == "[Once][upon]"
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps({"eos_token_id": [stream[0], 10**9]}))
+    (first,) = llm.generate(PROMPT, params, lora_request=request, use_tqdm=False)
+    assert first.outputs[0].token_ids == stream[:1], "the file is read anew"
+
+
+def test_a_tokenizer_with_other_texts_for_ids_is_refused_by_name(llm: LLM, adapters: Path, tmp_path: Path) -> None:
+    request = with_tokenizer(adapters, tmp_path / "own")
+    file = tmp_path / "own" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    words = tree["model"]["vocab"]
+    first, second = [word for word in words if word.isalpha()][-2:]
+    words[first], words[second] = words[second], words[first]
+    file.write_text(json.dumps(tree))
+    with pytest.raises(
+        InvalidParameterError, match=r"tokenizer of the adapter .* as token \d+, which is .* in that of the"
+    ):
+        llm.generate(PROMPT, greedy(), lora_request=request, use_tqdm=False)
+    assert llm.generate(PROMPT, greedy(2), use_tqdm=False)[0].outputs[0].token_ids
+    file.write_text("{")
+    with pytest.raises(InvalidParameterError, match=r"the tokenizer of the adapter .* cannot be used"):
+        llm.generate(PROMPT, greedy(), lora_request=request, use_tqdm=False)

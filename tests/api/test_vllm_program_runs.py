@@ -12,6 +12,9 @@ import pytest
 
 from tests.api.vllm_program_runs import SHARED, Engines, names_of, printed
 
+pytestmark = pytest.mark.timeout(300)
+"""The first of these tests waits for all programs."""
+
 TREE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_program_runs.json").read_text())
 PROGRAMS = {program.stem: program for program in sorted(SHARED.glob("*.py"))}
 INLINE = {"topology": "inline", "num_threads": 1, "max_num_seqs": 8}

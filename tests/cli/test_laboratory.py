@@ -207,6 +207,25 @@ def test_a_replay_that_is_not_what_happened_is_told_of(
     )
 
 
+def test_a_recording_is_reported_beside_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "run.bin", tmp_path / "page.html"
+    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), max_num_seqs=2) as llm:
+        params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(16)]
+        llm.generate(["Once upon a time " * (1 + seed % 5) for seed in range(16)], params)
+    run("report", str(file), "--output", str(page), "--shadow", "srpf")
+    out, html = capsys.readouterr().out, page.read_text()
+    for told in ("Measured under ", "Simulated under ", "requests sooner and "):
+        assert told in out
+        assert told in html
+    assert cli.main(["report", str(file), "--output", str(page), "--shadow", "srpg"]) != 0
+    assert "did you mean 'srpf'" in capsys.readouterr().err
+    short = tmp_path / "short.bin"
+    with LLM("storyteller", topology="inline", num_threads=1, record=str(short)) as llm:
+        llm.generate("Once", params[0])
+    assert cli.main(["report", str(short), "--output", str(page), "--shadow", "srpf"]) != 0
+    assert "record a longer run" in capsys.readouterr().err
+
+
 def test_a_recording_and_results_of_a_policy_that_is_not_there_any_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,18 @@ def test_options_that_only_the_engine_of_vllm_has(run: Any, tmp_path: Path) -> N
     assert (llm.config.cache.block_size, llm.config.scheduler.max_waiting_attached) == (32, 7)
 
 
+def test_options_as_people_write_them_for_vllm(run: Any, tmp_path: Path) -> None:
+    """Short, and field by field; a file gives way to both."""
+    file = tmp_path / "options.yaml"
+    file.write_text("data_parallel_size: 3\nmax_num_seqs: 4\n")
+    words = "-dp 2 -O3 --compilation-config.level=3 --speculative-config.method ngram -sc.num_speculative_tokens 3"
+    with pytest.warns(UserWarning, match="is taken and has no effect"):
+        llm, _ = run("storyteller", "--port", "0", "--config", str(file), *words.split())
+    assert (llm.config.data_parallel_size, llm.config.scheduler.max_num_seqs) == (2, 4)
+    assert llm.config.speculation is not None
+    assert llm.config.speculation.num_speculative_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("option", "told"),
     [

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -98,6 +99,65 @@ def test_the_whole_server() -> None:
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
         assert process.wait(60) == 0
+
+
+IN_PARTS = """
+import asyncio
+from actorllm.compat.engine.arg_utils import AsyncEngineArgs
+from actorllm.compat.entrypoints.launcher import serve_http
+from actorllm.compat.entrypoints.openai.api_server import (
+    build_app, build_async_engine_client_from_engine_args, init_app_state, setup_server
+)
+from actorllm.compat.entrypoints.openai.cli_args import make_arg_parser
+from actorllm.compat.utils import FlexibleArgumentParser
+
+async def main(args):
+    address, sock = setup_server(args, reuse_port=False)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args.model = args.model_tag
+    async with build_async_engine_client_from_engine_args(engine_args) as engine:
+        app = build_app(args)
+
+        @app.get("/own")
+        async def own():
+            return {"is_mine": True}
+
+        await init_app_state(engine, app.state, args)
+        print(address, flush=True)
+        shutdown_task = await serve_http(
+            app, sock=sock, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=5, h11_max_header_count=9
+        )
+    await shutdown_task
+    sock.close()
+    print("ended", flush=True)
+
+asyncio.run(main(make_arg_parser(FlexibleArgumentParser()).parse_args()))
+"""
+
+
+def test_a_server_of_parts_ends_with_its_program() -> None:
+    """The way of programs that add routes and listen by themselves."""
+    command = [sys.executable, "-c", IN_PARTS, *INLINE, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        # It is told when the socket is bound; the server listens a moment later.
+        with httpx.Client(base_url=address, timeout=30, transport=httpx.HTTPTransport(retries=8)) as client:
+            assert client.get("/own").json() == {"is_mine": True}
+            body = {"prompt": "Once", "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "ended\n"
+        assert process.wait(60) == 0
+
+
+def test_a_socket_is_bound_before_there_is_an_engine(tmp_path: Path) -> None:
+    address, bound = api_server.setup_server(parsed(*INLINE, "--port", "0"), reuse_port=True)
+    with bound:
+        assert address == f"http://127.0.0.1:{bound.getsockname()[1]}"
+    address, bound = api_server.setup_server(parsed(*INLINE, "--uds", str(tmp_path / "s")))
+    with bound:
+        assert address == f"unix:{tmp_path}/s"
 
 
 def test_arguments_beside_the_options_are_refused() -> None:

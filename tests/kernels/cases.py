@@ -31,10 +31,11 @@ def run_decode(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    is_float8: bool = False,
     page: int = 32,
     tile: int = 16,
 ) -> None:
-    cache = Paged.make(seq_lens, num_kv_heads, dim, page, dtype)
+    cache = Paged.make(seq_lens, num_kv_heads, dim, page, dtype, is_float8)
     num_rows, num_heads, scale = len(seq_lens), group * num_kv_heads, dim**-0.5
     q = 2 * torch.randn(num_rows * q_len, num_heads, dim).to(dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
@@ -93,11 +94,12 @@ def run_prefill(
     has_sinks: bool = False,
     block_m: int = 32,
     by_tma: bool = False,
+    is_float8: bool = False,
     page: int = 32,
     tile: int = 16,
 ) -> None:
     counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
-    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, page, dtype)
+    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, page, dtype, is_float8)
     num_heads, scale = group * num_kv_heads, dim**-0.5
     q = 2 * torch.randn(int(counts.sum()), num_heads, dim).to(dtype)
     sinks = torch.randn(num_heads) if has_sinks else None

@@ -50,6 +50,14 @@ def test_variants(q_len: int, window: int, softcap: float, has_sinks: bool, prog
     run(lens, programs, q_len=q_len, window=window, softcap=softcap, has_sinks=has_sinks, group=3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("q_len", "dim", "window", "has_sinks"), [(1, 64, 0, False), (1, 80, 20, True), (4, 128, 0, True)]
+)
+def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, q_len: int, dim: int, window: int, has_sinks: bool) -> None:
+    run([0, 17, 97], 7, dtype=dtype, q_len=q_len, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)
+
+
 def test_large_scores_stay_finite() -> None:
     """A sequence in which some rows of a tile see nothing of a part must not turn into NaN."""
     run([65, 66, 67], 5, q_len=4, window=2, group=2)

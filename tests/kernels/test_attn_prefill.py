@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles
+from actorllm_kernels.configs import table
 from tests.kernels.cases import run_prefill as run
 from tests.kernels.closeness import DTYPES
 
@@ -33,6 +34,23 @@ def test_head_sizes(dim: int) -> None:
 ])  # fmt: skip
 def test_variants(window: int, softcap: float, has_sinks: bool) -> None:
     run(CHUNKS, window=window, softcap=softcap, has_sinks=has_sinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "window", "has_sinks"), [(64, 0, False), (80, 20, True)])
+def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, dim: int, window: int, has_sinks: bool) -> None:
+    run(CHUNKS, dtype=dtype, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)
+
+
+def test_as_many_tokens_go_through_for_floats_of_8_bits() -> None:
+    for of in table()["attn_prefill"].values():
+        if "d256-float8" in of:
+            assert of["d256-float8"]["BLOCK_M"] == of["d256"]["BLOCK_M"]
+
+
+def test_descriptors_read_no_codes() -> None:
+    with pytest.raises(ValueError, match="must be in the type of q"):
+        run([(3, 3)], by_tma=True, is_float8=True)
 
 
 @pytest.mark.parametrize(("dim", "group", "window", "has_sinks"), [

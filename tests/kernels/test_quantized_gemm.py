@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from actorllm_kernels import reference
-from actorllm_kernels.quantized_gemm import FLOAT8_SCALE, dequantize, packed, quantized_gemm
+from actorllm_kernels.float8 import FLOAT8_SCALE
+from actorllm_kernels.quantized_gemm import dequantize, packed, quantized_gemm
 from actorllm_kernels.skinny_gemm import SplitScratch
 from tests.kernels.closeness import DTYPES, assert_close
 

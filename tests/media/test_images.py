@@ -151,6 +151,24 @@ def test_a_conversation_may_hold_images(llm: LLM) -> None:
     assert len(expected) == 20
 
 
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (
+            {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}},
+            "'video_url' are not supported: .*frames",
+        ),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            "'input_audio' .* takes text and image",
+        ),
+    ],
+)
+def test_parts_of_another_kind_are_refused_by_name(llm: LLM, part: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidPromptError, match=told):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "See "}, part]}], use_tqdm=False)
+
+
 class Flood:
     """Files that cost more than they are worth."""
 

@@ -13,6 +13,7 @@ from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, sequence
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 from tests.scheduling.chained_tokens import BLOCK_SIZE, EOS, VOCAB, ScriptedWorker, reference_stream
+from tests.scheduling.windowed_worker import WindowedWorker
 
 
 def make_scheduler(**overrides: Any) -> Scheduler:
@@ -51,13 +52,24 @@ class Engine:
 
     def __init__(self, **overrides: Any) -> None:
         self.scheduler = make_scheduler(**overrides)
-        self.worker = ScriptedWorker(self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks)
+        self.worker = self.new_worker()
         self.results: list[StepResult] = []
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, Any] = {}
         self.vectors: dict[int, list[float]] = {}
         self.plans: list[StepPlan] = []
         self.now = 0.0
+
+    def new_worker(self) -> ScriptedWorker:
+        kv = self.scheduler.kv
+        if kv.window is None:
+            return ScriptedWorker(kv.block_size, kv.pool.num_blocks)
+        return WindowedWorker(
+            kv.block_size,
+            kv.pool.num_blocks,
+            window=kv.window.window,
+            num_window_blocks=kv.window.pool.num_blocks,
+        )
 
     def submit(self, rid: int, prompt: Sequence[int], **overrides: Any) -> None:
         submit = make_submit(rid, prompt, self.scheduler.kv.block_size, **overrides)
@@ -119,7 +131,7 @@ class Engine:
         self.now += 0.01
         self.results.clear()
         self._ended(self.scheduler.lose_workers("planted", self.now))
-        self.worker = ScriptedWorker(self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks)
+        self.worker = self.new_worker()
         self.scheduler.check_integrity()
 
     def run(self) -> None:

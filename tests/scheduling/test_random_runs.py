@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.kvcache.window_group import WindowGroup
 from actorllm.messages import StepFailed
 from actorllm.scheduling.policy import Admit, Budget, KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
@@ -39,7 +40,7 @@ class Capricious(KeyPolicy):
         return (self.dice.random(),)
 
 
-def run(seed: int) -> None:
+def run(seed: int, window: int | None = None) -> None:
     dice = random.Random(seed)
     lookahead, max_num_seqs = dice.choice([0, 0, 1]), dice.randint(1, 5)
     engine = Engine(
@@ -48,6 +49,7 @@ def run(seed: int) -> None:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=dice.randint(5, 24),
         num_lookahead_tokens=lookahead,
+        window=window,
         policy=KeyPlanner(Capricious(dice) if dice.random() < 0.7 else KeyPolicy()),
     )
     if lookahead or dice.random() < 0.4:
@@ -108,3 +110,30 @@ def run(seed: int) -> None:
 def test_random_runs(block: int) -> None:
     for seed in range(50 * block, 50 * block + examples(15, 50)):
         run(seed)
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 39])
+def test_random_runs_with_a_group_of_layers_with_a_window(window: int) -> None:
+    """Each token finds in the second group what the window sees, in whatever step and after whatever became of the others."""
+    for seed in range(50 * window, 50 * window + examples(15, 50)):
+        run(seed, window)
+
+
+def one_block_too_few(group: WindowGroup, token: int) -> int:
+    return max(0, token - group.window + 1 + group.block_size) // group.block_size
+
+
+def whatever_is_left(group: WindowGroup, found: Any) -> Any:
+    return found
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("first_seen", one_block_too_few), ("usable", whatever_is_left)])
+def test_control_blocks_that_are_still_seen(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowGroup, name, wrong)
+
+    def many() -> None:
+        for seed in range(200):
+            run(seed, 7)
+
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        many()

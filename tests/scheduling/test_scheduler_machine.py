@@ -320,6 +320,16 @@ class PausingMachine(SchedulerMachine):
                 assert len(self.reporting.prompts.get(rid, [])) == len(self.submitted[rid][0]) - 1
 
 
+class WindowedMachine(SchedulerMachine):
+    """The same with a second KV group, of layers with a sliding window."""
+
+    def make_engine(self, **arguments: Any) -> Engine:
+        return Engine(window=6, **arguments)
+
+
+WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
+TestWindowedGroup = WindowedMachine.TestCase
+
 PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
 PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
 TestPauses = PausingMachine.TestCase

@@ -125,3 +125,40 @@ def test_the_command_has_a_verdict(of_requests: Path, tmp_path: Path, capsys: py
     assert cli.main(["predict", str(of_requests), "--model", str(model), "--num-blocks", "60"]) == 2
     assert "60 blocks of 16 hold less than max_model_len=32768" in capsys.readouterr().err
     assert np.isfinite(read_run(of_requests).timeline.e2e).all()
+
+
+def guidellm_rows(is_new: bool) -> list[dict[str, object]]:
+    """Four requests that succeeded, as its report has them; of the last one no token's time is known."""
+    rows: list[dict[str, object]] = []
+    for number in range(4):
+        start = 1000.0 + number
+        first = None if number == 3 else start + 0.5
+        last = None if number == 3 else start + 0.5 + 0.1 * (number + 1)
+        if is_new:
+            timings = {"request_start": start, "first_token_iteration": first, "last_token_iteration": last}
+            times: dict[str, object] = {"info": {"timings": timings}}
+        else:
+            times = {"start_time": start, "first_token_time": first, "last_token_time": last}
+        rows.append({**times, "prompt_tokens": 10 + number, "output_tokens": 2 + number})
+    return rows[::-1]  # in the order in which they ended
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_report_of_guidellm_is_read(is_new: bool, tmp_path: Path) -> None:
+    one = {"requests": {"successful": guidellm_rows(is_new), "errored": [{}], "incomplete": []}}
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"benchmarks": [one], "metadata": {}}))
+    run = read_run(file)
+    assert run.num_skipped == 1
+    np.testing.assert_allclose(run.timeline.arrival, [0, 1, 2])
+    np.testing.assert_allclose(run.timeline.ttft, 0.5)
+    np.testing.assert_allclose(run.timeline.tpot, [0.1, 0.1, 0.1])
+    assert run.workload.num_prompt.tolist() == [10, 11, 12]
+    assert run.workload.num_output.tolist() == [2, 3, 4]
+    file.write_text(json.dumps({"benchmarks": [{"requests": {"successful": []}}, one]}))
+    assert len(read_run(f"{file}#1").timeline) == 3
+    for path, said in ((str(file), "has 2 benchmarks; name one, such as"), (f"{file}#2", "has no benchmark 2")):
+        with pytest.raises(ConfigError, match=said):
+            read_run(path)
+    with pytest.raises(ConfigError, match="no request with tokens and times"):
+        read_run(f"{file}#0")

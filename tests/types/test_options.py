@@ -70,7 +70,7 @@ def test_type_checkers_take_the_values_of_vllm_that_are_accepted() -> None:
             assert fits("any value", hint), name
             continue
         assert typing.get_origin(hint) is typing.Literal or not fits("made up", hint) or "str" in str(hint), name
-    assert not fits("fp8", TYPES["kv_cache_dtype"])
+    assert not fits("fp8_e5m2", TYPES["kv_cache_dtype"])
     assert not any(fits("aqlm", one) for one in typing.get_args(TYPES["quantization"]))
     assert any(fits("int8", one) for one in typing.get_args(TYPES["quantization"]))
 

@@ -67,6 +67,20 @@ def test_a_scheduler_is_a_policy() -> None:
         assert config(scheduler_cls=own).scheduler.policy == config().scheduler.policy
 
 
+@pytest.mark.parametrize("name", ["hf", "fastsafetensors", "runai_streamer", "instanttensor"])
+def test_another_way_to_read_the_same_files_is_taken(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"load_format='{name}' is taken"):
+        assert config(load_format=name) == config()
+    with pytest.raises(ConfigError, match="load_format='tensorizer'"):
+        config(load_format="tensorizer")
+
+
+def test_a_cache_in_the_type_of_the_model_is_that_of_the_model() -> None:
+    assert config(kv_cache_dtype="bfloat16", dtype="bfloat16") == config(dtype="bfloat16")
+    with pytest.raises(ConfigError, match="kv_cache_dtype='float16'"):
+        config(kv_cache_dtype="float16", dtype="bfloat16")
+
+
 def test_a_parser_of_thoughts_may_be_named_with_structured_outputs() -> None:
     assert (
         config(structured_outputs_config={"backend": "xgrammar", "reasoning_parser": "qwen3"}).model.reasoning_parser

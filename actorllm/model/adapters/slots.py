@@ -6,6 +6,10 @@ h = sum(x[i] * down[i]): twice the sum of some rows of a table, with weights. `t
 choice of rows. So all decode rows need two calls a product, whatever adapters they have, and read the tensors of their own only.
 A stretch of prefill tokens has one adapter, and is multiplied by its tensors.
 
+Few slots of low rank (MAX_PACKED_RANKS) are multiplied with side by side instead, for all tokens of a step in two packed products.
+What a token gets from slots of others is set to 0 in between. That is less work than sums for so few ranks. Which way it is
+depends on the arguments of the engine alone.
+
 Invariants: no sum has a term of another row, so no row depends on the adapters of others. Slots change between steps only, and
 never while a row in flight uses them (`scheduling.residency`).
 """
@@ -21,8 +25,13 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.model.adapters import AdaptedLayer, LowRank, Slots
+from actorllm.model.cpu.layers import linear as packed
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Linear
+from actorllm.model.linear.dense import Dense
+
+MAX_PACKED_RANKS = 32
+"""Ranks of all slots together up to which they are multiplied with side by side."""
 
 MAX_SUMMED_ROWS = 32
 """Decode rows of one adapter that are computed by sums; more are faster as one product."""
@@ -63,6 +72,76 @@ class AdaptedRows:
             found = rows, torch.arange(0, len(rows), per_sum, dtype=torch.int32)
             self._places[per_slot, per_sum] = found
         return found
+
+
+class TokenSlots:
+    """Which slot each token of a step uses, where slots are multiplied with side by side."""
+
+    def __init__(self, ids: NDArray[np.int32], num_slots: int) -> None:
+        """ids: of each token its slot, of which at least one is not 0."""
+        self.ids = ids
+        self.distinct = [int(slot) for slot in np.unique(ids) if slot]
+        is_other = ids[:, None] != np.arange(1, num_slots + 1)
+        self.is_other = torch.from_numpy(is_other).unsqueeze(2) if is_other.any() else None
+        """bool [num_tokens, num_slots, 1]; None: there is one slot, and all tokens use it."""
+
+
+class PackedAdapted(Linear):
+    """A product of the base, and on top of it those of all slots, in two packed products."""
+
+    __slots__ = ("_down", "_down_weight", "_slots", "_targets", "_up", "_up_weight", "_used", "base")
+
+    def __init__(self, base: Linear, targets: Sequence[AdaptedLayer], slots: AdapterSlots) -> None:
+        """targets: what the outputs are of, side by side."""
+        super().__init__(base.out_features, base.in_features, base.num_bytes)
+        self.base = base
+        self._slots, self._targets = slots, targets
+        num_slots, num_ranks, dtype = slots.num_slots, len(targets) * slots.max_rank, slots.dtype
+        self._used = [False] * num_slots
+        """Of each slot, whether its adapter has any of the targets."""
+        self._down_weight = torch.zeros(num_slots, num_ranks, base.in_features, dtype=dtype)
+        self._up_weight = torch.zeros(base.out_features, num_slots, num_ranks, dtype=dtype)
+        """With zeros where a rank is of another target than the output."""
+        self._pack()
+
+    def _pack(self) -> None:
+        self._down = packed(Dense(self._down_weight.flatten(0, 1)))
+        self._up = packed(Dense(self._up_weight.flatten(1)))
+
+    @property
+    def num_adapter_bytes(self) -> int:
+        """Of all slots, packed and not."""
+        return 2 * sum(tensor.numel() * tensor.element_size() for tensor in (self._down_weight, self._up_weight))
+
+    def drop_base(self) -> None:
+        """Nothing is computed before it has another one (`rebased`)."""
+        del self.base
+
+    def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
+        """Fill a slot. pairs: of each target; None: the adapter does not have it."""
+        rank = self._slots.max_rank
+        down, up = self._down_weight[slot - 1].zero_(), self._up_weight[:, slot - 1].zero_()
+        for i, (target, pair) in enumerate(zip(self._targets, pairs, strict=True)):
+            if pair is not None:
+                a, b = pair
+                ranks = slice(i * rank, i * rank + len(a))
+                down[ranks] = a
+                up[target.outputs, ranks] = b.T
+        was_used = any(self._used)
+        self._used[slot - 1] = any(pair is not None for pair in pairs)
+        if was_used or self._used[slot - 1]:
+            self._pack()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base(x)
+        tokens = self._slots.tokens
+        if tokens is not None and any(self._used[slot - 1] for slot in tokens.distinct):
+            dtype = self._slots.dtype
+            hidden = self._down(x if x.dtype == dtype else x.to(dtype))
+            if tokens.is_other is not None:
+                hidden.view(len(x), self._slots.num_slots, -1).masked_fill_(tokens.is_other, 0)
+            out.add_(self._up(hidden))
+        return out
 
 
 class AdaptedLinear(Linear):
@@ -155,7 +234,7 @@ def _sums(table: torch.Tensor, weights: torch.Tensor, places: tuple[torch.Tensor
 
 def rebased(adapted: Linear, base: Linear) -> Linear:
     """What adapters do to another base of the same sizes; where there are none, that base."""
-    if not isinstance(adapted, AdaptedLinear):
+    if not isinstance(adapted, AdaptedLinear | PackedAdapted):
         return base
     adapted.base, adapted.num_bytes = base, base.num_bytes
     return adapted
@@ -170,14 +249,19 @@ class AdapterSlots(Slots):
         self.stretches: list[Stretch] = []
         """Of the step that is computed, as `rows`."""
         self._last_rows: AdaptedRows | None = None
-        self._layers: dict[tuple[str, ...], AdaptedLinear] = {}
+        self.is_packed = num_slots * max_rank <= MAX_PACKED_RANKS
+        self.tokens: TokenSlots | None = None
+        """Of the step that is computed, where slots are multiplied with side by side."""
+        self._last_tokens: TokenSlots | None = None
+        self._layers: dict[tuple[str, ...], AdaptedLinear | PackedAdapted] = {}
 
     def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> Linear:
         """The product of these targets, side by side. Where they have one, it gets this base."""
         names = tuple(target.name for target in targets)
         if names in self._layers:
             return rebased(self._layers[names], base)
-        adapted = self._layers[names] = AdaptedLinear(base, targets, self)
+        kind = PackedAdapted if self.is_packed else AdaptedLinear
+        adapted = self._layers[names] = kind(base, targets, self)
         self.targets |= {target.name: target for target in targets}
         return adapted
 
@@ -197,9 +281,15 @@ class AdapterSlots(Slots):
 
     def begin(self, inputs: StepInputs) -> None:
         """A step with these tokens is computed next."""
-        self.rows, self.stretches = None, []
+        self.rows, self.stretches, self.tokens = None, [], None
         ids = inputs.adapter_ids
         if ids is None:
+            return
+        if self.is_packed:
+            last_tokens = self._last_tokens
+            if last_tokens is None or not np.array_equal(last_tokens.ids, ids):
+                last_tokens = self._last_tokens = TokenSlots(ids.copy(), self.num_slots)
+            self.tokens = last_tokens
             return
         decodes = ids[: inputs.num_decodes]
         if decodes.any():

@@ -27,6 +27,7 @@ from actorllm.model.cpu.attention import KVCache, PagedCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_heads import drafting_model
 from actorllm.model.cpu.draft_passes import DraftingModel
+from actorllm.model.cpu.grouped_cache import GroupedKVCache
 from actorllm.model.cpu.int8_cache import Int8KVCache, block_bytes
 from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
@@ -366,9 +367,37 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             size = self.config.cache.block_size * self._latent.width * self.dtype.itemsize
             return self.model_config.num_layers * size + of_drafts
         if not self._has_int8_cache:
-            return super().block_bytes + of_drafts
+            return self._bytes_of_layers(windowed=False) + of_drafts
         c, size = self.model_config, self.config.cache.block_size
         return c.num_layers * block_bytes(self.num_kv_heads, c.head_dim, size) + of_drafts
+
+    @property
+    def cache_window(self) -> int | None:
+        """Where layers have a window, and blocks are as `KVCache` has them."""
+        plan, config = self.model_config, self.config
+        if not isinstance(plan, DecoderConfig) or plan.latent is not None:
+            return None
+        is_plain = not (
+            config.stages
+            or config.is_launched
+            or config.speculation is not None
+            or config.keeps_output_apart
+            or self._has_int8_cache
+            or config.cache.has_tiers
+        )
+        window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
+        is_small = window < config.model.max_model_len
+        return window if is_plain and is_small and config.model.pooler is None else None
+
+    def _bytes_of_layers(self, *, windowed: bool) -> int:
+        """Memory of one block in the layers of one KV group; all are of the first one where there is no other."""
+        every = super().block_bytes
+        if self.cache_window is None:
+            return 0 if windowed else every
+        assert isinstance(self.model_config, DecoderConfig)
+        windows = self.model_config.windows
+        count = sum((window is not None) == windowed for window in windows)
+        return every // len(windows) * count
 
     @property
     def _latent(self) -> LatentShape | None:
@@ -385,12 +414,36 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def fixed_cache_bytes(self) -> int:
-        """Of the tails of a cache of 8 bits: a page of them is mapped when a slot that has it is first used."""
+        """Of the second KV group; or of the tails of a cache of 8 bits, of which a page is mapped when a slot that has it is first
+        used."""
+        if self.cache_window is not None:
+            return self._most_window_blocks * self._bytes_of_layers(windowed=True)
         if not self._has_int8_cache:
             return 0
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
+    def cache_bytes_of(self, num_blocks: int) -> int:
+        window = self.cache_window
+        if window is None:
+            return super().cache_bytes_of(num_blocks)
+        partners = self.config.window_blocks(window, num_blocks) * self._bytes_of_layers(windowed=True)
+        return num_blocks * self.block_bytes + partners
+
+    @property
+    def _most_window_blocks(self) -> int:
+        assert self.cache_window is not None
+        return self.config.window_blocks(self.cache_window, 1 << 40)
+
     def _blocks_within(self, num_bytes: int) -> int:
+        if self.cache_window is not None:  # each block has a partner, up to as many as the second group has at most
+            both = self.block_bytes + self._bytes_of_layers(windowed=True)
+            if num_bytes < self._most_window_blocks * both:
+                return num_bytes // both
+            if (
+                not self.block_bytes
+            ):  # every layer has a window: blocks of the first group are counted, and hold nothing
+                return self.config.scheduler.max_num_seqs * self._most_blocks_of_one
+            return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
         if not self._has_int8_cache:
             return super()._blocks_within(num_bytes)
         # Each sequence that runs has its tails, and a block at least.
@@ -429,9 +482,15 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
             return int(self._available_at_first * share / self.config.world_size) - max(0, used) - working
-        per_seq = -(-(config.model.max_model_len + limits.num_spare_tokens) // config.cache.block_size)
         budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.config.world_size) - working
-        return min(limits.max_num_seqs * per_seq * self.block_bytes + self.fixed_cache_bytes, budget)
+        wanted = limits.max_num_seqs * self._most_blocks_of_one * self.block_bytes
+        return min(wanted + self.fixed_cache_bytes, budget)
+
+    @property
+    def _most_blocks_of_one(self) -> int:
+        """Of one sequence."""
+        length = self.config.model.max_model_len + self.config.scheduler.num_spare_tokens
+        return -(-length // self.config.cache.block_size)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
@@ -470,6 +529,21 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._draft_model.allocate(num_blocks)
         self._is_half_done = False
 
+    @torch.inference_mode()
+    def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
+        self.allocate(num_blocks)
+        c = self.model_config
+        assert isinstance(c, DecoderConfig)
+        self.cache = GroupedKVCache(
+            c.windows,
+            self.decoder.num_kv_heads,
+            c.head_dim,
+            num_blocks,
+            num_window_blocks,
+            self.config.cache.block_size,
+            self.dtype,
+        )
+
     def _empty_batch(self) -> PersistentBatch:
         arguments = self._batch_arguments(self.cache.num_blocks)
         return PersistentBatch(**arguments, padding_block=self.cache.padding_block)
@@ -496,7 +570,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         peak = max(0, memory.peak_bytes() - before)
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
-        context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        context = self.config.model.max_model_len * super().block_bytes // (size * self.model_config.num_layers)
         if self._latent is not None:
             context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model
@@ -539,6 +613,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.cache.zero(block_ids, slots)
         if self._draft_model is not None:
             self._draft_model.zero(block_ids)
+
+    def _pair(self, pairs: I32, step: int) -> None:
+        if not isinstance(self.cache, GroupedKVCache):
+            super()._pair(pairs, step)
+        else:
+            self.cache.pair(pairs)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)

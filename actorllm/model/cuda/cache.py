@@ -1,7 +1,8 @@
 """The paged KV cache on a device.
 
 One pool: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]. What a block holds of a layer is one contiguous piece,
-keys first. The keys of a block and a head are one tile of attention. Block ids are the scheduler's.
+keys first. The keys of a block and a head are one tile of attention. Block ids are the scheduler's. With `kv_cache_dtype="fp8"`
+the numbers are codes of float8_e4m3fn, of which 0 is 0.
 
 Invariant: the pool is finite everywhere between steps. It starts as zeros, and each step clears what it has written for
 tokens without finite states or logits, on the device (`ops.kv_clear`).

@@ -221,7 +221,10 @@ def qknorm_rope_kv(
     q.copy_(_rotated(queries, c, s))
     is_written = slots >= 0
     block, offset = slots[is_written].long() // page, slots[is_written].long() % page
-    keys[block, :, offset] = _rotated(new_keys, c, s)[is_written]
+    new_keys = _rotated(new_keys, c, s)
+    if keys.dtype == torch.uint8:
+        new_keys, new_values = reference.float8_codes(new_keys), reference.float8_codes(new_values)
+    keys[block, :, offset] = new_keys[is_written]
     values[block, :, offset] = new_values[is_written]
 
 
@@ -292,6 +295,8 @@ def _attend(
     used = blocks[: -(-length // page)].long()
     # [num_kv_heads, blocks * page, dim], and the heads of a group as further queries
     k, v = (pages[used].transpose(0, 1).reshape(num_kv_heads, -1, dim) for pages in (keys, values))
+    if k.dtype == torch.uint8:
+        k, v = reference.float8_numbers(k), reference.float8_numbers(v)
     grouped = q.view(len(q), num_kv_heads, -1, dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, tokens, dim]
     scores = torch.einsum("hgtd,hkd->hgtk", grouped.float(), k.float()) * scale
     if softcap:

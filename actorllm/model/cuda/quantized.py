@@ -29,7 +29,8 @@ from actorllm.model.quantization.grouped import nearest
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import ALL, Stored, Weights
-from actorllm_kernels.quantized_gemm import FLOAT8_SCALE, MAX_ROWS, packed
+from actorllm_kernels.float8 import FLOAT8_SCALE
+from actorllm_kernels.quantized_gemm import MAX_ROWS, packed
 
 SLICE_NUMBERS = 8 << 20
 """Weights that are dequantized at a time: 16 MiB, which the second-level cache of large GPUs holds until they are multiplied."""

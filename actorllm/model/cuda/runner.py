@@ -76,6 +76,7 @@ from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.weights import Weights
+from actorllm.types.quantization import FP8
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -250,10 +251,24 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 f"quantized weights ({model.quantization}) are not supported on CUDA for models that run through transformers; use "
                 f"the original model, or device='cpu'"
             )
+        if self._cache_dtype != self.dtype:
+            raise UnsupportedModelError(
+                f"kv_cache_dtype={self.config.cache.dtype!r} is not supported on CUDA for models that run through transformers; "
+                f"leave it out, or use device='cpu' with kv_cache_dtype='int8'"
+            )
         from actorllm.model.cuda import transformers_model  # imports transformers
 
         modules = cast("TransformersPlan", plan)
         return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device)
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        """Of the numbers of the cache; uint8: codes of floats of 8 bits."""
+        return torch.uint8 if self.config.cache.dtype == FP8 else self.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize
 
     def _decoder(self, plan: DecoderConfig, weights: Weights, form: Form) -> DeviceDecoder:
         """With room for adapters, if requests may have them."""
@@ -463,7 +478,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._rows_of_size.clear()
         with self.device.active():
             self._pool = DeviceCache(
-                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self.dtype
+                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self._cache_dtype
             )
             self.state = StateTable(self.device, self._max_rows, -(-length // size))
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)

@@ -237,7 +237,9 @@ def ranges(rows: Sequence[tuple[str, Sequence[tuple[int, Range | None]]]], label
         plot.text(plot.x(value), bottom + 16, number(value))
     for index, (name, marks) in enumerate(rows):
         middle = 14 + row_height * (index + 0.5)
-        plot.text(left - 10, middle + 4, shortened(name, 31), "row", "end")
+        parts = in_lines(name, 31)
+        for number_of, part in enumerate(parts):
+            plot.text(left - 10, round(middle + 4 + 14 * (number_of - (len(parts) - 1) / 2), 1), part, "row", "end")
         if index:
             top = 14 + row_height * index
             plot.add(f'<line x1="8" x2="{right}" y1="{top}" y2="{top}" class="grid"/>')
@@ -251,8 +253,14 @@ def ranges(rows: Sequence[tuple[str, Sequence[tuple[int, Range | None]]]], label
     return plot.svg(label)
 
 
-def shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def in_lines(text: str, most: int) -> list[str]:
+    """A label in lines of at most so many characters, cut behind commas and before + and @ where it can be."""
+    found: list[str] = []
+    while len(text) > most:
+        cut = max((at + (text[at] == ",") for at in range(1, most) if text[at] in ",+@"), default=most)
+        found.append(text[:cut])
+        text = text[cut:]
+    return [*found, text]
 
 
 def heat(

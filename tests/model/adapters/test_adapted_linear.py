@@ -11,24 +11,34 @@ import torch
 
 from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.adapters.reading import LowRank
-from actorllm.model.adapters.slots import MAX_SUMMED_ROWS, AdaptedLinear, AdapterSlots
+from actorllm.model.adapters.slots import (
+    MAX_PACKED_RANKS,
+    MAX_SUMMED_ROWS,
+    AdaptedLinear,
+    AdapterSlots,
+    PackedAdapted,
+)
+from actorllm.model.cpu.layers import linear
 from actorllm.model.linear.dense import Dense
 
 IN, RANK = 24, 4
+WIDE_RANK = MAX_PACKED_RANKS // 4 + 1
+"""Of four slots, too many to be multiplied with side by side."""
 SIZES = (48, 16, 16)
 
 
-@pytest.fixture
-def made() -> tuple[AdapterSlots, AdaptedLinear, dict[int, list[LowRank | None]]]:
+@pytest.fixture(params=[AdaptedLinear, PackedAdapted])
+def made(request: pytest.FixtureRequest) -> tuple[AdapterSlots, Any, dict[int, list[LowRank | None]]]:
     """Slots of three adapters, of which the second lacks the first target, and the third has all of a lower rank."""
     torch.manual_seed(0)
-    slots = AdapterSlots(4, RANK, torch.float32)
+    slots = AdapterSlots(4, RANK if request.param is PackedAdapted else WIDE_RANK, torch.float32)
     starts = np.cumsum((0, *SIZES)).tolist()
     targets = [
         AdaptedLayer(f"layer.{i}", size, IN, torch.arange(size), slice(None), slice(start, start + size))
         for i, (size, start) in enumerate(zip(SIZES, starts, strict=False))
     ]
-    adapted = slots.adapt(Dense(torch.randn(sum(SIZES), IN)), targets)
+    adapted = slots.adapt(linear(Dense(torch.randn(sum(SIZES), IN))), targets)
+    assert isinstance(adapted, request.param)
     pairs: dict[int, list[LowRank | None]] = {}
     for slot, rank in ((1, RANK), (2, RANK), (4, 2)):
         pairs[slot] = [(torch.randn(rank, IN), torch.randn(rank, size)) for size in SIZES]
@@ -84,7 +94,7 @@ def test_every_mix_of_rows_is_as_written_out(
 def test_the_adapters_of_others_change_no_bit_of_a_row(made: Any) -> None:
     slots, adapted, _ = made
     added, base = [], torch.zeros(sum(SIZES), IN)
-    adapted.base = Dense(base)
+    adapted.base = linear(Dense(base))
     x = torch.randn(6, IN)
     for ids in ([1, 2, 4, 0, 1, 2], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [1, 4, 4, 2, 0, 1]):
         with torch.inference_mode():
@@ -96,11 +106,27 @@ def test_the_adapters_of_others_change_no_bit_of_a_row(made: Any) -> None:
 
 def test_steps_with_the_same_rows_find_them_as_they_were(made: Any) -> None:
     slots, _, _ = made
-    slots.begin(step([1, 2], []))
-    first = slots.rows
-    slots.begin(step([1, 2], [(4, 1)]))
-    assert slots.rows is first
-    slots.begin(step([2, 1], []))
-    assert slots.rows is not first
-    slots.begin(step([0, 0], []))
-    assert slots.rows is None
+
+    def rows_of(*args: Any) -> Any:
+        slots.begin(step(*args))
+        return slots.tokens if slots.is_packed else slots.rows
+
+    first = rows_of([1, 2], [])
+    assert rows_of([1, 2], []) is first
+    if not slots.is_packed:
+        assert rows_of([1, 2], [(4, 1)]) is first
+    assert rows_of([2, 1], []) is not first
+    assert rows_of([0, 0], []) is None
+
+
+def test_an_adapter_with_huge_values_reaches_no_other_row() -> None:
+    """What it makes of the row of another one is not finite, and is set to 0."""
+    slots = AdapterSlots(2, 4, torch.float32)
+    layer = AdaptedLayer("layer", 8, IN, torch.arange(8), slice(None), slice(0, 8))
+    adapted = slots.adapt(linear(Dense(torch.zeros(8, IN))), [layer])
+    for slot, size in ((1, 1.0), (2, 3e38)):
+        slots.put(slot, {"layer": (torch.full((4, IN), size), torch.ones(4, 8))})
+    with torch.inference_mode():
+        slots.begin(step([1, 2, 0], []))
+        found = adapted(torch.ones(3, IN))
+    assert found[:, 0].tolist() == [4.0 * IN, float("inf"), 0.0]

@@ -8,7 +8,7 @@ from typing import Any
 from actorllm.model.runner import ModelRunner
 from actorllm.types.adapter_folder import AdapterDigests
 from tests.model.adapters.lora_folders import write_adapter
-from tests.model.cuda.twins import TINY, Twins
+from tests.model.cuda.twins import TINY, Twins, prompt
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 
@@ -42,3 +42,20 @@ def fill(twins: Twins, tmp_path: Path, **differences: Any) -> None:
     for runner in (twins.cpu_runner, twins.runner):
         put(runner, 1, tmp_path / "all")
         put(runner, 2, tmp_path / "few")
+
+
+def follow_adapters(twins: Twins) -> None:
+    """Prompts of few tokens and of many, chunks beside decode rows, rows of three kinds, and a slot that changes hands."""
+    twins.add(0, prompt(80, 1), adapter_id=1, temperature=0.8, seed=7)
+    twins.step({0: 70}, decode=[])
+    twins.add(1, prompt(9, 2))
+    twins.add(3, prompt(80, 1), adapter_id=2)
+    twins.step({0: 10, 1: 9, 3: 80})
+    for _ in range(3):
+        twins.step(decode=[0, 1, 3])
+    twins.remove(0)
+    twins.add(0, prompt(80, 1))
+    twins.step({0: 80}, decode=[1, 3])
+    for _ in range(3):
+        twins.step(decode=[0, 1, 3])
+    assert len({tuple(twins.tokens(slot)[-6:]) for slot in (0, 3)}) == 2

@@ -1,11 +1,12 @@
 """One of two ranks, as a program: its runner on the host's tensors must answer what the CPU's answers with one rank.
 
-python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK
+python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice, Replay
 from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import CudaRunner
+from tests.model.cuda.adapted import LORA, fill, follow_adapters
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
@@ -39,9 +41,10 @@ class RankTwins(Twins):
         return result
 
 
-def main(folder: Path, rendezvous: str, rank: int) -> None:
+def main(folder: Path, rendezvous: str, rank: int, *, has_adapters: bool) -> None:
     torch.set_num_threads(1)
-    config = config_of(folder, block_size=64)
+    options = LORA if has_adapters else {}
+    config = config_of(folder, block_size=64, **options)
     runner = CudaRunner(
         dataclasses.replace(config, world_size=2, rendezvous=rendezvous),
         rank,
@@ -51,10 +54,16 @@ def main(folder: Path, rendezvous: str, rank: int) -> None:
     runner.load()
     assert runner.profile_num_blocks() > 0
     runner.allocate(24)
-    cpu = CpuRunner(config_of(folder, block_size=16), show_progress=False)
+    cpu = CpuRunner(config_of(folder, block_size=16, **options), show_progress=False)
     cpu.load()
     cpu.allocate(96)
     twins = RankTwins(cpu, runner)
+    if has_adapters:
+        fill(twins, folder / str(rank), **json.loads((folder / "config.json").read_text()))
+        follow_adapters(twins)
+        runner.close()
+        print("done")
+        return
     refused_by_one(runner)
     decode(twins)
     rules(twins)
@@ -165,4 +174,4 @@ def spoilt(runner: CudaRunner) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), has_adapters=sys.argv[4:] == ["adapters"])

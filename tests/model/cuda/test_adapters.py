@@ -15,26 +15,9 @@ from actorllm.model.cuda.runner import CudaRunner
 from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
 from tests.model.adapters.lora_folders import write_adapter
-from tests.model.cuda.adapted import LORA, fill, layers_of, put
+from tests.model.cuda.adapted import LORA, fill, follow_adapters, layers_of, put
 from tests.model.cuda.host_engine import ARGUMENTS, load
 from tests.model.cuda.twins import TINY, Twins, prompt
-
-
-def follow(twins: Twins) -> None:
-    """Prompts of few tokens and of many, chunks beside decode rows, rows of three kinds, and a slot that changes hands."""
-    twins.add(0, prompt(80, 1), adapter_id=1, temperature=0.8, seed=7)
-    twins.step({0: 70}, decode=[])
-    twins.add(1, prompt(9, 2))
-    twins.add(3, prompt(80, 1), adapter_id=2)
-    twins.step({0: 10, 1: 9, 3: 80})
-    for _ in range(3):
-        twins.step(decode=[0, 1, 3])
-    twins.remove(0)
-    twins.add(0, prompt(80, 1))
-    twins.step({0: 80}, decode=[1, 3])
-    for _ in range(3):
-        twins.step(decode=[0, 1, 3])
-    assert len({tuple(twins.tokens(slot)[-6:]) for slot in (0, 3)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -47,7 +30,7 @@ def test_streams_are_those_of_the_cpu_worker(
 ) -> None:
     twins = make_twins(family, **LORA)
     fill(twins, tmp_path, **family)
-    follow(twins)
+    follow_adapters(twins)
 
 
 def test_a_recorded_step_serves_whatever_adapters_come_later(tmp_path: Path, make_twins: Callable[..., Twins]) -> None:
@@ -55,7 +38,7 @@ def test_a_recorded_step_serves_whatever_adapters_come_later(tmp_path: Path, mak
     while twins.runner.record_next():  # before a slot holds anything
         pass
     fill(twins, tmp_path)
-    follow(twins)
+    follow_adapters(twins)
     write_adapter(tmp_path / "new", layers_of(TINY), seed=5, size=1.0)
     for runner in (twins.cpu_runner, twins.runner):
         put(runner, 1, tmp_path / "new")
@@ -71,7 +54,7 @@ def test_adapters_beside_quantized_weights(
 ) -> None:
     twins = make_quantized(folder(), quantization="int4", **LORA)
     fill(twins, tmp_path)
-    follow(twins)
+    follow_adapters(twins)
 
 
 def test_an_engine_on_the_device_gives_the_texts_of_one_on_the_cpu(

@@ -65,12 +65,20 @@ def anyio_backend() -> str:
 )
 def test_two_ranks_answer_as_the_cpu_does(family: dict[str, Any], folder: Callable[..., Path], tmp_path: Path) -> None:
     """Step by step, with an MLP and a vocabulary that do not divide evenly, and biases that must be added once."""
-    path = folder(vocab_size=301, intermediate_size=97, **family)
+    run_ranks(folder(vocab_size=301, intermediate_size=97, **family), tmp_path)
+
+
+def test_rows_with_adapters_of_two_ranks_are_those_of_the_cpu(folder: Callable[..., Path], tmp_path: Path) -> None:
+    run_ranks(folder(intermediate_size=97), tmp_path, "adapters")
+
+
+def run_ranks(path: Path, tmp_path: Path, *more: str) -> None:
+    """Two processes of `rank`, which must end well."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.model.cuda.rank", str(path), str(tmp_path / "meeting")]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), *more], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for rank in range(2)
     ]

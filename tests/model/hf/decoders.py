@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """A random model of that name, with biases and norms that matter, saved to the folder."""
+def save(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, *, architecture: str | None = None, **more: Any
+) -> Any:
+    """A random model of that name, with biases and norms that matter, saved to the folder.
+
+    architecture: that transformers does not have, and that computes the same.
+    """
     family, differences = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**config_values(SHAPE | differences | more))
     torch.manual_seed(1)
@@ -109,6 +115,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: An
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model = model.to(dtype)
     model.save_pretrained(folder)
+    if architecture is not None:
+        tree = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(tree | {"architectures": [architecture]}))
     return model
 
 
