@@ -78,6 +78,7 @@ BENCHES = (
     Bench("lora", ()),
     Bench("weight_updates", ()),
     Bench("sleep", ()),
+    Bench("kv_tiers", ("--rounds", "1", "--lengths", "2048")),
     Bench("experts", ()),
     Bench("latent", ("--threads", "1")),
     Bench("images", ("--rounds", "1", "--tokens", "40")),

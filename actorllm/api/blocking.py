@@ -89,10 +89,10 @@ class BlockingDoor(ABC):
         Arguments:
             reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
                 behind.
-            reset_connector: refused unless False (default); there is no KV outside of the engine.
+            reset_connector: True or False (default): what KV tiers have is forgotten in either case.
 
         Raises:
-            InvalidParameterError: reset_connector is not False.
+            InvalidParameterError: reset_connector is neither True nor False.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         check_idle_arguments(reset_connector=reset_connector)

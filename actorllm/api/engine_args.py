@@ -35,7 +35,7 @@ IDLE_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "client_addresses": (None,),
     "client_count": (1,),
     "client_index": (0,),
-    "reset_connector": (False,),
+    "reset_connector": (False, True),
     "chat_template": (None,),
 }
 """Arguments of vLLM's methods, and the values at which they ask for what is done anyway."""

@@ -48,7 +48,8 @@ def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]
     with LLM(str(folder), **INLINE | arguments) as llm:
         for _ in range(rounds):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        assert llm.config.cache.window == (None if "speculative_config" in arguments else WINDOW)
+        has_one = {"speculative_config", "kv_offloading_size"} & set(arguments)
+        assert llm.config.cache.window == (None if has_one else WINDOW)
         statistics = llm.stats()["scheduler"]["scheduler"]
     return [list(output.outputs[0].token_ids) for output in outputs], statistics
 
@@ -77,8 +78,9 @@ def expected(model: tuple[Path, Any]) -> list[list[int]]:
         {"max_num_seqs": 8, "async_scheduling": False},
         {"max_num_seqs": 2, "max_num_batched_tokens": 33},
         {"max_num_seqs": 4, "speculative_config": DRAFTS, "block_size": 8},
+        {"max_num_seqs": 4, "kv_offloading_size": 0.01},
     ],
-    ids=["chunks", "depth 1", "two at a time", "drafts, in one group"],
+    ids=["chunks", "depth 1", "two at a time", "drafts, in one group", "a tier, in one group"],
 )
 def test_streams_do_not_depend_on_the_batch(
     model: tuple[Path, Any], expected: list[list[int]], arguments: dict[str, Any]

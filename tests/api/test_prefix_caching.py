@@ -107,8 +107,9 @@ def test_reading_can_be_skipped_and_everything_reset(llm: LLM) -> None:
     assert llm.reset_prefix_cache(False, False)
     assert complete(llm, SYSTEM).num_cached_tokens == 0
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
-    with pytest.raises(InvalidParameterError, match="reset_connector=True is not supported; leave it at False"):
-        llm.reset_prefix_cache(reset_connector=True)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(InvalidParameterError, match="reset_connector=2 is not supported; leave it at False or True"):
+        llm.reset_prefix_cache(reset_connector=2)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameterError, match="skip_reading_prefix_cache='yes'"):
         SamplingParams(skip_reading_prefix_cache="yes")  # type: ignore[arg-type]
 

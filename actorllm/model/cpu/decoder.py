@@ -121,14 +121,22 @@ class DecoderLayer:
             else:
                 self.qk_norm = WholeQKNorm(q_norm, k_norm, share, config.rms_norm_eps, ranks)
 
-    def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, rotary_dim / 2]."""
-        return self.beside(x, x if self.input_norm is None else self.input_norm(x), rotations, attention)
-
-    def beside(
-        self, x: torch.Tensor, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotations: torch.Tensor,
+        attention: AttentionBatch,
+        seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the layer makes of the residual stream x where attention reads `seen`, [num_tokens, inputs of qkv]."""
+        """What the layer makes of the residual stream.
+
+        Arguments:
+            x: [num_tokens, hidden_size].
+            rotations: [num_tokens, 1, rotary_dim / 2].
+            seen: what attention reads, [num_tokens, inputs of qkv]; None: x, after the layer's norm.
+        """
+        if seen is None:
+            seen = x if self.input_norm is None else self.input_norm(x)
         if self.latent is None:
             heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
             self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)

@@ -183,7 +183,7 @@ class DraftHead:
         assert first.input_norm is not None
         seen = self.hidden_norm(given)
         residual = seen if self.shape.norm_before_residual else given
-        return first.beside(residual, torch.cat((first.input_norm(embedded), seen), 1), rotations, attention)
+        return first(residual, rotations, attention, torch.cat((first.input_norm(embedded), seen), 1))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of the target's ids; -inf for those that the head does not have."""
