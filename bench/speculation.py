@@ -2,8 +2,8 @@
 
 A logits processor forces the text, so that every side makes the same tokens: models with random weights copy nothing. All sides
 stand in one process and take turns, request by request, so that what else the machine does falls on all of them.
-Times are medians of rounds; ratios are of two sides of one round.
-Run: python bench/speculation.py [--json FILE] [--threads 2] [--models 135M] [--rounds 5] [--tokens 128]
+Times are medians of rounds; ratios are of two sides of one round. A head with random weights shows what wrong drafts cost.
+Run: python bench/speculation.py [--json FILE] [--threads 2] [--models 135M] [--rounds 5] [--tokens 128] [--quantizations none,int8]
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "k=7": {**NGRAM, "num_speculative_tokens": 7},
 }
 BATCHES = (1, 4, 16, 64)
-FASTER, NO_SLOWER, SCHEDULER_COST, FASTER_STORIES = 1.8, 0.97, 1.5, 1.3
+HEAD = "eagle, k=3"
+"""The side with an EAGLE head, whose random weights are drawn as those of its target."""
+FASTER, FASTER_INT8, NO_SLOWER, SCHEDULER_COST, FASTER_STORIES = 1.8, 2.0, 0.97, 1.5, 1.3
 OPENINGS = ("Once upon a time there was", "The old king called his three sons", "One evening in winter the fox")
 DRAFTS, STORY_DTYPE = 3, "float32"
 
@@ -102,13 +104,15 @@ class Forced(LogitsProcessor):
         return logits
 
 
-def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(model: str, quantization: str | None, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of seconds per token by side, and the ratios."""
     from actorllm import LLM, SamplingParams
 
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as head:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+        (Path(head) / "config.json").write_text(json.dumps(SHAPES[model] | {"num_hidden_layers": 1}))
+        sides = SIDES | {HEAD: {"method": "eagle", "model": head, "num_speculative_tokens": 3}}
         sys.modules.setdefault("speculation", sys.modules[__name__])
         Forced.texts = texts(SHAPES[model]["vocab_size"], 64 * (PROMPT + arguments.tokens))
         engines = {
@@ -121,9 +125,10 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 max_num_seqs=max(BATCHES),
                 num_threads=arguments.threads,
                 logits_processors=["speculation:Forced"],
+                quantization=quantization,
                 speculative_config=config,
             )
-            for side, config in SIDES.items()
+            for side, config in sides.items()
         }
         cells = [(name, 1) for name in Forced.texts] + [("no repeats", batch) for batch in BATCHES[1:]]
         for name, batch in cells:
@@ -139,9 +144,9 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 for start in starts
             ]
-            seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
             tokens: dict[str, Any] = {}
-            accepted = dict.fromkeys(SIDES, 0.0)
+            accepted = dict.fromkeys(sides, 0.0)
             for turn in range(arguments.rounds + 1):
                 for side, llm in engines.items():
                     before = llm.stats()["scheduler"]["scheduler"]
@@ -154,12 +159,14 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                         seconds[side].append(spent)
                     accepted[side] = batch * arguments.tokens / (after["num_steps"] - before["num_steps"])
             assert all(made == tokens["none"] for made in tokens.values()), "drafts changed a token"
-            for side in list(SIDES)[1:]:
+            for side in list(sides)[1:]:
                 ratios = [off / on for off, on in zip(seconds["none"], seconds[side], strict=True)]
                 per_token = {s: 1e3 * statistics.median(seconds[s]) / (arguments.tokens - 1) for s in ("none", side)}
-                target = FASTER if name == "JSON" and side == "k=7" else NO_SLOWER if name == "no repeats" else None
+                faster = FASTER if quantization is None else FASTER_INT8
+                target = faster if name == "JSON" and side == "k=7" else NO_SLOWER if name == "no repeats" else None
+                shape = model if quantization is None else f"{model} {quantization}"
                 row = {
-                    "figure": f"{model}, {name}, batch {batch}, {side}",
+                    "figure": f"{shape}, {name}, batch {batch}, {side}",
                     "without ms": per_token["none"],
                     "with ms": per_token[side],
                     "tokens a step": accepted[side],
@@ -303,6 +310,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--models", default="135M")
+    parser.add_argument("--quantizations", default="none,int8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
@@ -311,7 +319,8 @@ def main() -> None:
     show(rows[0])
     rows += stories(arguments)
     for model in filter(None, arguments.models.split(",")):
-        rows += measure(model, arguments)
+        for quantization in arguments.quantizations.split(","):
+            rows += measure(model, None if quantization == "none" else quantization, arguments)
     if arguments.json is not None:
         data = {
             "command": command(),

@@ -23,14 +23,8 @@ HASH_BYTES = 32
 
 OWNER_VERBS = frozenset(
     (
-        "stage_weights",
-        "discard_weights",
-        "commit_weights",
-        "call_workers",
-        "sleep",
-        "wake_up",
-        "set_policy",
-        "request_log",
+        *("stage_weights", "discard_weights", "commit_weights", "call_workers", "sleep", "wake_up"),
+        *("check_policy", "set_policy", "request_log"),
     )
 )
 """What only the program that owns an engine asks of its scheduler: it alone can tell all replicas and every later process."""

@@ -12,7 +12,8 @@ import pytest
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording, told_scheduler
 from actorllm.errors import EngineError, InvalidParameterError
-from actorllm.messages import StepPlan, pack
+from actorllm.messages import Ask, StepPlan, pack
+from actorllm.messages.untrusted import check_foreign
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from actorllm.slo.simulator import rerun
 from tests.api import own_policies
@@ -133,3 +134,9 @@ async def test_every_replica_changes() -> None:
         await llm.set_policy("srpf")
         replicas = (await llm.stats())["scheduler"]["replicas"]
         assert [one["policy"]["scheduling"] for one in replicas.values()] == ["srpf", "srpf"]
+
+
+@pytest.mark.parametrize("verb", ["check_policy", "set_policy", "request_log"])
+def test_a_program_that_joins_loads_no_code_and_reads_no_requests_of_others(verb: str) -> None:
+    with pytest.raises(ValueError, match="which only the owner of the engine asks"):
+        check_foreign(Ask(id=1, verb=verb, arguments={"policy": OWN, "admission": None}), 100)

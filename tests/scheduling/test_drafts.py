@@ -262,9 +262,7 @@ def test_both_ways_to_append_runs_agree(monkeypatch: pytest.MonkeyPatch, build_e
         return engine.streams, statistics, {rid: end.sequence.num_wasted_tokens for rid, end in engine.ends.items()}
 
     by_column = run()
-    monkeypatch.setattr(
-        Results, "_append_runs", lambda self, record, tokens, counts: self._append_rows(record, self.result)
-    )
+    monkeypatch.setattr(Results, "_append_runs", lambda self, record, *rest: self._append_rows(record, self.result))
     apply = Results.apply
 
     def keeping(self: Any, result: Any, *rest: Any) -> Any:

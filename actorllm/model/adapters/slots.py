@@ -17,6 +17,7 @@ never while a row in flight uses them (`scheduling.residency`).
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,19 +87,41 @@ class TokenSlots:
         """bool [num_tokens, num_slots, 1]; None: there is one slot, and all tokens use it."""
 
 
-class PackedAdapted(Linear):
-    """A product of the base, and on top of it those of all slots, in two packed products."""
+class Adapted(Linear):
+    """A product of the base, and on top of it those of adapters."""
 
-    __slots__ = ("_down", "_down_weight", "_slots", "_targets", "_up", "_up_weight", "_used", "base")
+    __slots__ = ("_slots", "_targets", "_used", "base")
 
     def __init__(self, base: Linear, targets: Sequence[AdaptedLayer], slots: AdapterSlots) -> None:
         """targets: what the outputs are of, side by side."""
         super().__init__(base.out_features, base.in_features, base.num_bytes)
         self.base = base
         self._slots, self._targets = slots, targets
-        num_slots, num_ranks, dtype = slots.num_slots, len(targets) * slots.max_rank, slots.dtype
-        self._used = [False] * num_slots
+        self._used = [False] * slots.num_slots
         """Of each slot, whether its adapter has any of the targets."""
+
+    def drop_base(self) -> None:
+        """Nothing is computed before it has another one (`rebased`)."""
+        del self.base
+
+    @property
+    @abstractmethod
+    def num_adapter_bytes(self) -> int:
+        """Of all slots."""
+
+    @abstractmethod
+    def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
+        """Fill a slot. pairs: of each target; None: the adapter does not have it."""
+
+
+class PackedAdapted(Adapted):
+    """Those of all slots side by side, in two packed products."""
+
+    __slots__ = ("_down", "_down_weight", "_up", "_up_weight")
+
+    def __init__(self, base: Linear, targets: Sequence[AdaptedLayer], slots: AdapterSlots) -> None:
+        super().__init__(base, targets, slots)
+        num_slots, num_ranks, dtype = slots.num_slots, len(targets) * slots.max_rank, slots.dtype
         self._down_weight = torch.zeros(num_slots, num_ranks, base.in_features, dtype=dtype)
         self._up_weight = torch.zeros(base.out_features, num_slots, num_ranks, dtype=dtype)
         """With zeros where a rank is of another target than the output."""
@@ -110,15 +133,10 @@ class PackedAdapted(Linear):
 
     @property
     def num_adapter_bytes(self) -> int:
-        """Of all slots, packed and not."""
+        """Packed and not."""
         return 2 * sum(tensor.numel() * tensor.element_size() for tensor in (self._down_weight, self._up_weight))
 
-    def drop_base(self) -> None:
-        """Nothing is computed before it has another one (`rebased`)."""
-        del self.base
-
     def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
-        """Fill a slot. pairs: of each target; None: the adapter does not have it."""
         rank = self._slots.max_rank
         down, up = self._down_weight[slot - 1].zero_(), self._up_weight[:, slot - 1].zero_()
         for i, (target, pair) in enumerate(zip(self._targets, pairs, strict=True)):
@@ -144,19 +162,14 @@ class PackedAdapted(Linear):
         return out
 
 
-class AdaptedLinear(Linear):
-    """A product of the base, and on top of it those of the adapters of each row."""
+class SummedAdapted(Adapted):
+    """Those of the adapters of each row, by sums; of stretches, by products."""
 
-    __slots__ = ("_down", "_down_rows", "_pieces", "_slots", "_targets", "_up", "_up_rows", "_used", "base")
+    __slots__ = ("_down", "_down_rows", "_pieces", "_up", "_up_rows")
 
     def __init__(self, base: Linear, targets: Sequence[AdaptedLayer], slots: AdapterSlots) -> None:
-        """targets: what the outputs are of, side by side."""
-        super().__init__(base.out_features, base.in_features, base.num_bytes)
-        self.base = base
-        self._slots, self._targets = slots, targets
+        super().__init__(base, targets, slots)
         num_slots, rank, dtype = slots.num_slots, slots.max_rank, slots.dtype
-        self._used = [False] * num_slots
-        """Of each slot, whether its adapter has any of the targets."""
         self._down = torch.zeros(num_slots, base.in_features, len(targets) * rank, dtype=dtype)
         # Outputs are cut into pieces of one width, so that those of targets of several widths are sums of rows of one table.
         width = math.gcd(*(len(target.rows) for target in targets))
@@ -169,15 +182,9 @@ class AdaptedLinear(Linear):
 
     @property
     def num_adapter_bytes(self) -> int:
-        """Of all slots."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))
 
-    def drop_base(self) -> None:
-        """Nothing is computed before it has another one (`rebased`)."""
-        del self.base
-
     def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
-        """Fill a slot. pairs: of each target; None: the adapter does not have it."""
         rank, width = self._slots.max_rank, self._up.shape[3]
         down, up = self._down[slot - 1].zero_(), self._up[slot - 1].zero_()
         for i, (target, pair) in enumerate(zip(self._targets, pairs, strict=True)):
@@ -234,7 +241,7 @@ def _sums(table: torch.Tensor, weights: torch.Tensor, places: tuple[torch.Tensor
 
 def rebased(adapted: Linear, base: Linear) -> Linear:
     """What adapters do to another base of the same sizes; where there are none, that base."""
-    if not isinstance(adapted, AdaptedLinear | PackedAdapted):
+    if not isinstance(adapted, Adapted):
         return base
     adapted.base, adapted.num_bytes = base, base.num_bytes
     return adapted
@@ -253,14 +260,14 @@ class AdapterSlots(Slots):
         self.tokens: TokenSlots | None = None
         """Of the step that is computed, where slots are multiplied with side by side."""
         self._last_tokens: TokenSlots | None = None
-        self._layers: dict[tuple[str, ...], AdaptedLinear | PackedAdapted] = {}
+        self._layers: dict[tuple[str, ...], Adapted] = {}
 
     def adapt(self, base: Linear, targets: Sequence[AdaptedLayer]) -> Linear:
         """The product of these targets, side by side. Where they have one, it gets this base."""
         names = tuple(target.name for target in targets)
         if names in self._layers:
             return rebased(self._layers[names], base)
-        kind = PackedAdapted if self.is_packed else AdaptedLinear
+        kind = PackedAdapted if self.is_packed else SummedAdapted
         adapted = self._layers[names] = kind(base, targets, self)
         self.targets |= {target.name: target for target in targets}
         return adapted

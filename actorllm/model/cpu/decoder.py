@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from actorllm.model.adapters.slots import AdaptedLinear, rebased
+from actorllm.model.adapters.slots import Adapted, rebased
 from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.latent import LatentAttention
@@ -289,7 +289,7 @@ class Decoder:
         self.lm_head, self.embedding, self.rotary = None, self.embedding.new_empty(0), []
         for layer in self.layers:
             for name, held in list(vars(layer).items()):
-                if isinstance(held, AdaptedLinear):
+                if isinstance(held, Adapted):
                     held.drop_base()
                 elif isinstance(held, Linear | Experts | LatentAttention):
                     delattr(layer, name)

@@ -34,14 +34,19 @@ class DraftCounters:
     def _fold(self) -> None:
         num_drafted, counts, slots = (np.concatenate(column) for column in zip(*self._unfolded, strict=True))
         self._unfolded.clear()
-        for row, numbers in enumerate((num_drafted, np.maximum(counts - 1, 0))):
-            kept = slots >= 0
-            num_slots = self._by_slot.shape[1]
-            self._by_slot[row] += np.bincount(slots[kept], numbers[kept], minlength=num_slots).astype(np.int64)
-        had = num_drafted > 0
-        self._num_drafts += int(np.count_nonzero(had))
-        self._num_draft_tokens += int(num_drafted.sum())
-        self._by_number += np.bincount(np.maximum(counts[had] - 1, 0), minlength=self._by_number.size)
+        # How often a slot had each number of drafts, and of right ones. The first line is of no slot any more.
+        numbers = np.arange(self._by_number.size)
+        shape = (self._by_slot.shape[1] + 1, numbers.size)
+        first = (slots + 1) * numbers.size
+        had = np.bincount(first + num_drafted, minlength=shape[0] * shape[1]).reshape(shape)
+        right = np.bincount(first + np.maximum(counts - 1, 0), minlength=shape[0] * shape[1]).reshape(shape)
+        self._by_slot[0] += (had @ numbers)[1:]
+        self._by_slot[1] += (right @ numbers)[1:]
+        by_drafts = had.sum(0)
+        self._num_drafts += int(by_drafts[1:].sum())
+        self._num_draft_tokens += int(by_drafts @ numbers)
+        self._by_number += right.sum(0)
+        self._by_number[0] -= by_drafts[0]  # rows that had none
 
     def take(self, slot: int) -> tuple[int, int]:
         """The drafts of the request that leaves a slot, and the right ones."""

@@ -253,6 +253,8 @@ class Shadow:
         config = engine.config
         if config.data_parallel_size > 1 or config.max_replicas:
             raise ConfigError("a shadow policy needs an engine with one replica; its router decides as well")
+        if engine.stepper is not None:
+            raise ConfigError("a shadow policy needs an engine on a thread of its own; LLMEngine steps on the caller's")
         load_policies(policy, admission)
         given = config.scheduler.step_model
         self._model: StepModel = step_model or (LearnedModel() if given is None else from_json(given))

@@ -14,9 +14,9 @@ from actorllm.model.adapters.reading import LowRank
 from actorllm.model.adapters.slots import (
     MAX_PACKED_RANKS,
     MAX_SUMMED_ROWS,
-    AdaptedLinear,
     AdapterSlots,
     PackedAdapted,
+    SummedAdapted,
 )
 from actorllm.model.cpu.layers import linear
 from actorllm.model.linear.dense import Dense
@@ -27,7 +27,7 @@ WIDE_RANK = MAX_PACKED_RANKS // 4 + 1
 SIZES = (48, 16, 16)
 
 
-@pytest.fixture(params=[AdaptedLinear, PackedAdapted])
+@pytest.fixture(params=[SummedAdapted, PackedAdapted])
 def made(request: pytest.FixtureRequest) -> tuple[AdapterSlots, Any, dict[int, list[LowRank | None]]]:
     """Slots of three adapters, of which the second lacks the first target, and the third has all of a lower rank."""
     torch.manual_seed(0)

@@ -36,6 +36,7 @@ class FakeEngine:
     """Tells of a simulated run as a scheduler would: each request once it has ended."""
 
     is_running = True
+    stepper: Any = None
 
     def __init__(self, config: EngineConfig, run: SimulatedRun) -> None:
         self.config = config
@@ -156,6 +157,9 @@ def test_wrong_arguments() -> None:
             Shadow(FakeLLM(engine), "edf", **arguments)
     with pytest.raises(ConfigError, match="did you mean 'edf'"):
         Shadow(FakeLLM(engine), "edg")
+    engine.stepper = object()
+    with pytest.raises(ConfigError, match="steps on the caller's"):
+        Shadow(FakeLLM(engine), "edf")
     engine.config = EngineConfig.from_arguments("storyteller", data_parallel_size=2)
     with pytest.raises(ConfigError, match="one replica"):
         Shadow(FakeLLM(engine), "edf")

@@ -11,6 +11,7 @@ Another row has `LOST`: in a step with more rows than have drafts, its states ha
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,8 @@ class HeadDrafter(DraftingModel):
         """By slot, how many states wait; `LOST`: one is missing."""
         self._states = torch.empty(0)  # [num_slots, room, state_size]
         self._block_states = torch.empty(0)  # [num_blocks, state_size], of the last token of each block
+        self._pages: mmap.mmap
+        """That `_block_states` are in."""
 
     # Before the first step --------------------------------------------------------------------------------------------
 
@@ -90,8 +93,8 @@ class HeadDrafter(DraftingModel):
             c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, self._config.cache.block_size, self._dtype
         )
         self.cache.first_position = 1
-        pages = zero_pages(max(1, num_blocks) * size * self._dtype.itemsize)
-        self._block_states = torch.frombuffer(pages, dtype=torch.uint8).view(self._dtype).view(-1, size)
+        self._pages = zero_pages(num_blocks * size * self._dtype.itemsize)
+        self._block_states = torch.frombuffer(self._pages, dtype=torch.uint8).view(self._dtype).view(-1, size)
         self.computed = self._waiting = np.zeros(0, np.int32)
         self._states = torch.empty(0, self._room, size, dtype=self._dtype)
 
@@ -106,7 +109,7 @@ class HeadDrafter(DraftingModel):
 
     def release(self) -> None:
         super().release()
-        self._block_states.zero_()
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
