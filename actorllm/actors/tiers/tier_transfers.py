@@ -68,7 +68,7 @@ class TierTransfers(LoopPart):
                 data=np.frombuffer(keys.tobytes(), np.uint8),
             )
         except PeerLostError:  # the scheduler is told of it
-            if isinstance(job, BlockStore):  # what was forgotten meanwhile is known to nobody now
+            if isinstance(job, BlockStore):  # what was forgotten meanwhile is not told any more
                 self._directory.remove_keys(keys)
             return
         number, seconds = min(number for number, _ in answers), max(seconds for _, seconds in answers)
