@@ -183,7 +183,7 @@ class SlotFile:
         """Whether the lock of a set was had: a process that is stopped while it has it must stop no other."""
         has_lock = False
         for _ in range(LOCK_TRIES):
-            with contextlib.suppress(BlockingIOError, PermissionError):
+            with contextlib.suppress(OSError):  # held by another one, or not to be had of this file system
                 self._lock(fcntl.F_WRLCK, number)
                 has_lock = True
                 break

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.actors.tiers.slot_file import KEY_BYTES, SlotFile
+from actorllm.actors.tiers.slot_file import KEY_BYTES, SlotFile, num_slots_of
 from actorllm.config import CacheConfig
 from actorllm.errors import ConfigError
 
@@ -35,7 +35,9 @@ def open_tiers(cache: CacheConfig) -> list[SlotFile]:
         if cache.offloading_path is not None:
             files.append(_open("kv_offloading_size", cache.offloading_path, fingerprint, cache, cache.offloading_bytes))
         if cache.disk_path is not None:
-            path = os.path.join(_folder(cache.disk_path), f"{PREFIX}{cache.tier_fingerprint[:24]}{SUFFIX}")
+            # A file for each size: engines that share the folder and differ in it would take each other's away.
+            name = f"{cache.tier_fingerprint[:24]}-{num_slots_of(cache.tier_slot_bytes, cache.disk_bytes)}"
+            path = os.path.join(_folder(cache.disk_path), f"{PREFIX}{name}{SUFFIX}")
             files.append(_open("kv_disk_size", path, fingerprint, cache, cache.disk_bytes))
             _make_room(path, cache.disk_bytes)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from anyio import run
 
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.tiers.fingerprint import WHOLE_BYTES, fingerprint_of
-from actorllm.actors.tiers.tier_files import TierDirectory, keys_of
+from actorllm.actors.tiers.tier_files import TierDirectory, keys_of, open_tiers
 from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError
@@ -112,3 +113,33 @@ def test_files_that_differ_anywhere_have_another_fingerprint(tmp_path: Path) -> 
         large.seek(500_000)
         large.write(b"\1")
     assert fingerprint_of(config, "") != after
+
+
+def test_engines_that_give_a_folder_other_sizes_keep_their_files(tmp_path: Path) -> None:
+    def open_one(num_bytes: int) -> Any:
+        cache = replace(
+            EngineConfig.from_arguments("storyteller").cache,
+            disk_path=str(tmp_path), disk_bytes=num_bytes, tier_fingerprint="ab" * 32, tier_slot_bytes=1000,
+        )  # fmt: skip
+        (file,) = open_tiers(cache)
+        return file
+
+    first = open_one(50_000)
+    first.write(key(1), block(1))
+    second = open_one(90_000)
+    again = open_one(50_000)
+    assert again.contains(key(1)[None]).all(), "its file was in use"
+    for file in (first, second, again):
+        file.close()
+
+
+def test_a_file_system_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make(tmp_path / "slots")
+
+    def refuse(kind: int, number: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(file, "_lock", refuse)
+    assert not file.write(key(1), block(1))
+    assert not file.num_used
+    file.close()
