@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from actorllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PREFIX, SUFFIX = "actorllm-kv-", ".slots"
+MAKING_S = 3600.0
+"""No process takes longer to make a file."""
 
 
 def open_tiers(cache: CacheConfig) -> list[SlotFile]:
@@ -77,6 +80,10 @@ def _folder(path: str) -> str:
 
 def _make_room(own: str, num_bytes: int) -> None:
     """Files of other models and of other arithmetic go, the oldest first, until all that is there fits; not those in use."""
+    for path in Path(own).parent.glob(f"{PREFIX}*{SUFFIX}.*"):  # of a process that was killed while it made a file
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - MAKING_S:
+                os.unlink(path)
     others: list[tuple[float, int, Path]] = []
     for path in Path(own).parent.glob(f"{PREFIX}*{SUFFIX}"):
         with contextlib.suppress(OSError):

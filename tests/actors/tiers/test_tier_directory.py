@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from anyio import run
 
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.tiers.fingerprint import WHOLE_BYTES, fingerprint_of
+from actorllm.actors.tiers.slot_file import SlotFile
 from actorllm.actors.tiers.tier_files import TierDirectory, keys_of, open_tiers
 from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.config import EngineConfig
@@ -115,19 +117,30 @@ def test_files_that_differ_anywhere_have_another_fingerprint(tmp_path: Path) -> 
     assert fingerprint_of(config, "") != after
 
 
-def test_engines_that_give_a_folder_other_sizes_keep_their_files(tmp_path: Path) -> None:
-    def open_one(num_bytes: int) -> Any:
-        cache = replace(
-            EngineConfig.from_arguments("storyteller").cache,
-            disk_path=str(tmp_path), disk_bytes=num_bytes, tier_fingerprint="ab" * 32, tier_slot_bytes=1000,
-        )  # fmt: skip
-        (file,) = open_tiers(cache)
-        return file
+def open_one(folder: Path, num_bytes: int) -> SlotFile:
+    cache = replace(
+        EngineConfig.from_arguments("storyteller").cache,
+        disk_path=str(folder), disk_bytes=num_bytes, tier_fingerprint="ab" * 32, tier_slot_bytes=1000,
+    )  # fmt: skip
+    (file,) = open_tiers(cache)
+    return file
 
-    first = open_one(50_000)
+
+def test_what_a_killed_process_was_making_goes(tmp_path: Path) -> None:
+    old, new = tmp_path / "actorllm-kv-cd-8.slots.17-ab", tmp_path / "actorllm-kv-cd-8.slots.18-ab"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    open_one(tmp_path, 50_000).close()
+    assert not old.exists()
+    assert new.exists(), "its process may live"
+
+
+def test_engines_that_give_a_folder_other_sizes_keep_their_files(tmp_path: Path) -> None:
+    first = open_one(tmp_path, 50_000)
     first.write(key(1), block(1))
-    second = open_one(90_000)
-    again = open_one(50_000)
+    second = open_one(tmp_path, 90_000)
+    again = open_one(tmp_path, 50_000)
     assert again.contains(key(1)[None]).all(), "its file was in use"
     for file in (first, second, again):
         file.close()
