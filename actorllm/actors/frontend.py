@@ -763,7 +763,12 @@ class FrontendActor(Actor):
                 link = await self._wait_for_turn()
                 try:
                     return await self.ask(link, verb, **arguments)
-                except PeerRestartedError:
+                except PeerRestartedError as lost:
+                    if verb == "check_policy":  # it loads code of the user, which may end one scheduler after the other
+                        raise EngineError(
+                            "the scheduler ended while it looked up policies, and none has changed; if their module ends the "
+                            "process, mend it, else call set_policy() again"
+                        ) from lost
                     continue
                 except WouldBlock:
                     await anyio.sleep(RETRY_S)

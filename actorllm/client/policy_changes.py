@@ -15,6 +15,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError, InvalidParameterError, shown
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
+from actorllm.types.params import is_text
 
 NO_ADMISSION = "none"
 """What a caller says for no admission policy; None leaves the one that there is."""
@@ -37,7 +38,7 @@ def check_policy_names(scheduling_policy: object, admission_policy: object) -> N
     """Raises InvalidParameterError for what is no name."""
     given = {"scheduling_policy": scheduling_policy, "admission_policy": admission_policy}
     for name, value in given.items():
-        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME):
+        if value is not None and (not isinstance(value, str) or not is_text(value) or not 0 < len(value) <= MAX_NAME):
             raise InvalidParameterError(
                 f"{name}={shown(value)} must be a name or 'module:Class' of at most {MAX_NAME} characters, or None"
             )

@@ -54,7 +54,7 @@ class Registry:
             cls = getattr(importlib.import_module(module_name), class_name)
             given = {key: value for key, value in offered.items() if value is not None}
             return cls(**{key: given[key] for key in given if key in inspect.signature(cls).parameters})
-        except Exception as error:  # whatever the module or the constructor raises is the caller's
+        except (Exception, SystemExit) as error:  # whatever the module or the constructor raises is the caller's
             where = "it must be a class that is built without arguments"
             if module_name == "__main__":
                 where = "with topology='process' the scheduler is another program: use topology='inline', or a module of its own"

@@ -93,6 +93,7 @@ async def test_a_wrong_one_changes_nothing() -> None:
             ((), "needs scheduling_policy"),
             ((5,), "scheduling_policy=5"),
             (("",), "must be a name"),
+            (("\ud800",), "must be a name"),
         ):
             with pytest.raises(InvalidParameterError, match=said):
                 await llm.set_policy(*arguments)  # type: ignore[arg-type]
@@ -101,6 +102,19 @@ async def test_a_wrong_one_changes_nothing() -> None:
         told = (await llm.stats())["scheduler"]["policy"]
         assert told == {"scheduling": "fcfs", "admission": None, "num_changes": 0}
         await llm.complete("Once", PARAMS)
+
+
+async def test_policies_that_end_the_process_fail_their_call_alone() -> None:
+    async with AsyncLLM("storyteller", num_threads=1) as llm:
+        expected = await texts(llm)
+        with pytest.raises(InvalidParameterError, match="SystemExit: no licence"):
+            await llm.set_policy(f"{own_policies.__name__}:Exiting")
+        assert llm.health().num_recoveries == 0
+        with pytest.raises(EngineError, match="ended while it looked up policies, and none has changed"):
+            await llm.set_policy(f"{own_policies.__name__}:Ending")
+        assert await texts(llm) == expected
+        assert llm.health().num_recoveries == 1
+        await llm.set_policy("edf")
 
 
 async def test_a_scheduler_that_is_started_again_keeps_it_and_others_cannot_change_it() -> None:
