@@ -319,14 +319,17 @@ class Engine:
         with self._lock:
             self._wanting.discard(future)
 
-    def token_ids_of(self, prompt: str | Conversation, add_special_tokens: bool) -> Future[list[int]]:
+    def token_ids_of(
+        self, prompt: str | Conversation, add_special_tokens: bool, lora_request: LoRARequest | None = None
+    ) -> Future[list[int]]:
         """The token ids of a text, or of a conversation, however many. Read on a tokenizer worker; the engine need not run.
 
-        Raises EngineShutdownError; the future raises what is wrong with the prompt.
+        lora_request: an adapter, which may bring a tokenizer. Raises EngineShutdownError; the future raises what is wrong
+        with the prompt.
         """
 
         def read(worker: JobPlace | None) -> list[int]:
-            return self.prompts.ids_of(prompt, add_special_tokens, worker)
+            return self._submits.prompts_of(lora_request).ids_of(prompt, add_special_tokens, worker)
 
         reading = Reading(read, self.prompts.is_large(prompt))
         self._enqueue(reading)

@@ -131,7 +131,7 @@ async def tokenize(request: Request) -> Response:
     """The ids of a prompt, or of a conversation as the model would see it."""
     state = state_of(request)
     body = await read_body(request, TokenizeRequest)
-    state.check_model(body.model)
+    named = state.models.arguments_of(state.check_model(body.model))
     extras = extras_of(body, request.headers)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "one of prompt and messages is needed, and not both", "prompt")
@@ -144,7 +144,7 @@ async def tokenize(request: Request) -> Response:
         adds = body.add_special_tokens is not False
         if body.messages is not None:
             prompt, adds = chat.conversation_of(body, state.defaults), bool(body.add_special_tokens)
-        ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
+        ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds, **named))
         strings = None
         if body.return_token_strs:
             strings = await to_thread.run_sync(lambda: _tokenizer(state).tokens_of(ids))

@@ -100,7 +100,7 @@ def drafter_class(method: str) -> type[Drafter]:
         raise ConfigError(
             f"speculative_config: method={method!r} is not supported; use {NGRAM!r}, or a drafter of yours as 'module:Class'"
         )
-    return named_class("speculative_config: method", method, Drafter, DRAFTERS)  # type: ignore[type-abstract]
+    return named_class("speculative_config: method", method, Drafter, DRAFTERS, (*WITH_FOLDER, MTP))  # type: ignore[type-abstract]
 
 
 def default_ranges(most: int) -> Ranges:
@@ -232,7 +232,8 @@ def _method(tree: Mapping[Any, Any]) -> tuple[str, str | None]:
     if method is None and model is not None:  # as in vLLM
         method = NGRAM if model in NO_MODEL else _method_of(str(model))
     if not isinstance(method, str) or not method:
-        raise ConfigError(f"speculative_config: method={method!r:.80} must be {NGRAM!r}, or a class as 'module:Class'")
+        known = ", ".join(map(repr, (*DRAFTERS, *WITH_FOLDER, MTP)))
+        raise ConfigError(f"speculative_config: method={method!r:.80} must be {known}, or a class as 'module:Class'")
     method = ALIASES.get(method, method)
     if method in WITH_FOLDER:
         if not isinstance(model, str) or not model:

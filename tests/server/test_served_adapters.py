@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from actorllm import AsyncLLM, LoRARequest, SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError
 from actorllm.server import adapter_routes, create_app
 from actorllm.server.warmup import warm_up
@@ -282,3 +284,29 @@ async def test_an_adapter_of_another_model_ends_the_start(llm: AsyncLLM, folders
 def test_an_engine_without_adapters_has_no_names_of_them(folders: Path) -> None:
     with pytest.raises(ConfigError, match="--enable-lora"):
         create_app(AsyncLLM("storyteller", topology="inline"), lora_modules=[f"a={folders / 'a'}"])
+
+
+async def test_an_adapter_with_a_tokenizer_counts_by_it(llm: AsyncLLM, folders: Path, tmp_path: Path) -> None:
+    """What a program counts or renders beforehand has the tokens that the request itself has."""
+    folder = tmp_path / "own"
+    shutil.copytree(folders / "a", folder)
+    base = Path(BUNDLED_MODELS["storyteller"])
+    shutil.copy(base / "tokenizer.json", folder)
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}Bear:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    app = create_app(llm, lora_modules=[f"own={folder}"])
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
+    ids: dict[str, list[int]] = {}
+    async with client_of(app) as client:
+        for model in ("storyteller", "own"):
+            asked = {**body, "model": model}
+            answer = (await client.post("/v1/chat/completions", json={**asked, "return_token_ids": True})).json()
+            ids[model] = answer["prompt_token_ids"]
+            tokenized = (await client.post("/tokenize", json={**asked, "max_tokens": None})).json()
+            assert tokenized["tokens"] == ids[model]
+            rendered = (await client.post("/v1/chat/completions/render", json=asked)).json()
+            assert rendered["token_ids"] == ids[model]
+            counted = (await client.post("/v1/messages/count_tokens", json=asked)).json()
+            assert counted["input_tokens"] == len(ids[model])
+    assert ids["storyteller"] != ids["own"]

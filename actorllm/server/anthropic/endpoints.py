@@ -28,12 +28,12 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has as the model would see it."""
     state = state_of(request)
     body = await read_body(request, CountTokensRequest)
-    state.check_model(body.model)
+    named = state.models.arguments_of(state.check_model(body.model))
     try:
         as_chat = chat_body(body)
         extras = extras_of(as_chat, request.headers)
         conversation = chat.conversation_of(as_chat, state.defaults)
-        ids = await HostLoop.current().result_of(state.engine.token_ids_of(conversation, False))
+        ids = await HostLoop.current().result_of(state.engine.token_ids_of(conversation, False, **named))
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, CountTokensRequest.model_fields, "messages") from error
     return JSONResponse({"input_tokens": len(ids)}, headers=extras.headers())

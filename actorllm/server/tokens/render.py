@@ -48,7 +48,7 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
     try:
         asked: Asked = ask(body, request.headers, state.defaults, name, state.decode)
         adds = body.add_special_tokens
-        ids = [await _ids_of(state, prompt, adds) for prompt in asked.prompts]
+        ids = [await _ids_of(state, name, prompt, adds) for prompt in asked.prompts]
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, model.model_fields, prompt_field, body.renamed()) from error
     head = {"model": name, "stream": bool(body.stream), "cache_salt": body.cache_salt, "priority": body.priority or 0}
@@ -60,7 +60,7 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
     return [{"request_id": one, "token_ids": tokens, **head} for one, tokens in zip(names, ids, strict=True)]
 
 
-async def _ids_of(state: ServerState, prompt: Any, adds: bool | None) -> list[int]:
+async def _ids_of(state: ServerState, name: str, prompt: Any, adds: bool | None) -> list[int]:
     if isinstance(prompt, dict):  # with a salt
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, np.ndarray):
@@ -69,7 +69,9 @@ async def _ids_of(state: ServerState, prompt: Any, adds: bool | None) -> list[in
     if isinstance(prompt, list):
         return prompt
     adds = bool(adds) if isinstance(prompt, Conversation) else adds is not False
-    return await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
+    return await HostLoop.current().result_of(
+        state.engine.token_ids_of(prompt, adds, **state.models.arguments_of(name))
+    )
 
 
 def _sent(params: SamplingParams) -> dict[str, Any]:

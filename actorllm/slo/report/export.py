@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import unescape
 from typing import Any
@@ -297,7 +297,7 @@ def parquet_of(csv: str) -> bytes:
 
 
 def latex_table(results: SweepResults) -> str:
-    """The highest rate of each variant with its band, for `booktabs`; a row that has a growing backlog is marked."""
+    """The highest rate of each variant with its band, for `booktabs`. What is not known for certain is marked, as on the page."""
     targets = results.targets or tuple(
         t for t in TARGETS if any(results.max_rate(x, t, r) for x in results.labels() for r in READINGS)
     )
@@ -305,7 +305,8 @@ def latex_table(results: SweepResults) -> str:
     head = " & ".join(["Policy", *(f"{100 * target:g}\\,\\% {_tex(READS[reading])}" for target, reading in kinds)])
     rows = []
     for label in results.labels():
-        cells = [_tex_rate(results.max_rate(label, target, reading)) for target, reading in kinds]
+        found = [results.max_rate(label, target, reading) for target, reading in kinds]
+        cells = [_tex_rate(one, results.rates(label)) for one in found]
         rows.append(" & ".join([_tex(label), *cells]) + r" \\")
     about = _tex(f"{results.scenario.describe()}; {len(results.seeds)} seeds")
     return "\n".join(
@@ -317,18 +318,29 @@ def latex_table(results: SweepResults) -> str:
             r"\midrule",
             *rows,
             r"\bottomrule",
-            rf"\multicolumn{{{len(kinds) + 1}}}{{l}}{{\footnotesize {about}. $^\dagger$ not stationary.}} \\",
+            rf"\multicolumn{{{len(kinds) + 1}}}{{l}}{{\footnotesize {about}. {NOTES}}} \\",
             r"\end{tabular}",
             "",
         ]
     )
 
 
-def _tex_rate(found: MaxRate | None) -> str:
+NOTES = r"$^\dagger$ the backlog grew. $^\ddagger$ too short to see whether it did. $<$, $>$ beyond the rates that were simulated."
+MARKS = {"stationary": "", "growing": r"$^\dagger$"}
+
+
+def _tex_rate(found: MaxRate | None, rates: Sequence[float]) -> str:
+    """rates: those that were simulated."""
     if found is None:
-        return "--"
-    mark = "" if found.verdict == "stationary" else r"$^\dagger$"
-    return f"{number(found.rate)}{mark} [{number(found.low)}, {number(found.high)}]"
+        return _tex_bound(f"< {number(rates[0])}") if rates else "--"
+    mark = MARKS.get(found.verdict, r"$^\ddagger$")
+    more = "" if found.is_bounded else "> "
+    return _tex_bound(f"{more}{number(found.rate)}{mark} [{', '.join(found.band.ends(number))}]")
+
+
+def _tex_bound(text: str) -> str:
+    """With the signs of open bounds in a mode of LaTeX that shows them in every font."""
+    return text.replace("< ", "$<$\\,").replace("> ", "$>$\\,")
 
 
 def _tex(text: str) -> str:

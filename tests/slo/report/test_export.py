@@ -19,6 +19,7 @@ from actorllm.slo.experiments import Scenario, Sweep, SweepResults, Variant
 from actorllm.slo.report import results_csv, sweep_page
 from actorllm.slo.report.charts import Range, in_lines, ranges
 from actorllm.slo.report.export import figures_of, latex_table, parquet_of, pdf_of
+from actorllm.types.objective import READINGS
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,7 +94,25 @@ def test_a_table_for_latex(results: SweepResults) -> None:
     assert all(line.count("&") == 2 for line in body.splitlines()[1:-1])
     assert text.count(r"\begin{tabular}{lrr}") == text.count(r"\end{tabular}") == 1
     uncommented = re.sub(r"(?m)^%.*$", "", text)
-    assert not re.search(r"(?<!\\)[%#_$](?!\^)", uncommented.replace(r"$^\dagger$", "")), "what LaTeX reads is escaped"
+    for mark in (r"$^\dagger$", r"$^\ddagger$", "$<$", "$>$"):
+        uncommented = uncommented.replace(mark, "")
+    assert not re.search(r"(?<!\\)[%#_$<>](?!\^)", uncommented), "what LaTeX reads is escaped"
+
+
+def test_a_table_for_latex_says_what_is_not_known(results: SweepResults) -> None:
+    """A bound that lies beyond what was simulated is none in a paper either, and neither is a short run a growing backlog."""
+    lowest = [record for record in results.records if record["rate"] == 1.0]
+    results = SweepResults.of_records(results.scenario, lowest, results.stamp, (0.9,))
+    searched = [results.max_rate(label, 0.9, reading) for label in results.labels() for reading in READINGS]
+    found = [rate for rate in searched if rate is not None]
+    assert any(rate.verdict == "short" for rate in found)
+    assert any(rate.band.low_is_open or rate.band.high_is_open or not rate.is_bounded for rate in found)
+    text = latex_table(results)
+    body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
+    num_open = sum(rate.band.low_is_open + rate.band.high_is_open + (not rate.is_bounded) for rate in found)
+    assert body.count("$<$") + body.count("$>$") == num_open + searched.count(None)
+    assert body.count(r"$^\ddagger$") == sum(rate.verdict == "short" for rate in found)
+    assert body.count(r"$^\dagger$") == sum(rate.verdict == "growing" for rate in found)
 
 
 def test_the_command_writes_them(
