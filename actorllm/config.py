@@ -222,6 +222,8 @@ class CacheConfig:
     """What the bits of blocks depend on besides their hashes, as hexadecimal digits; once a worker has told."""
     tier_slot_bytes: int = 0
     """Of a block in these tiers; in the same way."""
+    tier_mask_path: str | None = None
+    """Of memory of the owner of the engine, by which a new scheduler knows of resets (`actors.tiers.TierDirectory`)."""
 
     @property
     def has_tiers(self) -> bool:

@@ -240,7 +240,7 @@ class SchedulerActor(Actor):
         self._policies = ActivePolicies(config.scheduler, None if config.record is None else self._write_entry)
         arguments |= {"policy": self._policies.first(), "build_policy": self._policies.build}
         if config.cache.has_tiers:
-            self._directory = TierDirectory(open_tiers(config.cache))
+            self._directory = TierDirectory(open_tiers(config.cache), config.cache.tier_mask_path)
             arguments["tiers"] = self._directory
         if config.load_board is not None:
             self._load = LoadPublisher(config.load_board, config.replica)

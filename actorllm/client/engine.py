@@ -136,6 +136,11 @@ class Engine:
         if config.cache.offloading_bytes and config.cache.offloading_path is None:
             self._tier_memory = MemoryFile("kv-blocks")
             config = replace(config, cache=replace(config.cache, offloading_path=self._tier_memory.path))
+        self._tier_mask: MemoryFile | None = None
+        """What schedulers know of resets of the KV tiers."""
+        if config.cache.has_tiers and config.cache.tier_mask_path is None:
+            self._tier_mask = MemoryFile("kv-mask")
+            config = replace(config, cache=replace(config.cache, tier_mask_path=self._tier_mask.path))
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
@@ -381,8 +386,9 @@ class Engine:
                 self.prompts.forget()
                 self._submits.forget()
             finally:
-                if self._tier_memory is not None:
-                    self._tier_memory.clear()
+                for memory in (self._tier_memory, self._tier_mask):
+                    if memory is not None:
+                        memory.clear()
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
                 self._make()
@@ -415,8 +421,9 @@ class Engine:
         meeting_place.close()
         self._weight_updates.close()
         self.weight_transfer.close()
-        if self._tier_memory is not None:
-            self._tier_memory.close()
+        for memory in (self._tier_memory, self._tier_mask):
+            if memory is not None:
+                memory.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._tokenizer_pool is not None:

@@ -152,6 +152,26 @@ def test_a_reset_forgets_what_the_tiers_have(tmp_path: Path, expected: list[list
         )
 
 
+def test_the_next_scheduler_finds_nothing_of_before_a_reset(tmp_path: Path, expected: list[list[int]]) -> None:
+    fill(tmp_path, expected)
+
+    async def go_on() -> int:
+        async with AsyncLLM("storyteller", **OPTIONS | disk(tmp_path)) as engine:
+
+            async def generate(number: int) -> list[int]:
+                outputs = [output async for output in engine.generate(prompt(number), PARAMS)]
+                return list(outputs[-1].outputs[0].token_ids)
+
+            assert await generate(2) == expected[2]
+            await engine.reset_prefix_cache()
+            os.kill(engine._engine.pids["scheduler"], signal.SIGKILL)
+            assert await generate(3) == expected[3]
+            told = await engine.stats()
+            return int(told["scheduler"]["scheduler"]["transfers"]["num_loads"])
+
+    assert asyncio.run(go_on()) == 0
+
+
 def test_weights_of_another_version_find_nothing(tmp_path: Path, expected: list[list[int]]) -> None:
     fill(tmp_path, expected)
     new = {"model.norm.weight": torch.full((256,), 1.5)}

@@ -11,7 +11,9 @@ import actorllm
 from actorllm.config import EngineConfig
 
 STRIDE, SAMPLE_BYTES = 1 << 20, 4096
-"""Of each file so many bytes are read at each multiple of the stride: every tensor of that size is among them."""
+"""Of a large file so many bytes are read at each multiple of the stride: every tensor of that size is among them."""
+WHOLE_BYTES = 32 << 20
+"""Files of up to so many bytes are read whole. Of larger ones the time of the last change counts, too."""
 
 
 def fingerprint_of(config: EngineConfig, arithmetic: str) -> bytes:
@@ -33,12 +35,16 @@ def fingerprint_of(config: EngineConfig, arithmetic: str) -> bytes:
 
 
 def _digest_of(path: Path) -> str:
-    """Of the names, sizes and samples of the files of a model."""
+    """Of the files of a model: all that is in small ones, and samples of large ones."""
     digest = hashlib.sha256()
     for file in sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            digest.update(f"{file.name} {size}\n".encode())
+            if size <= WHOLE_BYTES:
+                digest.update(f"{file.name} {size}\n".encode())
+                digest.update(opened.read())
+                continue
+            digest.update(f"{file.name} {size} {os.fstat(opened.fileno()).st_mtime_ns}\n".encode())
             for start in [*range(0, size, STRIDE), max(0, size - SAMPLE_BYTES)]:
                 digest.update(os.pread(opened.fileno(), SAMPLE_BYTES, start))
     return digest.hexdigest()

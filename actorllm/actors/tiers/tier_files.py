@@ -104,11 +104,18 @@ def keys_of(hashes: bytes) -> NDArray[np.uint64]:
 class TierDirectory:
     """What the files have, by block hashes (`scheduling.tiers.transfers.Directory`)."""
 
-    def __init__(self, files: Sequence[SlotFile]) -> None:
+    def __init__(self, files: Sequence[SlotFile], mask_path: str | None = None) -> None:
+        """mask_path: of memory that outlives this scheduler: the next one forgets the same. None: it knows of no reset."""
         self._files = files
         self._mask: NDArray[np.uint64] | None = None
         """What makes other keys of the hashes, once everything was to be forgotten. So nothing of before is found here, and nothing
         of afterwards by a later engine, which may have other weights."""
+        self._mask_fd = -1
+        if mask_path is not None:
+            self._mask_fd = os.open(mask_path, os.O_RDWR | os.O_CLOEXEC)
+            mask = os.pread(self._mask_fd, KEY_BYTES, 0)
+            if mask:
+                self._mask = np.frombuffer(mask, np.uint64)
 
     def keys(self, hashes: bytes) -> NDArray[np.uint64]:
         """The keys of these hashes."""
@@ -136,12 +143,22 @@ class TierDirectory:
         return list(lacks.tolist())
 
     def remove(self, hashes: bytes) -> None:
+        self.remove_keys(self.keys(hashes))
+
+    def remove_keys(self, keys: NDArray[np.uint64]) -> None:
+        """As `remove`, of what may have been stored before the last `forget_all`."""
         for file in self._files:
-            file.remove(self.keys(hashes))
+            file.remove(keys)
 
     def forget_all(self) -> None:
-        self._mask = np.frombuffer(secrets.token_bytes(KEY_BYTES), np.uint64)
+        mask = secrets.token_bytes(KEY_BYTES)
+        if self._mask_fd >= 0:
+            os.pwrite(self._mask_fd, mask, 0)
+        self._mask = np.frombuffer(mask, np.uint64)
 
     def close(self) -> None:
+        if self._mask_fd >= 0:
+            os.close(self._mask_fd)
+            self._mask_fd = -1
         for file in self._files:
             file.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.actors.link import Link
 from actorllm.actors.loop_parts import LoopPart
@@ -51,11 +52,11 @@ class TierTransfers(LoopPart):
             for job in jobs:
                 # The keys of now: after `forget_all` there are others.
                 keys = self._directory.keys(job.wanted if isinstance(job, BlockLoad) else job.hashes)
-                self._host.start_soon(self._move, job, keys.tobytes(), self._link())
+                self._host.start_soon(self._move, job, keys, self._link())
             if transfers.is_moving:  # else there is no loop, and all was done at once
                 return
 
-    async def _move(self, job: BlockLoad | BlockStore, keys: bytes, link: Link) -> None:
+    async def _move(self, job: BlockLoad | BlockStore, keys: NDArray[np.uint64], link: Link) -> None:
         transfers = self._host.scheduler.transfers
         assert transfers is not None
         try:
@@ -64,15 +65,19 @@ class TierTransfers(LoopPart):
                 "load_blocks" if isinstance(job, BlockLoad) else "store_blocks",
                 math.inf,  # as long as a disk takes; requests do not wait for longer than computing takes
                 blocks=job.blocks.tolist(),
-                data=np.frombuffer(keys, np.uint8),
+                data=np.frombuffer(keys.tobytes(), np.uint8),
             )
-        except PeerLostError:
-            return  # the scheduler is told of it
+        except PeerLostError:  # the scheduler is told of it
+            if isinstance(job, BlockStore):  # what was forgotten meanwhile is not told any more
+                self._directory.remove_keys(keys)
+            return
         number, seconds = min(number for number, _ in answers), max(seconds for _, seconds in answers)
         if isinstance(job, BlockLoad):
             transfers.loaded(job, number, seconds, now())
         else:
             transfers.stored(job, number, seconds)
+            if job.is_void:  # by these keys, and not by those of now
+                self._directory.remove_keys(keys)
         self._host.wake()
 
     def next_deadline(self) -> float:
