@@ -48,6 +48,7 @@ from actorllm.types.logits_processors.paths import paths_of as logits_processor_
 from actorllm.types.media_rules import MediaRules, Modality
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
+from actorllm.types.params import is_text
 from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
@@ -724,7 +725,9 @@ def _limits(given: dict[str, Any], longest_prompt: int) -> tuple[int, int]:
     What is not given gives way to what is. Raises ConfigError where both are given and do not go together: the scheduler relies on
     every decode row having room.
     """
-    rows, tokens = (_optional_positive(name, given[name]) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    rows, tokens = (
+        _optional_positive(name, given[name], MOST_IN_STEP) for name in ("max_num_seqs", "max_num_batched_tokens")
+    )
     if tokens is None:
         tokens = max(DEFAULT_BATCHED_TOKENS, rows or 0, longest_prompt)
     if rows is None:
@@ -1134,8 +1137,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
     # None is allowed where None is the default.
     for name in ("name", "scheduling_policy", "admission_policy", "router", "compute_scheme"):
-        if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
-            raise ConfigError(f"{name}={given[name]!r} must be a string")
+        if not is_text(given[name]) and (given[name] is not None or ARGUMENTS[name] is not None):
+            raise ConfigError(f"{name}={shown(given[name])} must be a string")
     if given["name"] is not None:
         check_engine_name(given["name"])
     # What huggingface_hub gets; the token is in no message.
@@ -1466,9 +1469,16 @@ def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Dtype:
     raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32', 'bfloat16' or 'float16'")
 
 
-def _positive(name: str, value: Any) -> int:
+MOST_IN_STEP = 2**31 - 1
+"""Rows and tokens: workers count them in int32."""
+
+
+def _positive(name: str, value: Any, most: int = 2**63 - 1) -> int:
+    """most: what the processes of the engine can be told, unless less can be done."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be a positive integer")
+        raise ConfigError(f"{name}={shown(value)} must be a positive integer")
+    if value > most:
+        raise ConfigError(f"{name}={shown(value)} must be at most {most}")
     return value
 
 
@@ -1509,8 +1519,8 @@ def _max_logprobs(value: Any) -> int:
     return value
 
 
-def _optional_positive(name: str, value: Any) -> int | None:
-    return None if value is None else _positive(name, value)
+def _optional_positive(name: str, value: Any, most: int = 2**63 - 1) -> int | None:
+    return None if value is None else _positive(name, value, most)
 
 
 def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:

@@ -160,6 +160,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         Arguments:
             args: the command line as words; None: this program's.
             namespace: to be filled; None: a new one.
+
+        Raises:
+            ConfigError: names a field of an option that has no value, or that adds to what is no list.
         """
         words = spelled_out(sys.argv[1:] if args is None else args, self._option_string_actions.__contains__)
         return super().parse_known_args([*map(self._spelled, words)], namespace)

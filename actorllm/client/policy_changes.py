@@ -74,6 +74,17 @@ class PolicyChanges:
         except ConfigError as error:
             raise InvalidParameterError(str(error)) from None
 
+        try:
+            await self._set(policy, admission)
+        except ConfigError as error:
+            # One that could be built at the first time and not at the second. Schedulers that have it go back, too: one that
+            # is started again could not begin with it.
+            await self._set(present.policy, present.admission)
+            raise InvalidParameterError(f"{error}; the policies are those of before") from None
+
+    async def _set(self, policy: str, admission: str | None) -> None:
+        engine = self._engine
+
         def changed(config: EngineConfig) -> EngineConfig:
             return replace(config, scheduler=replace(config.scheduler, policy=policy, admission=admission))
 

@@ -19,6 +19,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, InvalidPromptError, ModelError, shown
 from actorllm.intake.tokenization import Prompt, PromptReader, TokenizedPrompt
 from actorllm.text.tokenizer import Tokenizer
+from actorllm.types.adapter_folder import folder_of
 from actorllm.types.model_files import read_object
 
 FILES = (
@@ -74,7 +75,7 @@ class AdapterTokenizers:
         """Of the adapter in this folder. Raises InvalidParameterError for a tokenizer that cannot be used with the model."""
         if self._model.tokenizer is None:
             return NOTHING  # there are only ids
-        folder = Path(path).expanduser().absolute()
+        folder = folder_of(path)
         stamps = tuple(_stamp(folder / name) for name in FILES)
         if not stamps[0] and not stamps[-1]:
             return NOTHING

@@ -16,6 +16,7 @@ time. The replicas that stay must be able to take the streams of the one that go
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -60,8 +61,8 @@ class ScalingPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= sys.float_info.max:
                 raise ConfigError(f"autoscaling: {field.name}={shown(value)} must be a number, 0 or more")
         if not (0.01 <= self.period_s <= self.window_s <= 1e4 * self.period_s):
             raise ConfigError(

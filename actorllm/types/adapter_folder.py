@@ -138,6 +138,14 @@ class Adapter:
     path: str
 
 
+def folder_of(path: str) -> Path:
+    """An adapter's. Raises InvalidParameterError where the path begins with a user that there is not."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidParameterError(f"lora_path={shown(path)}: {error}; write the whole path") from None
+
+
 class AdapterDigests:
     """The digests of folders, each computed once for as long as its files stay what they are. From any thread."""
 
@@ -179,7 +187,7 @@ class AdapterDigests:
             return {number for number, adapter in self._numbers.items() if adapter.digest in wanted}
 
     def _read(self, path: str) -> Adapter:
-        folder = Path(path).expanduser().absolute()
+        folder = folder_of(path)
         check_files(folder)
         key = (str(folder), *(_stamp(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)))
         with self._lock:

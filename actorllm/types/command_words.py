@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from actorllm.errors import ConfigError, shown
 from actorllm.types.options import DEFAULTS
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
@@ -49,6 +50,8 @@ def spelled_out(words: Sequence[str], is_taken: Callable[[str], bool] = lambda w
     Arguments:
         words: of the command line.
         is_taken: whether the program has a short option of this name itself.
+
+    Raises ConfigError for a field without a value, and for one that adds to what is no list.
     """
     made: list[str] = []
     fields: dict[str, dict[str, Any]] = {}
@@ -61,8 +64,10 @@ def spelled_out(words: Sequence[str], is_taken: Callable[[str], bool] = lambda w
             made += _optimization(word, rest)
         elif (split := _field_of(name)) is not None:
             option, keys = split
-            text = value if sign else next(rest, "")
-            _put(fields.setdefault(option, {}), keys, text)
+            text = value if sign else next(rest, None)
+            if text is None or (not sign and text.startswith("--")):
+                raise ConfigError(f"{shown(name)} needs a value: write {name:.80}=VALUE")
+            _put(name, fields.setdefault(option, {}), keys, text)
         else:
             made.append(word)
     return made + [text for option, tree in fields.items() for text in (f"--{option}", json.dumps(tree))]
@@ -86,8 +91,8 @@ def _field_of(name: str) -> tuple[str, list[str]] | None:
     return (option, keys) if argument in DEFAULTS or argument in VLLM_ARGUMENTS else None
 
 
-def _put(tree: dict[str, Any], keys: list[str], text: str) -> None:
-    """Sets a field of a nested mapping. A "+" behind its name adds to a list."""
+def _put(name: str, tree: dict[str, Any], keys: list[str], text: str) -> None:
+    """Sets a field of a nested mapping. A "+" behind its name adds to a list. name: as it was given."""
     *outer, last = keys
     for key in outer:
         inner = tree.get(key)
@@ -95,9 +100,12 @@ def _put(tree: dict[str, Any], keys: list[str], text: str) -> None:
             inner = tree[key] = {}
         tree = inner
     if last.endswith("+"):
-        tree[last[:-1]] = [*tree.get(last[:-1], []), *text.split(",")]
+        known = tree.get(last[:-1], [])
+        if not isinstance(known, list):
+            raise ConfigError(f"{shown(name)} adds to a list, and {shown(known)} was given before: give a list there")
+        tree[last[:-1]] = [*known, *text.split(",")]
         return
     try:
         tree[last] = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         tree[last] = text

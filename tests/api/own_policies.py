@@ -14,6 +14,17 @@ class ShortestFirst(KeyPolicy):
         return (sequence.num_prompt,)
 
 
+class Once(ShortestFirst):
+    """As one that takes what there is once in a process."""
+
+    num_built = 0
+
+    def __init__(self) -> None:
+        Once.num_built += 1
+        if Once.num_built > 1:
+            raise RuntimeError("it is taken")
+
+
 class Exiting(ShortestFirst):
     def __init__(self) -> None:
         sys.exit("no licence")

@@ -232,6 +232,20 @@ def test_a_text_that_is_no_length(text: str) -> None:
         config_of(max_model_len=text)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("max_num_seqs", 2**31, "max_num_seqs=2147483648 must be at most 2147483647"),
+        ("max_num_batched_tokens", 10**30, "max_num_batched_tokens=10{30} must be at most 2147483647"),
+        ("num_threads", 2**63, "num_threads=9223372036854775808 must be at most 9223372036854775807"),
+        ("scheduling_policy", "\ud800", r"scheduling_policy='\\ud800' must be a string"),
+    ],
+)
+def test_what_no_process_of_the_engine_could_be_told(name: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config_of(**{name: value})
+
+
 def test_yarn_makes_more_positions() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     assert config_of(hf_overrides={"rope_parameters": rope}).model.max_model_len == 4096

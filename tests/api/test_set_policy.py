@@ -104,6 +104,19 @@ async def test_a_wrong_one_changes_nothing() -> None:
         await llm.complete("Once", PARAMS)
 
 
+async def test_one_that_can_be_built_once_leaves_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_policies.Once, "num_built", 0)
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm:
+        await llm.set_policy("edf")
+        with pytest.raises(InvalidParameterError, match=r"it is taken.*the policies are those of before"):
+            await llm.set_policy(f"{own_policies.__name__}:Once", admission_policy="worst-case")
+        assert (llm.config.scheduler.policy, llm.config.scheduler.admission) == ("edf", None), (
+            "the next one begins with it"
+        )
+        told = (await llm.stats())["scheduler"]["policy"]
+        assert told == {"scheduling": "edf", "admission": None, "num_changes": 1}
+
+
 async def test_policies_that_end_the_process_fail_their_call_alone() -> None:
     async with AsyncLLM("storyteller", num_threads=1) as llm:
         expected = await texts(llm)

@@ -110,6 +110,9 @@ def test_options_as_people_write_them_for_vllm(run: Any, tmp_path: Path) -> None
     [
         (("--tokenizer-mode", "mistral"), "tokenizer_mode='mistral'"),
         (("--prefill-context-parallel-size", "2"), "prefill_context_parallel_size=2"),
+        (("--hf-overrides.vocab_size",), "'--hf-overrides.vocab_size' needs a value: write"),
+        (("--hf-overrides.vocab_size", "--enforce-eager"), "'--hf-overrides.vocab_size' needs a value: write"),
+        (("--hf-overrides.a=5", "--hf-overrides.a+=6"), "'--hf-overrides.a+' adds to a list, and 5 was given before"),
         (("--cpu-offload-gb", "many"), "--cpu-offload-gb: invalid int value: 'many'"),
     ],
 )

@@ -189,6 +189,7 @@ async def test_ray_is_asked_for_room_whoever_sets_the_number() -> None:
         ),
         ({"max_replicas": 2, "autoscaling": "{"}, "autoscaling='{' is no JSON"),
         ({"max_replicas": 2, "autoscaling": {"margin": "x"}}, "autoscaling: margin='x' must be a number"),
+        ({"max_replicas": 2, "autoscaling": {"window_s": 10**400}}, "autoscaling: window_s=1000"),
         ({"max_replicas": 2, "topology": "inline"}, "max_replicas=2 needs processes"),
     ],
 )

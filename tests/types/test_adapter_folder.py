@@ -91,6 +91,11 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
         digests.adapter_of(str(folder))
 
 
+def test_the_folder_of_a_user_that_there_is_not() -> None:
+    with pytest.raises(InvalidParameterError, match=r"lora_path='~no-such-user/x': .* write the whole path"):
+        AdapterDigests(8).adapter_of("~no-such-user/x")
+
+
 def test_digests_that_are_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorllm.types.adapter_folder.MAX_DIGESTS", 2)
     assert MAX_DIGESTS > 2

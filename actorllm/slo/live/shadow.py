@@ -19,6 +19,7 @@ are left out and counted. Without a shadow the engine keeps nothing. One replica
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import threading
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from actorllm.client.engine import Engine
 from actorllm.config import EngineConfig
-from actorllm.errors import ActorLLMError, ConfigError
+from actorllm.errors import ActorLLMError, ConfigError, shown
 from actorllm.messages import F64, I64, Submit
 from actorllm.scheduling.cost_model import StepModel, from_json
 from actorllm.scheduling.events import End
@@ -232,7 +233,8 @@ class Shadow:
         budget: the share of one core that the simulation may take, above 0 and at most 1.
         interval_s: between two looks at the engine.
 
-    Raises ConfigError for an argument that has no such value, EngineError for an engine of another process.
+    Raises ConfigError for an argument that has no such value, and while the engine has another one; EngineError for an engine of
+    another process.
     """
 
     def __init__(
@@ -245,16 +247,20 @@ class Shadow:
         budget: float = 0.05,
         interval_s: float = 0.5,
     ) -> None:
-        if not 0 < budget <= 1 or not 0 < interval_s < math.inf:
-            raise ConfigError(
-                f"shadow: budget={budget!r} must be above 0 and at most 1, interval_s={interval_s!r} above 0"
-            )
+        for name, value, most in (("budget", budget, 1.0), ("interval_s", interval_s, threading.TIMEOUT_MAX)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+                raise ConfigError(f"shadow: {name}={shown(value)} must be a number above 0 and at most {most:g}")
+        for name, path in (("policy", policy), ("admission", admission)):
+            if not isinstance(path, str) and (path is not None or name == "policy"):
+                raise ConfigError(f"shadow: {name}={shown(path)} must be the name of a policy or 'module:Class'")
         engine: Engine = llm._engine
         config = engine.config
         if config.data_parallel_size > 1 or config.max_replicas:
             raise ConfigError("a shadow policy needs an engine with one replica; its router decides as well")
         if engine.stepper is not None:
             raise ConfigError("a shadow policy needs an engine on a thread of its own; LLMEngine steps on the caller's")
+        if "shadow" in engine.watchers:
+            raise ConfigError("this engine has a shadow policy, which is told its requests; close that one first")
         load_policies(policy, admission)
         given = config.scheduler.step_model
         self._model: StepModel = step_model or (LearnedModel() if given is None else from_json(given))
@@ -285,7 +291,8 @@ class Shadow:
         """Let the engine keep nothing any more. Idempotent; the statistics stay."""
         self._is_over.set()
         self._thread.join()
-        self._engine.watchers.pop("shadow", None)
+        if self._engine.watchers.get("shadow") == self.statistics:  # not that of a later one
+            del self._engine.watchers["shadow"]
 
     def __enter__(self) -> Shadow:
         return self
@@ -301,12 +308,13 @@ class Shadow:
         try:
             while not self._is_over.wait(self._interval_s):
                 self._look()
-            if self._engine.is_running:
-                self._ask("request_log", is_on=False)
         except ActorLLMError as error:  # the engine has ended, or has several replicas now
             self.failure = f"{type(error).__name__}: {error}"
-        except Exception as error:  # of a policy of the user's own: anything; the engine goes on
+        except (Exception, SystemExit) as error:  # of a policy of the user's own: anything; the engine goes on
             self.failure = f"policy {self._names[0]!r} in the shadow: {type(error).__name__}: {error}"
+        with contextlib.suppress(ActorLLMError):
+            if self._engine.is_running:
+                self._ask("request_log", is_on=False)
 
     def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
         found: dict[str, Any] = self._engine.ask_scheduler(verb, timeout=math.inf, **arguments).result()

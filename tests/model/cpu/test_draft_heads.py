@@ -304,6 +304,7 @@ def test_a_head_with_the_states_of_rejected_drafts_is_found(
         ({"target_hidden_size": 64}, "target_hidden_size=64 is not that of the target, 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 7]}, r"must be numbers of layers from 0 to 6"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False is not supported"),
+        ({"eagle_config": 5}, "eagle_config is 5, an object is needed"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_by_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -141,20 +142,38 @@ async def test_a_live_engine(caplog: pytest.LogCaptureFixture) -> None:
         assert told["failure"] is None
         assert told["own"]["num_promised"] == told["own"]["num_ended"] >= 20
         assert told["own"]["num_preemptions"] == 0
+        with pytest.raises(ConfigError, match="close that one first"):  # each would be told a part of the requests
+            Shadow(llm, "edf")
         await llm.set_policy("edf")
         with anyio.fail_after(60):
             while (told := (await llm.stats())["shadow"])["own"] is None or told["own"]["policy"] != "edf":
                 await llm.complete("Once upon a time", params)
         await anyio.to_thread.run_sync(shadow.close)
         assert "shadow" not in await llm.stats()
+        with Shadow(llm, "srpf"):
+            shadow.close()
+            assert "shadow" in await llm.stats()
+
+
+def test_a_policy_that_fails_is_told_and_the_engine_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig.from_arguments("storyteller").resolved(3000)
+    engine = FakeEngine(config, simulate(workload(), EngineShape(5000), MODEL))
+    monkeypatch.setattr(Shadow, "_simulate", lambda shadow, until: sys.exit("no licence"))
+    with Shadow(FakeLLM(engine), "edf", step_model=MODEL, interval_s=0.001) as shadow:
+        wait_for(lambda: engine.asked[-1:] == [False])
+        assert shadow.failure == "policy 'edf' in the shadow: SystemExit: no licence"
 
 
 def test_wrong_arguments() -> None:
     config = EngineConfig.from_arguments("storyteller").resolved(3000)
     engine = FakeEngine(config, simulate(workload(), EngineShape(5000), MODEL))
-    for arguments in ({"budget": 0.0}, {"interval_s": 0.0}):
-        with pytest.raises(ConfigError, match="shadow: budget="):
-            Shadow(FakeLLM(engine), "edf", **arguments)
+    wrong: list[dict[str, Any]] = [
+        *({"budget": 0.0}, {"budget": "0.1"}, {"budget": True}, {"interval_s": 0.0}, {"interval_s": float("inf")}),
+        *({"policy": 5}, {"admission": 5}),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ConfigError, match=f"shadow: {next(iter(arguments))}="):
+            Shadow(FakeLLM(engine), **({"policy": "edf"} | arguments))
     with pytest.raises(ConfigError, match="did you mean 'edf'"):
         Shadow(FakeLLM(engine), "edg")
     engine.stepper = object()

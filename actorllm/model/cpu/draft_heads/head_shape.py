@@ -106,8 +106,10 @@ def _eagle(tree: Mapping[str, Any], layers: DecoderConfig, target: DecoderConfig
 
 def _eagle3(tree: Mapping[str, Any], layers: DecoderConfig, target: DecoderConfig) -> HeadShape:
     own = tree.get("eagle_config") or {}
+    if not isinstance(own, Mapping):
+        raise CorruptModelError(f"config.json: eagle_config is {own!r:.80}, an object is needed")
     if own.get("use_aux_hidden_state", True) is not True:
-        raise UnsupportedModelError("use_aux_hidden_state=False is not supported")
+        raise UnsupportedModelError(f"use_aux_hidden_state={own['use_aux_hidden_state']!r:.80} is not supported")
     if positive(tree, "target_hidden_size", layers.hidden_size) != target.hidden_size:
         raise CorruptModelError(
             f"target_hidden_size={tree.get('target_hidden_size', layers.hidden_size)} is not that of the target, "
