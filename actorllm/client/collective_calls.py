@@ -23,7 +23,7 @@ class CalledEngine(Protocol):
     """What a call asks of its engine."""
 
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
-    async def settle(self) -> bool: ...
+    def starting(self) -> list[anyio.Event]: ...
 
 
 def check_target(name: str, target: object, *, is_path: bool) -> str:
@@ -74,7 +74,8 @@ async def call_everywhere(
     Raises CollectiveCallError with what each of them raised; TimeoutError; EngineError.
     """
     with contextlib.nullcontext() if timeout == math.inf else anyio.move_on_after(timeout):  # there may be no loop
-        await engine.settle()  # a replica that starts is called, too
+        for has_started in engine.starting():  # a replica that starts is called, too
+            await has_started.wait()
         arguments = {"identity": secrets.token_hex(16), "target": target, "is_of_model": is_of_model, "data": data}
         told = await engine.ask_all_schedulers("call_workers", timeout=math.inf, **arguments)
         return _results(target, told if isinstance(told, list) else [told])

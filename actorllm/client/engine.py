@@ -26,6 +26,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import anyio
+
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.memory_file import MemoryFile
@@ -987,9 +989,9 @@ class Engine:
         """As `ask_scheduler`, on the engine's thread."""
         return await self._frontend.ask_scheduler(verb, **arguments)
 
-    async def settle(self) -> bool:
-        """Wait for replicas that start; whether there were any."""
-        return False
+    def starting(self) -> list[anyio.Event]:
+        """Set when a replica that starts now has: it may have begun before a change, and is asked by nothing until then."""
+        return []
 
     # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+import anyio
+
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError, InvalidParameterError, shown
 from actorllm.scheduling.admission_policy import ADMISSIONS
@@ -31,7 +33,7 @@ class ChangedEngine(Protocol):
     def config(self) -> EngineConfig: ...
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None: ...
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
-    async def settle(self) -> bool: ...
+    def starting(self) -> list[anyio.Event]: ...
 
 
 def check_policy_names(scheduling_policy: object, admission_policy: object) -> None:
@@ -89,7 +91,10 @@ class PolicyChanges:
             return replace(config, scheduler=replace(config.scheduler, policy=policy, admission=admission))
 
         engine.change_config(changed)
-        is_settled = False
-        while not is_settled:  # a replica that was starting may have begun with the policy before
+        starting = engine.starting()
+        await engine.ask_all_schedulers("set_policy", timeout=math.inf, policy=policy, admission=admission)
+        while starting:  # it may have begun with the policy before, and was not asked
+            for has_started in starting:
+                await has_started.wait()
+            starting = engine.starting()
             await engine.ask_all_schedulers("set_policy", timeout=math.inf, policy=policy, admission=admission)
-            is_settled = not await engine.settle()

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import anyio
+
 from actorllm.errors import EngineError, EngineSleepingError
 from actorllm.types.sleep import SLEEPING_PARTS, SleepRequests
 
@@ -17,7 +19,7 @@ class SleepingEngine(Protocol):
     """What sleeping asks of its engine."""
 
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
-    async def settle(self) -> bool: ...
+    def starting(self) -> list[anyio.Event]: ...
 
 
 class Sleep:
@@ -46,8 +48,12 @@ class Sleep:
             before = self._asleep, self._refuses
             self._asleep, self._refuses = frozenset(SLEEPING_PARTS), requests == "refuse"
             try:
+                starting = self._engine.starting()
                 freed = int(await self._engine.ask_all_schedulers("sleep", timeout=math.inf, level=level, mode=mode))
-                while await self._engine.settle():  # a replica that was starting was not asked
+                while starting:  # which was not asked
+                    for has_started in starting:
+                        await has_started.wait()
+                    starting = self._engine.starting()
                     more = await self._engine.ask_all_schedulers("sleep", timeout=math.inf, level=level, mode=mode)
                     freed += int(more)
             except BaseException:

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import anyio
+
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, EngineError, InvalidParameterError, nearest_name, shown
@@ -42,8 +44,8 @@ class UpdatedEngine(Protocol):
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None: ...
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
-    async def settle(self) -> bool:
-        """Wait for replicas that start; whether there were any."""
+    def starting(self) -> list[anyio.Event]:
+        """Set when a replica that starts now has."""
 
 
 @dataclass(slots=True)
@@ -180,12 +182,15 @@ class WeightUpdates:
         # From here on the version counts: a process that is started, for whatever reason, begins with it.
         self._engine.change_config(lambda config: replace(config, model=replace(config.model, weights=source)))
         self.current = source
-        is_settled = False
-        while not is_settled:  # a replica that was starting may have begun with the version before
+        while True:
+            starting = self._engine.starting()  # one may have begun with the version before, and is not asked now
             await self._engine.ask_all_schedulers(
                 "commit_weights", timeout=LONGEST_S, source=source.to_tree(), running=running
             )
-            is_settled = not await self._engine.settle()
+            if not starting:
+                return
+            for has_started in starting:
+                await has_started.wait()
 
     def close(self) -> None:
         """The engine has ended. Idempotent."""

@@ -507,15 +507,12 @@ class Fleet:
         for replica in self._replicas.values():
             replica.change_config(change)
 
-    async def settle(self) -> bool:
-        """Wait for the replicas that start now; whether there were any. They may have begun before a change."""
-        starting = [
-            one for one in self._replicas.values() if one.state in ("new", "starting") and one.events is not None
+    def starting(self) -> list[anyio.Event]:
+        """As `Engine.starting`."""
+        replicas = self._replicas.values()
+        return [
+            one.events.is_settled for one in replicas if one.state in ("new", "starting") and one.events is not None
         ]
-        for replica in starting:
-            assert replica.events is not None
-            await replica.events.is_settled.wait()
-        return bool(starting)
 
     # What is known of them
 

@@ -103,8 +103,8 @@ class FleetEngine(Engine):
         self._fleet.change_config(change)
         self.config, self._given = change(self.config), change(self._given)
 
-    async def settle(self) -> bool:
-        return self._fleet is not None and await self._fleet.settle()
+    def starting(self) -> list[anyio.Event]:
+        return [] if self._fleet is None else self._fleet.starting()
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         self._check()

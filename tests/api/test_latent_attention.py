@@ -70,11 +70,18 @@ def test_streams_do_not_depend_on_the_batch(folder: Path, expected: list[list[in
     assert run(folder, max_num_seqs=8, **arguments)[0] == expected
 
 
-def test_preempted_and_cached_requests_have_the_same_streams(folder: Path, expected: list[list[int]]) -> None:
+def test_preempted_requests_have_the_same_streams(folder: Path, expected: list[list[int]]) -> None:
     streams, counts = run(folder, num_gpu_blocks_override=18, max_num_seqs=4, max_num_batched_tokens=64)
     assert streams == expected
     assert counts["num_preemptions"] > 0
-    assert counts["prefix_cache"]["hits"] > 0
+
+
+def test_cached_requests_have_the_same_streams(folder: Path, expected: list[list[int]]) -> None:
+    with LLM(str(folder), **INLINE) as llm:
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert llm.stats()["scheduler"]["scheduler"]["prefix_cache"]["hits"] > 0
 
 
 def test_forks_have_the_streams_of_requests_of_their_own(folder: Path, model: Any) -> None:

@@ -32,7 +32,10 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences have their blocks behind the first 2**31 numbers."""
     make = Paged.make
 
-    def make_far(seq_lens: list[int], num_kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> Paged:
+    def make_far(
+        seq_lens: list[int], num_kv_heads: int, dim: int, page: int, dtype: torch.dtype, is_float8: bool = False
+    ) -> Paged:
+        assert not is_float8
         near = make(seq_lens, num_kv_heads, dim, page, torch.float16)
         size = near.keys.stride(0)
         first = BEYOND // size + 1

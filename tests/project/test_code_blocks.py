@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import inspect
 import json
 import re
@@ -134,6 +135,7 @@ def test_the_python_of_a_page_runs(
     names: dict[str, Any] = {"storyteller": storyteller, "__name__": page}
     address = PORT_8000
     with ExitStack() as stack:
+        stack.callback(gc.collect)  # of engines that no block starts
         stack.callback(names.clear)  # functions refer to them: an engine would live until the next collection
         for block in BLOCKS[page]:
             if "server" in block.before:
