@@ -47,6 +47,8 @@ from cyclopts.exceptions import CycloptsError
 
 from actorllm import AsyncLLM
 from actorllm.cli.commands import app
+from actorllm.scheduling.admission_policy import ADMISSIONS
+from actorllm.scheduling.policy import REGISTRY
 from tests.server.live_server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +137,12 @@ def test_the_python_of_a_page_runs(
     names: dict[str, Any] = {"storyteller": storyteller, "__name__": page}
     address = PORT_8000
     with ExitStack() as stack:
+        for names_of in (
+            REGISTRY.names,
+            ADMISSIONS.names,
+        ):  # policies that a block registers are known to no other test
+            stack.callback(names_of.update, dict(names_of))
+            stack.callback(names_of.clear)
         stack.callback(gc.collect)  # of engines that no block starts
         stack.callback(names.clear)  # functions refer to them: an engine would live until the next collection
         for block in BLOCKS[page]:
