@@ -295,7 +295,7 @@ BOUNDS = (
         "objectives that were judged",
         (
             "scheduling.policy_monitor: PolicyMonitor._seen",
-            "scheduling.policy_monitor: PolicyMonitor._unjudged",
+            "scheduling.policy_monitor: PolicyMonitor.unjudged",
             "client.submit: SubmitMaker._objectives",
         ),
         "`slo=`",

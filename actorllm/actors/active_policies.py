@@ -65,7 +65,7 @@ class ActivePolicies:
 
         def log_admission(what: str, error: BaseException) -> None:
             self.admission_failure = f"{what} raised {type(error).__name__}: {error}"
-            told = "admission policy %r failed in %s; everybody is admitted"
+            told = "admission policy %r failed in %s; all requests are admitted"
             logger.error(told, config.admission, what, exc_info=error)
 
         def log(what: str, error: BaseException) -> None:

@@ -478,7 +478,7 @@ class SchedulerActor(Actor):
         """Up to `depth` steps are in flight."""
         scheduler = self.scheduler
         self._wake_at = math.inf  # with no room for a step there will be a result
-        while scheduler.has_room and self.has_workers and not self._gate.is_closed:
+        while scheduler.has_room and self.has_workers and not self._gate.num_holders:
             began = now()
             plan = scheduler.schedule(began)
             scheduler.seconds.planning += now() - began
@@ -640,7 +640,7 @@ class SchedulerActor(Actor):
             self._load.done(result, self.scheduler)
         if isinstance(result, StepFailed):
             return events
-        if self._watch.wants_steps:
+        if self._watch.unjudged:
             for told in self._watch.measure(result):
                 logger.warning("%s", told)
         self._step_log.done(result.step, result.started, result.ended, began)

@@ -18,9 +18,8 @@ class StepGate(LoopPart):
 
     def __init__(self, host: LoopHost) -> None:
         self._host = host
-        self._num_holders = 0
-        self.is_closed = False
-        """No step may be planned."""
+        self.num_holders = 0
+        """While there are any, no step may be planned."""
         self._drained: anyio.Event | None = None
         self._has_begun: anyio.Event | None = None
         """There are workers again."""
@@ -28,8 +27,7 @@ class StepGate(LoopPart):
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Entered once no step is in flight. Where there is no loop there is none, and nothing is waited for."""
-        self._num_holders += 1
-        self.is_closed = True
+        self.num_holders += 1
         try:
             while self._host.scheduler.num_in_flight:
                 if self._drained is None:
@@ -37,8 +35,7 @@ class StepGate(LoopPart):
                 await self._drained.wait()
             yield
         finally:
-            self._num_holders -= 1
-            self.is_closed = self._num_holders > 0
+            self.num_holders -= 1
             self._host.wake()
 
     @asynccontextmanager

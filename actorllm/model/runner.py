@@ -315,8 +315,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
         return None
 
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
-        """As `allocate`, with a second group of blocks for the layers that have a window (`cache_window`)."""
-        raise NotImplementedError(f"device={self.name!r} has one KV group")
+        """As `allocate`, with a second group of blocks for the layers that have a window.
+
+        Called only of a backend with a `cache_window`. Raises UnsupportedModelError.
+        """
+        raise UnsupportedModelError(f"a second KV group is not supported on device={self.name!r} yet; use device='cpu'")
 
     @abstractmethod
     def _empty_batch(self) -> PersistentBatch:

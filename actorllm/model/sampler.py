@@ -87,6 +87,12 @@ class SamplingColumns:
         return len(self.temperature)
 
     @classmethod
+    def of_slots(cls, columns: Any, slots: I32) -> SamplingColumns:
+        """Those of some slots of a worker's batch (`model.inputs.Columns`)."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_index", "num_outputs")
+        return cls(*(getattr(columns, name)[slots] for name in names))
+
+    @classmethod
     def greedy(cls, num_rows: int) -> SamplingColumns:
         """Columns for `num_rows` greedy rows."""
         return cls(

@@ -50,8 +50,6 @@ class Ledger:
         """Another step may be launched."""
         self.in_flight: deque[StepRecord] = deque()
         """Their records. Only the methods here change it."""
-        self.last_step = 0
-        """The one that was launched last."""
         self.next_step = 1
         """The one that is launched next: the attribute is read several times a step."""
 
@@ -60,6 +58,11 @@ class Ledger:
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.in_flight)
+
+    @property
+    def last_step(self) -> int:
+        """The one that was launched last; 0: none was."""
+        return self.next_step - 1
 
     @property
     def last_done(self) -> int:
@@ -74,7 +77,7 @@ class Ledger:
     def launch(self, record: StepRecord) -> None:
         if record.step != self.next_step or not self.has_room:
             raise ValueError(f"step {record.step} cannot be launched now ({len(self)} in flight)")
-        self.last_step, self.next_step = record.step, record.step + 1
+        self.next_step = record.step + 1
         self.in_flight.append(record)
         self.has_room = len(self.in_flight) < self.depth
 
@@ -104,7 +107,6 @@ class Ledger:
 
     def skip(self, steps: int) -> None:
         """Count steps that were run without being recorded (`Scheduler.advance`): those in flight are later ones now."""
-        self.last_step += steps
         self.next_step += steps
         self.in_flight = deque(record._replace(step=record.step + steps) for record in self.in_flight)
 

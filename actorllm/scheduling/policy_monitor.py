@@ -58,9 +58,8 @@ class PolicyMonitor:
         self._idle_since = 0.0
         self._look_at = 0.0
         self._seen: set[Fields] = set()
-        self._unjudged: list[Fields] = []
-        self.wants_steps = False
-        """There are objectives that have not been judged: `measure` is to be told of steps."""
+        self.unjudged: list[Fields] = []
+        """Objectives that have not been looked at: while there are any, `measure` is to be told of steps."""
         self._fastest = math.inf
         self._num_steps = 0
 
@@ -109,20 +108,18 @@ class PolicyMonitor:
         fields = tuple(slo)
         if fields not in self._seen and len(self._seen) < MAX_OBJECTIVES:
             self._seen.add(fields)
-            self._unjudged.append(fields)
-            self.wants_steps = True
+            self.unjudged.append(fields)
             self._num_steps, self._fastest = 0, math.inf
 
     def measure(self, result: StepResult) -> list[str]:
-        """A step's result, while `wants_steps`. Returns what is wrong with new objectives once that is known."""
+        """A step's result, while there are `unjudged` objectives. Returns what is wrong with new objectives once that is known."""
         took = result.ended - result.started
         if took > 0:
             self._num_steps += 1
             self._fastest = min(self._fastest, took)
         if self._num_steps < NUM_STEPS:
             return []
-        unjudged, self._unjudged = self._unjudged, []
-        self.wants_steps = False
+        unjudged, self.unjudged = self.unjudged, []
         return [told for fields in unjudged for told in _impossible(fields, self._fastest)]
 
 

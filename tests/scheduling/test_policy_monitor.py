@@ -160,7 +160,7 @@ def test_promises_beyond_the_fastest_step_are_told_of_once() -> None:
         watch.see([0.001, 0.004, 0.5, 0.0])
         watch.see([0.001, None, 0.003, 0.01])
         watch.see(None)
-    assert watch.wants_steps
+    assert watch.unjudged
     told: list[str] = []
     for step in range(NUM_STEPS):
         took = 0.005 if step == 7 else 0.05
@@ -171,7 +171,7 @@ def test_promises_beyond_the_fastest_step_are_told_of_once() -> None:
         "SLO e2e=0.003 s cannot be met: the fastest of the last 20 steps took 0.005 s",
     ]
     watch.see([0.001, 0.004, 0.5, 0.0])
-    assert not watch.wants_steps
+    assert not watch.unjudged
 
 
 # Timers

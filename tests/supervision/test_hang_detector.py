@@ -162,7 +162,7 @@ def test_slow_steps_fade_and_a_stop_teaches_nothing() -> None:
     budget = StepBudget()
     budget.observe(8, 10.0, budget.of(8))
     assert budget.of(8) == 200.0
-    budget.observe(8, 3600.0, budget.of(8))  # it was stopped, and everybody with it
+    budget.observe(8, 3600.0, budget.of(8))  # it was stopped, and all processes with it
     assert budget.of(8) == 200.0
     for _ in range(200):
         budget.observe(8, 0.01, budget.of(8))

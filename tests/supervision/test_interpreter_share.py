@@ -51,7 +51,7 @@ def test_a_thread_that_waits_for_the_interpreter_is_not_blamed(hogged: None) -> 
 
 def test_a_thread_that_sleeps_for_good_is(hogged: None) -> None:
     with thread_of(threading.Event.wait) as share:
-        # From when it sleeps: until then a look may find it at work, or nobody else at that moment.
+        # From when it sleeps: until then a look may find it at work, or no other thread at that moment.
         assert wait_until(lambda: [share.look() for _ in range(5)] == [1.0] * 5)
 
 

@@ -46,7 +46,7 @@ class TierTransfers(LoopPart):
     def before_plan(self) -> None:
         transfers = self._host.scheduler.transfers
         assert transfers is not None
-        if not self._host.has_workers or self._gate.is_closed:
+        if not self._host.has_workers or self._gate.num_holders:
             return
         while jobs := transfers.next(now(), self._host.scheduler.is_idle):
             for job in jobs:

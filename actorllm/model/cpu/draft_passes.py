@@ -201,16 +201,7 @@ class DraftingModel(ABC):
     def _columns(self, batch: PersistentBatch, slots: I32) -> SamplingColumns:
         if self._is_greedy:
             return SamplingColumns.greedy(len(slots))
-        of = batch.columns
-        return SamplingColumns(
-            temperature=of.temperature[slots],
-            top_k=of.top_k[slots],
-            top_p=of.top_p[slots],
-            min_p=of.min_p[slots],
-            seeds=of.seeds[slots],
-            sample_index=of.sample_index[slots],
-            token_index=of.num_outputs[slots],
-        )
+        return SamplingColumns.of_slots(batch.columns, slots)
 
     def _finite(self, inputs: StepInputs, states: torch.Tensor) -> bool:
         """Whether the states of a pass are finite. What the others have stored is cleared."""

@@ -1127,15 +1127,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         chunks = []
         for start in range(0, len(slots), most):
             part = slots[start : start + most]
-            how = SamplingColumns(
-                temperature=columns.temperature[part],
-                top_k=columns.top_k[part],
-                top_p=columns.top_p[part],
-                min_p=columns.min_p[part],
-                seeds=columns.seeds[part],
-                sample_index=columns.sample_index[part],
-                token_index=columns.num_outputs[part],
-            )
+            how = SamplingColumns.of_slots(columns, part)
             chunks.append((start, start + len(part), how))
         return chunks
 

@@ -87,7 +87,7 @@ def test_a_corrupt_slot_is_not_found(tmp_path: Path, what: str) -> None:
             raw.seek(places[what])
             raw.write(bytes([byte ^ 16]))
     assert not has(file, 1)
-    assert not file.contains(key(1)[None])[0], "nobody tries it again"
+    assert not file.contains(key(1)[None])[0], "it is not tried again"
     if what != "cut":
         assert file.write(key(1), block(1))
         assert has(file, 1)
@@ -140,7 +140,7 @@ def test_another_fingerprint_finds_nothing(tmp_path: Path) -> None:
     file.write(key(1), block(1))
     other = make(tmp_path / "a", fingerprint=bytes(32))
     assert not has(other, 1)
-    assert has(file, 1), "who has it open keeps it"
+    assert has(file, 1), "a process that has it open keeps it"
     file.close()
     other.close()
 

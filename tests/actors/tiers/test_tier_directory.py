@@ -87,7 +87,7 @@ def test_what_was_being_stored_at_a_reset_leaves_the_file(tmp_path: Path, is_wor
         transfers = Moves()
 
     class Gate:
-        is_closed = False
+        num_holders = 0
 
     host = Host()
     host.scheduler = Scheduler()

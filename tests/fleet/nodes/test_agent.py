@@ -30,11 +30,6 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keys")
-
-
-@pytest.fixture(scope="module")
 def agents(folder: Path) -> Iterator[list[Agent]]:
     key = key_file(folder)
     made = [Agent(key), Agent(key)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,18 +22,6 @@ pytestmark = [pytest.mark.leaks_by_module, pytest.mark.anyio]
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keys")
-
-
-@pytest.fixture(scope="module")
-def agent(folder: Path) -> Iterator[Agent]:
-    made = Agent(key_file(folder))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

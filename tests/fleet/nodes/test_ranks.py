@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,6 @@ ENGINE: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keys")
-
-
-@pytest.fixture(scope="module")
-def agent(folder: Path) -> Iterator[Agent]:
-    made = Agent(key_file(folder))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

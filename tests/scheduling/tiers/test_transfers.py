@@ -1,4 +1,4 @@
-"""What is stored in a tier, what is loaded from it, and who waits for that."""
+"""What is stored in a tier, what is loaded from it, and which requests wait for that."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_requests_that_want_one_run_follow_one_load() -> None:
     engine.begin_moves()
     assert [type(move) for move in engine.moves] == [BlockLoad]
     assert engine.scheduler.statistics().num_blocked == 4
-    assert engine.launch() is None, "nobody computes what is being loaded"
+    assert engine.launch() is None, "what is being loaded is not computed"
     engine.run()
     assert engine.scheduler.statistics().transfers.num_loads == 1
     assert engine.scheduler.statistics().prefix_cache.hits == 4 * 16
@@ -191,7 +191,7 @@ def test_what_is_forgotten_while_it_moves_is_not_found(what: str) -> None:
         assert not engine.tier.contents
     (load,) = engine.moves
     engine.moves.clear()
-    engine.transfers.loaded(load, load.blocks.size, 0.1, engine.now)  # of nothing that anybody may rely on
+    engine.transfers.loaded(load, load.blocks.size, 0.1, engine.now)  # of nothing that a request may rely on
     engine.run()
     assert engine.streams[3] == reference_stream([*PREFIX, 52], 3, 4)
     assert engine.scheduler.statistics().prefix_cache.hits == 0
