@@ -464,8 +464,7 @@ class Transfers:
         blocks = np.concatenate((load.found, good))
         if num_good and not load.is_void:
             self._cache.publish_loaded(load.hashes[: HASH_BYTES * blocks.size], blocks)
-        self._kv.let_go(bad, zero=True)
-        self._kv.let_go(blocks)
+        self._kv.let_go(np.concatenate((bad, blocks)))
         if bad.size:
             self._give_up(load.wanted[HASH_BYTES * num_good :][:HASH_BYTES])
 
