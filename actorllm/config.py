@@ -210,6 +210,8 @@ class CacheConfig:
     """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
+    snapshots: int | None = None
+    """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
     offloading_path: str | None = None
@@ -480,6 +482,7 @@ class EngineConfig(EngineNames):
         *,
         scheme: str | None = None,
         window: int | None = None,
+        snapshots: int | None = None,
         tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
@@ -489,6 +492,7 @@ class EngineConfig(EngineNames):
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
             window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
+            snapshots: `CacheConfig.snapshots`; None: in the same way.
             tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
@@ -509,6 +513,9 @@ class EngineConfig(EngineNames):
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        if snapshots is not None:
+            has_prefixes = cache.enable_prefix_caching and snapshots > 0
+            cache = replace(cache, snapshots=snapshots, enable_prefix_caching=has_prefixes)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
         return replace(self, model=model, cache=cache, speculation=speculation)

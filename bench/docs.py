@@ -254,7 +254,7 @@ def architectures() -> dict[str, str]:
         {
             "architecture": f"`{row['architecture']}`",
             "on the CPU": "fused",
-            '`device="cuda"`': row["cuda"] if row["cuda"] == "fused" else f"through {row['cuda']}",
+            '`device="cuda"`': row["cuda"] if row["cuda"] != "transformers" else "through transformers",
             "in the cache": row["cache"],
         }
         for row in tried["fused"]

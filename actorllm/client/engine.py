@@ -78,7 +78,7 @@ from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
-from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_groups import snapshots_of, window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
@@ -245,7 +245,12 @@ class Engine:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
         return config.resolved(
-            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+            num_blocks,
+            *draft_costs_of(facts),
+            scheme=scheme_of(facts),
+            window=window_of(facts),
+            snapshots=snapshots_of(facts),
+            tier=tier_of(facts),
         )
 
     # Life

@@ -42,6 +42,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Mamba2ForCausalLM": "mamba2",
 }
 """The file of each architecture in `families/`."""
 
