@@ -1,9 +1,9 @@
 """What recurrent layers keep of every sequence: one row a slot, whatever the length of the sequence.
 
-A state belongs to a slot, the number that a worker knows a request by. A sequence that begins in a slot, at position 0, begins with
-zeros. What an earlier request has left there is never read, so that nothing is cleared when a slot is freed. A chunk of a prompt goes
-on from the state that the chunk before it has left. The state of a request that was preempted, or whose worker has died, is computed
-anew from its tokens.
+A state belongs to a slot, the number that a worker knows a request by. A sequence that begins in a slot, at position 0, begins
+with zeros. What an earlier request has left there is never read, so that nothing is cleared when a slot is freed. A chunk of a
+prompt goes on from the state that the chunk before it has left. The state of a request that was preempted, or whose worker has
+died, is computed anew from its tokens.
 
 Layout of each array, per layer: [num_slots, *shape].
 """
