@@ -260,12 +260,17 @@ def architectures() -> dict[str, str]:
         for row in tried["fused"]
     ]
     refused = [{"architecture": f"`{row['architecture']}`", "because": row["because"]} for row in tried["refused"]]
+    beside = [
+        {"architecture": f"`{row['architecture']}`", "the encoder takes": row["encoder"], "models": row["names"]}
+        for row in tried["encoder-decoder"]
+    ]
     names = {
         kind: [{"architecture": f"`{name}`"} for name in tried[kind]] for kind in ("transformers", "media", "encoders")
     }
     rows = {
         "fused": fused,
         "through transformers": names["transformers"],
+        "encoder-decoder": beside,
         "media": names["media"],
         "encoders": names["encoders"],
         "refused": refused,

@@ -346,6 +346,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "num_blocks": num_blocks,
             "max_blocks": -(-length // size),
             "embedding_bytes": config.model.embedding_bytes,
+            "has_sources": config.model.encoder_decoder is not None,
             "max_adapters": 0 if config.lora is None else config.lora.max_loras,
         }
 

@@ -67,6 +67,7 @@ from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
+    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
     from actorllm.model.hf.transformers_backend import TransformersDecoder
@@ -255,6 +256,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
         """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
         plan, model = self.model_config, self._computed(model)
+        if model.encoder_decoder is not None:
+            from actorllm.model.encoder_decoder import loading
+
+            return loading.load(cast("EncoderDecoderPlan", plan), model, self.dtype, self._show_progress), None
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
@@ -308,9 +313,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _stage_modules(self, source: WeightSource) -> StagedWeights:
         """As `stage_weights`, of a model that runs through transformers."""
-        if not source.is_first and (self._is_encoder or self.config.model.media is not None):
+        model = self.config.model
+        has_encoder = self._is_encoder or model.media is not None or model.encoder_decoder is not None
+        if not source.is_first and has_encoder:
             return super().stage_weights(source)
-        model = replace(self.config.model, weights=source)
+        model = replace(model, weights=source)
         source.check_unchanged()
         check_same_model(model, self.model_config, type(self))
         staged = self._read_modules(model)
