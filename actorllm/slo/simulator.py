@@ -24,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -1138,8 +1139,10 @@ class _Built:
             )
             tiers = self._tiers[number]
             if tiers is not None:
-                replica = self.replicas[-1]
-                replica.aside = TierMoves(tiers, lambda replica=replica: replica.scheduler)
+                self.replicas[-1].aside = TierMoves(tiers, partial(self._scheduler_of, number))
+
+    def _scheduler_of(self, number: int) -> Scheduler:
+        return self.replicas[number].scheduler
 
     def new_scheduler(self, number: int) -> Scheduler:
         """With a fresh policy, for the worker that is there."""

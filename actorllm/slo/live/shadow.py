@@ -390,14 +390,13 @@ class Shadow:
             if self._engine.is_running:
                 self._ask("request_log", is_on=False)
 
-    def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._engine.ask_scheduler(verb, timeout=math.inf, **arguments).result()
-        return found
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        return self._engine.ask_scheduler(verb, timeout=math.inf, **arguments).result()
 
     def _look(self) -> None:
         """Take what the engine tells, and simulate as far as it is known."""
         answer = self._ask("request_log", is_on=True)
-        answers = {0: answer} if "rows" in answer else answer
+        answers: dict[int, Any] = {0: answer} if "rows" in answer else answer
         with self._lock:
             self._replicas = {number: self._replicas.get(number) or self._new() for number in sorted(answers)}
         self._learn()
