@@ -24,6 +24,9 @@ router = APIRouter()
 
 B = TypeVar("B", bound=Body)
 
+BODY = "actorllm.body"
+"""Where in the scope the body is, as a tree, if it has been read before its endpoint was known."""
+
 
 class JSONResponse(Response):
     media_type = "application/json"
@@ -39,7 +42,10 @@ def state_of(request: Request) -> ServerState:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The body, checked against the types of its fields. Raises ApiError."""
-    return checked(model, await state_of(request).bodies.read(request, model.TOKEN_FIELDS))
+    tree = request.scope.pop(BODY, None)
+    if tree is None:
+        tree = await state_of(request).bodies.read(request, model.TOKEN_FIELDS)
+    return checked(model, tree)
 
 
 async def read_admitted(request: Request, model: type[B]) -> B:
