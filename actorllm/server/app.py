@@ -185,13 +185,18 @@ async def _tell(request: Request, error: Exception) -> Response:
     state = state_of(request)
     if state.tracing is not None:
         state.tracing.record_refusal(request.scope, state.model_names[0], told, error)
-    return JSONResponse(told.body(route_path(request.scope)), told.status, told.headers())
+    return _error_response(request, told, told.headers())
 
 
 async def _tell_of_routing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
-    return JSONResponse(told.body(route_path(request.scope)), told.status, {**(error.headers or {}), **told.headers()})
+    return _error_response(request, told, {**(error.headers or {}), **told.headers()})
+
+
+def _error_response(request: Request, told: ApiError, headers: dict[str, str]) -> Response:
+    error_format = state_of(request).defaults.answers.error_format
+    return JSONResponse(told.body(route_path(request.scope), error_format), told.status, headers)
 
 
 def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:
@@ -214,7 +219,7 @@ _ERROR_SCHEMA = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string", "null"]},
             },
         }
     },
