@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from actorllm.cli.commands import app
-        from actorllm.cli.config_file import with_config
+        from actorllm.types.config_file import with_config
         from actorllm.types.command_words import spelled_out
 
         words = sys.argv[1:] if arguments is None else list(arguments)
