@@ -32,7 +32,7 @@ async def invoke(request: Request) -> Response:
 
 
 def endpoint_of(body: Mapping[str, Any], tasks: tuple[str, ...]) -> Callable[[Request], Awaitable[Response]]:
-    """tasks: of the model, since a classifier and an encoder are asked alike. Raises ApiError for a body that none of them takes."""
+    """tasks: of the model, since a classifier and an encoder are asked alike. Raises ApiError where no endpoint takes the body."""
     if "generate" in tasks:
         if "messages" in body:
             return converse
@@ -47,5 +47,5 @@ def endpoint_of(body: Mapping[str, Any], tasks: tuple[str, ...]) -> Callable[[Re
         return routes.classify if "classify" in tasks else routes.embeddings if "embed" in tasks else routes.pool
     if "data" in body:
         return routes.pool
-    told = "one of input, messages, query with documents, and queries with documents is needed: the model makes vectors or scores"
+    told = "one of input, messages, query with documents, and queries with documents is needed"
     raise ApiError(400, told, "input")

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`, of `actorllm serve` and of `FlexibleArgumentParser`: options from a file, put before those of the command line.
+"""`--config FILE.yaml` of `actorllm serve` and `FlexibleArgumentParser`: options from a file, before those of the command line.
 
 A key is an option's name, with dashes or underscores; `model` or `model_tag` is the model. An option that the command line
 gives is left out, whichever of its names is used.
