@@ -155,17 +155,14 @@ class KVCacheManager:
         self._count_held(blocks, 1)
         return blocks
 
-    def let_go(self, blocks: I32, *, zero: bool = False) -> None:
-        """As these blocks were held or reserved, they are no more. zero: those that are free then must be cleared before they
-        are reused."""
+    def let_go(self, blocks: I32) -> None:
+        """As these blocks were held or reserved, they are no more."""
         if not blocks.size:
             return
         if self._emptied:
             self._release()
         self._count_held(blocks, -1)
-        freed = self.pool.release(blocks)
-        if zero and freed.size:
-            self.zero(freed)
+        self.pool.release(blocks)
 
     @property
     def num_held(self) -> I32 | int:

@@ -54,7 +54,7 @@ class BlockMover:
         return self._run(era, keys, blocks, self._write)
 
     def load(self, era: int, keys: NDArray[np.uint64], blocks: Sequence[int]) -> tuple[int, float]:
-        """How many of these blocks were filled, from the first on without a gap; and seconds. The next one holds anything."""
+        """How many of these blocks were filled, from the first on without a gap; and seconds. The next one is zeros."""
         return self._run(era, keys, blocks, self._read, is_chain=True)
 
     def _run(
@@ -83,4 +83,9 @@ class BlockMover:
         return any(is_there)
 
     def _read(self, key: NDArray[np.uint64], views: Views) -> bool:
-        return any(file.read(key, views) for file in self._files)
+        if any(file.read(key, views) for file in self._files):
+            return True
+        # What was read may be no finite numbers. The scheduler that would have it cleared may be gone by then.
+        for view in views:
+            np.frombuffer(view, np.uint8)[:] = 0
+        return False

@@ -372,8 +372,7 @@ class Transfers:
             self._num_loaded += num_good
             self.costs.observe_load(num_good, seconds, now - load.began)
             self._cache.publish_loaded(load.hashes[: HASH_BYTES * blocks.size], blocks)
-        self._kv.let_go(bad, zero=True)
-        self._kv.let_go(blocks)
+        self._kv.let_go(np.concatenate((bad, blocks)))
         if bad.size:
             self._num_short += 1
             self._give_up(load.wanted[HASH_BYTES * num_good :][:HASH_BYTES])
