@@ -343,7 +343,9 @@ class Engine:
 
         Raises EngineShutdownError; the future raises what is wrong with its files.
         """
-        reading = Reading(lambda worker: self._submits.prompts_of(lora_request).tokenizer, is_heavy=lora_request is not None)
+        reading = Reading(
+            lambda worker: self._submits.prompts_of(lora_request).tokenizer, is_heavy=lora_request is not None
+        )
         self._enqueue(reading)
         return reading.future
 

@@ -3,7 +3,7 @@
     chat = OpenAIServingChat(engine, models, "assistant")
     answer = await chat.create_chat_completion(request)
 
-Each asks the application of `create_app` in memory, so what they answer is what `actorllm serve` does: an `ErrorResponse`, a
+Each asks the application of `create_app` in memory, so the answers are those of `actorllm serve`. They are an `ErrorResponse`, a
 mapping with attributes, or a generator of the lines of a stream. Arguments are told apart by their types, since their order has
 changed from release to release.
 """

@@ -190,7 +190,11 @@ async def server_info(request: Request) -> Response:
     if form not in ("text", "json"):
         raise InvalidParameterError(f"config_format={shown(form)} must be 'text' or 'json'")
     config = state_of(request).engine.config
-    told = repr(config) if form == "text" else orjson.loads(orjson.dumps(config, default=str, option=orjson.OPT_NON_STR_KEYS))
+    told = (
+        repr(config)
+        if form == "text"
+        else orjson.loads(orjson.dumps(config, default=str, option=orjson.OPT_NON_STR_KEYS))
+    )
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in SECRET}
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     system = {"python": platform.python_version(), "platform": platform.platform(), "actorllm": __version__, **versions}

@@ -156,8 +156,8 @@ def test_a_file_of_options_is_read_and_the_command_line_counts_first(tmp_path: P
     assert args.logits_processors == ["m:A", "m:B"]
     with pytest.raises(ConfigError, match="there is no such file"):
         parser.parse_args(["--config", str(tmp_path / "none.yaml")])
+    file.write_text("no-such-option: 1")
     with pytest.raises(SystemExit):
-        file.write_text("no-such-option: 1")
         parser.parse_args([f"--config={file}"])
     own = FlexibleArgumentParser()
     own.add_argument("--config")

@@ -11,9 +11,9 @@ import pytest
 
 from actorllm import AsyncLLM
 from actorllm.cli import main, serve
-from actorllm.types.config_file import with_config
 from actorllm.errors import ConfigError
 from actorllm.server import launcher
+from actorllm.types.config_file import with_config
 from actorllm.types.options import DEFAULTS
 from actorllm.types.serve_options import SERVE_OPTIONS, VLLMServeOptions
 from actorllm.types.vllm_options import VLLM_ARGUMENTS

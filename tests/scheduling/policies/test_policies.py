@@ -475,7 +475,7 @@ def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", [".own:Policy", "own:", ":Policy", "own:Policy:more", "my own:Policy"])
 def test_a_path_that_names_no_class_is_told_with_its_form(path: str) -> None:
-    with pytest.raises(ConfigError, match="there is no scheduling policy .* your own is named as 'module:Class'"):
+    with pytest.raises(ConfigError, match=r"there is no scheduling policy .* your own is named as 'module:Class'"):
         load_policy(path)
 
 
