@@ -366,7 +366,7 @@ def http_endpoints() -> str:
     from actorllm.server.tokens.refused import PATHS
 
     found = Routes()
-    add_routes(found, adapters=True, develops=True)  # type: ignore[arg-type]
+    add_routes(found, adapters=True, develops=True, profiles=True)  # type: ignore[arg-type]
     ours = found.names | {"GET /docs", "GET /openapi.json"}
     refused = {f"POST /v1/{path}" for path in PATHS}
     theirs = {named(name) for name in json.loads(VLLM_NAMES.read_text())["endpoints"]}
