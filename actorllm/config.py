@@ -55,6 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
+from actorllm.types.roles import Role, check_roles, read_roles, roles_of_connector
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -231,6 +232,17 @@ class CacheConfig:
     tier_mask_path: str | None = None
     """Of memory of the owner of the engine, by which a new scheduler knows of resets (`actors.tiers.TierDirectory`)."""
 
+    pools: tuple[str, ...] = ()
+    """Memory of the owner of the engine that the caches of the replicas are in, by number: others copy blocks from there. Empty:
+    of a replica that lends nothing; no entry: there are no roles."""
+    lease_path: str | None = None
+    """Of the memory that says which blocks are lent (`actors.tiers.lease_board`)."""
+
+    @property
+    def has_transfers(self) -> bool:
+        """Blocks come from elsewhere, or go there."""
+        return self.has_tiers or bool(self.pools)
+
     @property
     def has_tiers(self) -> bool:
         """Blocks that leave the cache may be kept elsewhere."""
@@ -386,6 +398,8 @@ class EngineConfig(EngineNames):
     """The ranks were started by a launcher: this process is one of them, and rank 0 schedules."""
     replica: int = 0
     """The number of this replica."""
+    roles: tuple[Role, ...] = ()
+    """What each replica is for (`types.roles`); none: all are for everything."""
     nodes: tuple[str, ...] = ()
     """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
     rank_nodes: tuple[str, ...] = ()
@@ -422,6 +436,11 @@ class EngineConfig(EngineNames):
     """The path of a class whose methods are added to that class; None: there is none."""
     batch_invariant: bool = False
     """No bit of a stream depends on anything but its request."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence."""
+        return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def num_workers(self) -> int:
@@ -574,9 +593,11 @@ class EngineConfig(EngineNames):
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         tree["stages"] = tuple(tree.get("stages", ()))
+        tree["roles"] = tuple(tree.get("roles", ()))
+        cache = tree.pop("cache")
         return cls(
             model=ModelConfig(**model),
-            cache=CacheConfig(**tree.pop("cache")),
+            cache=CacheConfig(**(cache | {"pools": tuple(cache.get("pools", ()))})),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
             speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
@@ -635,7 +656,13 @@ class EngineConfig(EngineNames):
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
-        tiers = read_tiers(given, _without_tiers(given, device, pooler, module, speculation, stages))
+        without_transfers = _without_tiers(given, device, pooler, module, speculation, stages)
+        given = roles_of_connector(given)
+        roles = read_roles(given["roles"])
+        if roles:
+            check_roles(given, len(roles), without_transfers)
+            given["data_parallel_size"] = len(roles)
+        tiers = read_tiers(given, without_transfers)
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -733,6 +760,7 @@ class EngineConfig(EngineNames):
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             batch_invariant=_batch_invariant(given, pooler, module, device),
+            roles=roles,
             **_fleet(given, device),
         )
 
