@@ -596,7 +596,9 @@ class Scheduler:
         # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
-        max_drafts = self._drafts.most(num_decode, self.limits.max_tokens - num_tokens) if self._drafts.is_used else 0
+        max_drafts = 0
+        if self._drafts.is_used:
+            max_drafts = self._drafts.most(num_decode, self._step_failures.limits.max_tokens - num_tokens)
         lane, header = (0, NO_I32) if self._lanes is None else (self._lanes.current, self._lanes.header())
         plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts, header)
         if prefill and self._message_budget.num_embedded:
@@ -795,7 +797,7 @@ class Scheduler:
                 record.launched,
                 result.started,
                 result.ended,
-                result.num_checked,
+                result.num_drafted,
             ),
             self,
         )
