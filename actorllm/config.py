@@ -37,6 +37,8 @@ from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
+from actorllm.types.encoder_decoder import ARCHITECTURES as ENCODER_DECODERS
+from actorllm.types.encoder_decoder import EncoderDecoder
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
@@ -124,6 +126,8 @@ class ModelConfig(ModelNames):
     """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
     media: MediaRules | None = None
     """Which images or audio prompts may have; None: prompts are text."""
+    encoder_decoder: EncoderDecoder | None = None
+    """What the encoder beside the decoder takes; None: the model has none."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     io_processor_plugin: str | None = None
@@ -211,6 +215,8 @@ class CacheConfig:
     """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
+    snapshots: int | None = None
+    """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
     offloading_path: str | None = None
@@ -499,6 +505,7 @@ class EngineConfig(EngineNames):
         *,
         scheme: str | None = None,
         window: int | None = None,
+        snapshots: int | None = None,
         tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
@@ -508,6 +515,7 @@ class EngineConfig(EngineNames):
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
             window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
+            snapshots: `CacheConfig.snapshots`; None: in the same way.
             tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
@@ -528,6 +536,9 @@ class EngineConfig(EngineNames):
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        if snapshots is not None:
+            has_prefixes = cache.enable_prefix_caching and snapshots > 0
+            cache = replace(cache, snapshots=snapshots, enable_prefix_caching=has_prefixes)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
         return replace(self, model=model, cache=cache, speculation=speculation)
@@ -575,6 +586,7 @@ class EngineConfig(EngineNames):
         tree["nodes"] = tuple(tree.get("nodes", ()))
         tree["rank_nodes"] = tuple(tree.get("rank_nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
+        model["encoder_decoder"] = EncoderDecoder.from_tree(model.get("encoder_decoder"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
@@ -619,10 +631,16 @@ class EngineConfig(EngineNames):
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
+        if given["runner"] == "auto" and _architecture(path, hf) in ENCODER_DECODERS:  # some are named like encoders
+            given["runner"] = "generate"
         pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
-        max_model_len = _max_model_len(
-            path, given["max_model_len"], text, None if pooler is None else pooler.max_length
-        )
+        generation = _generation(path, given["generation_config"], module)
+        encoder_decoder = _encoder_decoder(path, hf, generation, given, pooler, module)
+        if encoder_decoder is None:
+            advised = None if pooler is None else pooler.max_length
+            max_model_len = _max_model_len(path, given["max_model_len"], text, advised)
+        else:
+            max_model_len = encoder_decoder.max_model_len
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
@@ -633,9 +651,8 @@ class EngineConfig(EngineNames):
         max_num_seqs, max_num_batched_tokens = _limits(given, max_model_len if pooler and pooler.is_encoder else 0)
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
-        generation = _generation(path, given["generation_config"], module)
         media = _media(_architecture(path, hf), hf, given, pooler, module, device)
-        has_embeds = given["enable_prompt_embeds"] or media is not None
+        has_embeds = given["enable_prompt_embeds"] or media is not None or encoder_decoder is not None
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
@@ -669,6 +686,7 @@ class EngineConfig(EngineNames):
                 prompt_embedding_size=_embedding_size(path, text) if has_embeds else None,
                 takes_prompt_embeds=given["enable_prompt_embeds"],
                 media=media,
+                encoder_decoder=encoder_decoder,
                 pooler=pooler,
                 io_processor_plugin=_io_processor(given["io_processor_plugin"], hf, pooler),
                 overrides=overrides,
@@ -794,6 +812,24 @@ def _media(
                 f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
             )
     return rules
+
+
+def _encoder_decoder(
+    path: Path,
+    hf: dict[str, Any],
+    generation: dict[str, Any] | None,
+    given: dict[str, Any],
+    pooler: Pooler | None,
+    module: LentModule | None,
+) -> EncoderDecoder | None:
+    """What the encoder of such a model takes. Raises ConfigError for what it does not go together with."""
+    if pooler is not None or module is not None:
+        return None
+    asked = given | {"max_model_len": human_number(given["max_model_len"])}
+    found = EncoderDecoder.read(_architecture(path, hf), hf, generation, asked)
+    if found is not None:  # "auto" may have found a GPU
+        given["device"] = "cpu"
+    return found
 
 
 def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None) -> LoRAConfig | None:

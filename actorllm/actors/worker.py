@@ -127,6 +127,8 @@ class WorkerActor(Actor):
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
+        if self.runner.num_snapshots is not None:
+            sizes["snapshots"] = self.runner.num_snapshots
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
@@ -136,7 +138,8 @@ class WorkerActor(Actor):
         num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-            if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
+            # With its share of the second group, or of states.
+            if num_blocks and (self.runner.cache_window is not None or self.runner.num_snapshots is not None):
                 sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
         return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
 

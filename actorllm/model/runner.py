@@ -33,6 +33,7 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, N
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
 from actorllm.model.adapters.store import Adapters
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
@@ -269,7 +270,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
     def block_bytes(self) -> int:
         """Memory of one KV block over all layers."""
         c, size = self.model_config, self.config.cache.block_size
-        return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
+        return self._num_cached * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
+
+    @property
+    def _num_cached(self) -> int:
+        """Layers that have keys and values in the cache."""
+        plan = self.model_config
+        return len(plan.attention_layers) if isinstance(plan, DecoderConfig) else plan.num_layers
 
     def cache_bytes_of(self, num_blocks: int) -> int:
         """Memory of so many KV blocks, and of what else is made for them."""
@@ -322,6 +329,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """How many tokens a token sees in the layers that get a KV group of their own; None: all are one group."""
         return None
 
+    @property
+    def num_snapshots(self) -> int | None:
+        """How many states of prefixes recurrent layers keep; None: no layer is recurrent."""
+        return None
+
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
         """As `allocate`, with a second group of blocks for the layers that have a window.
 
@@ -342,6 +354,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "num_blocks": num_blocks,
             "max_blocks": -(-length // size),
             "embedding_bytes": config.model.embedding_bytes,
+            "has_sources": config.model.encoder_decoder is not None,
             "max_adapters": 0 if config.lora is None else config.lora.max_loras,
         }
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.import_path import is_import_path
 from actorllm.types.objective import SLO
 from actorllm.types.roles import Role
 
@@ -417,7 +418,7 @@ def make_router(name: str, seed: int = 0) -> Router:
 
     Raises ConfigError with the nearest name, or the reason.
     """
-    if ":" in name:
+    if is_import_path(name):
         module, _, cls = name.partition(":")
         try:
             router = getattr(importlib.import_module(module), cls)()

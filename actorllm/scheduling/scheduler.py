@@ -101,6 +101,8 @@ class Scheduler:
         max_num_partial_prefills: int = 1,
         watermark: float = 0.0,
         embedding_bytes: int = 0,
+        max_source: int = 0,
+        max_target: int = 0,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         pools_only: bool = False,
@@ -119,7 +121,8 @@ class Scheduler:
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
-        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
+        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. max_source, max_target: most
+        rows of an encoder that come first in a prompt, and tokens behind them; 0: the model has none. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
@@ -193,6 +196,8 @@ class Scheduler:
             eos_ids=eos_ids,
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
+            max_source=max_source,
+            max_target=max_target,
             pools_only=pools_only,
             vector_size=vector_size,
         )
@@ -591,7 +596,9 @@ class Scheduler:
         # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
-        max_drafts = self._drafts.most(num_decode, self.limits.max_tokens - num_tokens) if self._drafts.is_used else 0
+        max_drafts = 0
+        if self._drafts.is_used:
+            max_drafts = self._drafts.most(num_decode, self._step_failures.limits.max_tokens - num_tokens)
         lane, header = (0, NO_I32) if self._lanes is None else (self._lanes.current, self._lanes.header())
         plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts, header)
         if prefill and self._message_budget.num_embedded:
@@ -790,7 +797,7 @@ class Scheduler:
                 record.launched,
                 result.started,
                 result.ended,
-                result.num_checked,
+                result.num_drafted,
             ),
             self,
         )

@@ -426,7 +426,9 @@ class PrefillTile:
     end: int
     first: int
     last: int
-    bias: torch.Tensor  # [end - start, keys]: 0 or -inf, for the last `keys` of them; they look at all before those
+    bias: torch.Tensor
+    """[end - start, keys], or by head [num_kv_heads, 1, end - start, keys]: what is added to scores, -inf to hide, for the last
+    `keys` of them; they look at all before those."""
     is_small: bool
     """Computed in float32 although the model is bfloat16 or float16."""
     num_before: int = 0
@@ -496,13 +498,17 @@ class AttentionBatch:
         """
         scoring = scoring or self._cache.scoring
         self._writes.store(layer, key_value)
+        fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
+        return self._attended(layer, query, fresh, scoring)
+
+    def _attended(self, layer: int, query: torch.Tensor, fresh: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
+        """fresh: this step's keys and values, [2 * num_kv_heads, num_tokens, head_dim], where a row sees no others."""
         if len(self.groups) == 1 and not self.rows and self.groups[0].end - self.groups[0].start == query.shape[0]:
             return self._decode(layer, query, self.groups[0], scoring)
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
             rows = slice(group.start, group.end)
             out[rows] = self._decode(layer, query[rows], group, scoring)
-        fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
         for row in self.rows:
             self._prefill(layer, query, fresh, row, scoring, out)
         return out
@@ -568,7 +574,7 @@ class AttentionBatch:
             if scoring.softcap is not None:
                 scores = capped_(scores, scoring.softcap)
             by_head = scores.view(heads, fold, num_tokens, length)
-            by_head[..., -tile.bias.shape[1] :].add_(tile.bias)
+            by_head[..., -tile.bias.shape[-1] :].add_(tile.bias)
             attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
             if scoring.sinks is not None:
                 attended.mul_(share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
