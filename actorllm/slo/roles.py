@@ -1,6 +1,6 @@
 """Prefill apart from decode in virtual time: replicas with roles, and what copying KV from one to another takes.
 
-What decides is what decides live: the router (`scheduling.roles.RoleRouter`), leases and loads (`scheduling.tiers`). Here is
+What decides is what decides live: the router (`scheduling.role_router.RoleRouter`), leases and loads (`scheduling.tiers`). Here is
 what happens around them. A request whose prompt is computed leaves its replica, and goes on at the one that the router names.
 That replica copies the blocks beside its steps, one request after the other, while the lease is there. `TransferShape` says what
 that takes. Replicas do what is next in the order of time, so a lease ends when its reader has the blocks. Pure.
@@ -17,7 +17,7 @@ import numpy as np
 
 from actorllm.errors import ConfigError, shown
 from actorllm.messages import I32, I64, U8, Submit
-from actorllm.scheduling.roles import RoleRouter
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import Routable
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key

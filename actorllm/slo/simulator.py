@@ -44,7 +44,7 @@ from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
-from actorllm.scheduling.roles import RoleRouter
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, StepSeconds, make_router
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key

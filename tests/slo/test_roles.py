@@ -12,7 +12,7 @@ import pytest
 from actorllm import cli
 from actorllm.errors import ConfigError
 from actorllm.scheduling import cost_model
-from actorllm.scheduling.roles import LearntHandOff, RoleRouter
+from actorllm.scheduling.role_router import LearntHandOff, RoleRouter
 from actorllm.scheduling.router import LinearSteps, ReplicaView, RoundRobin, Routable
 from actorllm.slo.failures import FailureRates
 from actorllm.slo.roles import TransferShape, read_transfer
