@@ -160,19 +160,23 @@ class KVCacheManager:
         """So many blocks that no table has, until `let_go`; the caller has checked `num_free`."""
         blocks = self._allocate(count)
         self._count_held(blocks, 1)
+        if (
+            self._actions is not None and self._actions.zero
+        ):  # what fills them must not be cleared by a plan that comes later
+            taken = set(blocks.tolist())
+            self._actions.zero = [
+                np.array([b for b in one.tolist() if b not in taken], np.int32) for one in self._actions.zero
+            ]
         return blocks
 
-    def let_go(self, blocks: I32, *, zero: bool = False) -> None:
-        """As these blocks were held or reserved, they are no more. zero: those that are free then must be cleared before they
-        are reused."""
+    def let_go(self, blocks: I32) -> None:
+        """As these blocks were held or reserved, they are no more."""
         if not blocks.size:
             return
         if self._emptied:
             self._release()
         self._count_held(blocks, -1)
-        freed = self.pool.release(blocks)
-        if zero and freed.size:
-            self.zero(freed)
+        self.pool.release(blocks)
 
     @property
     def num_held(self) -> I32 | int:

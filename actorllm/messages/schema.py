@@ -156,6 +156,8 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             processor_params=U8,
             pair_start=COUNT,
             weights=STR,
+            hands_off=BOOL,
+            kv_lease=Field("i8", 0),
         ),
         "Abort": _entry(FRONTEND, rids=I32),
         "Unblock": _entry(FRONTEND, rid=INT, error=STR_OR_NONE),
@@ -242,6 +244,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
         "WeightsChanged": _entry(SCHEDULER, version=STR, identity=STR, rids=I32, num_tokens=INDEXES),
         "ProbeGroup": _entry(SCHEDULER, rids=I32, size=COUNT, is_alone=BOOL),
         "Begun": _entry(SCHEDULER, rids=I32),
+        "KvOffer": _entry(SCHEDULER, rid=INT, lease=Field("i8", 0), blocks=INDEXES),
         "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map"), data=U8),
         "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE, data=U8),
     }
