@@ -16,12 +16,13 @@ def awaited(tokenizer: Any) -> Any:
         tokenizer: of transformers.
     """
     if not hasattr(tokenizer, "__await__"):
-        tokenizer.__class__ = _with_await(type(tokenizer))
+        kind: Any = type(tokenizer)
+        tokenizer.__class__ = _with_await(kind)
     return tokenizer
 
 
 @functools.cache
-def _with_await(kind: type[Any]) -> type[Any]:
+def _with_await(kind: Any) -> type[Any]:
     class Awaited(kind):  # type: ignore[misc]
         def __await__(self) -> Generator[Any, None, Any]:
             return self

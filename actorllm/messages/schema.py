@@ -272,7 +272,7 @@ def check_of_fields(name: str, fields: tuple[str, ...], unbounded: tuple[str, ..
     unbounded: columns among them whose values the caller holds against something else.
     """
     entry = SCHEMA[name].fields
-    entry = dict(entry) | {field: replace(entry[field], low=None, high=None) for field in unbounded}
+    entry = {**entry, **{field: replace(entry[field], low=None, high=None) for field in unbounded}}
     checks = {field: check_of(entry[field]) for field in fields}
     # One function without calls where types and ranges say all: the results of steps come this way.
     tests = [_as_source(entry[field], f"message.{field}") or f"checks[{field!r}](message.{field})" for field in fields]
