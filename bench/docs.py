@@ -254,18 +254,23 @@ def architectures() -> dict[str, str]:
         {
             "architecture": f"`{row['architecture']}`",
             "on the CPU": "fused",
-            '`device="cuda"`': row["cuda"] if row["cuda"] == "fused" else f"through {row['cuda']}",
+            '`device="cuda"`': row["cuda"] if row["cuda"] != "transformers" else "through transformers",
             "in the cache": row["cache"],
         }
         for row in tried["fused"]
     ]
     refused = [{"architecture": f"`{row['architecture']}`", "because": row["because"]} for row in tried["refused"]]
+    beside = [
+        {"architecture": f"`{row['architecture']}`", "the encoder takes": row["encoder"], "models": row["names"]}
+        for row in tried["encoder-decoder"]
+    ]
     names = {
         kind: [{"architecture": f"`{name}`"} for name in tried[kind]] for kind in ("transformers", "media", "encoders")
     }
     rows = {
         "fused": fused,
         "through transformers": names["transformers"],
+        "encoder-decoder": beside,
         "media": names["media"],
         "encoders": names["encoders"],
         "refused": refused,

@@ -23,7 +23,7 @@ def awaited(tokenizer: Any) -> Any:
 
 
 @functools.cache
-def _with_await(kind: type[Any]) -> type[Any]:
+def _with_await(kind: Any) -> type[Any]:
     class Awaited(kind):  # type: ignore[misc]
         def __await__(self) -> Generator[Any, None, Any]:
             return self

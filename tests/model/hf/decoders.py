@@ -90,6 +90,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["mamba2"] = (
+    "Mamba2",
+    {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16, "chunk_size": 16, "pad_token_id": 0},
+)
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
