@@ -22,10 +22,11 @@ from actorllm.types.model_files import overridden, read_object
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
+    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
 
-Plan: TypeAlias = "DecoderConfig | TransformersPlan | EncoderPlan"
+Plan: TypeAlias = "DecoderConfig | TransformersPlan | EncoderPlan | EncoderDecoderPlan"
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -87,6 +88,11 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
             f"architecture {model.architecture!r} is an encoder, for which device={backend.name!r} has no forward; use "
             f"device='cpu'"
         )
+    if model.encoder_decoder is not None:
+        check_modules(model.architecture, backend)
+        from actorllm.model.encoder_decoder.plan import read_plan
+
+        return read_plan(model, hf)
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
         try:
@@ -166,6 +172,8 @@ def way_of(plan: Plan, model: ModelConfig, hf: dict[str, Any], backend: Backend)
     """How the model is run, in words, and why not by a fused forward."""
     if isinstance(plan, DecoderConfig):
         return "a fused forward of its own"
+    if model.encoder_decoder is not None:
+        return "a fused forward of the decoder, beside the encoder of transformers; its logits are checked when it is loaded"
     if model.pooler is not None and model.pooler.is_encoder:
         return "transformers, prompts packed and without a cache; its states are checked when it is loaded"
     reason = f"model_impl={model.impl!r}"

@@ -229,6 +229,14 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """The memory of a block of the KV cache in pieces, `block_bytes` in all, for what is beside the steps: KV tiers."""
         raise UnsupportedModelError(f"KV tiers are not supported on device={self.name!r} yet; use device='cpu'")
 
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        """The memory of all blocks of the KV cache, as [num_layers, blocks, bytes of a block in a layer] each."""
+        raise UnsupportedModelError(f"roles are not supported on device={self.name!r} yet; use device='cpu'")
+
+    def share_cache(self, path: str) -> None:
+        """Before `allocate`: let the KV cache be in this file, which other processes map as well."""
+        raise UnsupportedModelError(f"roles are not supported on device={self.name!r} yet; use device='cpu'")
+
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, which is empty then and may be used; no step may be under way."""
         raise self._without_updates()
@@ -346,6 +354,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "num_blocks": num_blocks,
             "max_blocks": -(-length // size),
             "embedding_bytes": config.model.embedding_bytes,
+            "has_sources": config.model.encoder_decoder is not None,
             "max_adapters": 0 if config.lora is None else config.lora.max_loras,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
-from actorllm.model.cpu.attention import KVCache, PagedCache
+from actorllm.model.cpu.attention import KVCache, PagedCache, shared_pages, zero_pages
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_heads import drafting_model
 from actorllm.model.cpu.draft_passes import DraftingModel
@@ -67,6 +68,7 @@ from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
+    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
     from actorllm.model.hf.transformers_backend import TransformersDecoder
@@ -148,6 +150,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """From pooled states, float32 [num_vectors, hidden_size], to scores, float32 [num_vectors, num_labels]."""
         self.cache: PagedCache
+        self._new_pages: Callable[[int], mmap.mmap] = zero_pages
+        """Where the memory of the cache is from."""
         self._team: Team
         self.num_threads = threads.num_threads(self.config)
         """What torch computes with. A step sets it, from the size of its products."""
@@ -255,6 +259,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
         """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
         plan, model = self.model_config, self._computed(model)
+        if model.encoder_decoder is not None:
+            from actorllm.model.encoder_decoder import loading
+
+            return loading.load(cast("EncoderDecoderPlan", plan), model, self.dtype, self._show_progress), None
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
@@ -308,9 +316,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _stage_modules(self, source: WeightSource) -> StagedWeights:
         """As `stage_weights`, of a model that runs through transformers."""
-        if not source.is_first and (self._is_encoder or self.config.model.media is not None):
+        model = self.config.model
+        has_encoder = self._is_encoder or model.media is not None or model.encoder_decoder is not None
+        if not source.is_first and has_encoder:
             return super().stage_weights(source)
-        model = replace(self.config.model, weights=source)
+        model = replace(model, weights=source)
         source.check_unchanged()
         check_same_model(model, self.model_config, type(self))
         staged = self._read_modules(model)
@@ -344,6 +354,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def block_views(self, block: int) -> list[memoryview]:
         return self.cache.block_views(block)
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        return self.cache.block_regions()
+
+    def share_cache(self, path: str) -> None:
+        self._new_pages = shared_pages(path)
 
     def release_cache(self) -> None:
         self.cache.release()
@@ -389,7 +405,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             or config.speculation is not None
             or config.keeps_output_apart
             or self._has_int8_cache
-            or config.cache.has_tiers
+            or config.cache.has_transfers
         )
         window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
         is_small = window < config.model.max_model_len
@@ -531,7 +547,13 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         keeps_output_apart = self.config.batch_invariant or is_twin(self.scheme)
         if self._latent is not None:
             self.cache = LatentCache(
-                c.num_layers, self._latent, num_blocks, size, self.dtype, keeps_output_apart=keeps_output_apart
+                c.num_layers,
+                self._latent,
+                num_blocks,
+                size,
+                self.dtype,
+                keeps_output_apart=keeps_output_apart,
+                pages=self._new_pages,
             )
         elif self._has_int8_cache:
             self.cache = Int8KVCache(
@@ -541,6 +563,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 self.dtype,
                 num_slots=max(self.config.scheduler.max_num_seqs, costs.SIZES[-1], NUM_CHECK_ROWS),
                 tails_per_slot=self._tails_per_slot,
+                pages=self._new_pages,
             )
         else:
             kv = self._new_kv(shape, num_blocks, keeps_output_apart) if shape[0] else None
@@ -566,6 +589,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.dtype,
             keeps_output_apart=keeps_output_apart,
             has_fixed_tiles=has_fixed_tiles,
+            pages=self._new_pages,
         )
 
     def _new_states(self) -> SlotStates:

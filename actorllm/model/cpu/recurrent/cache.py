@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.attention import I32, I64, AttentionBatch, KVCache, PagedCache
@@ -29,6 +30,9 @@ class RecurrentCache(PagedCache):
 
     def block_views(self, block: int) -> list[memoryview]:
         raise UnsupportedModelError("states of recurrent layers are kept by no KV tier yet")
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        raise UnsupportedModelError("states of recurrent layers are not handed from one replica to another yet")
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         """States are not cleared: a sequence that begins reads none."""
