@@ -44,6 +44,8 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Mamba2ForCausalLM": "mamba2",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
 }
 """The file of each architecture in `families/`."""
 

@@ -2,7 +2,7 @@
 
 Decided for each request by predicted seconds, those of all requests together. Where a prompt is computed beside decode rows, each
 of these rows waits for it. A hand-off spares them that, and costs the copy of the KV. So it pays for long prompts beside many
-rows, and a short prompt, or one whose beginning a decoding replica has, is computed where it decodes.
+rows. A prompt that is short, or whose beginning a decoding replica has, is computed where it decodes.
 
 Which replica of a role it is says the router of the engine. The engine and the simulator run the same object.
 """

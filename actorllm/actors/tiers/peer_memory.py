@@ -54,6 +54,9 @@ class PeerMemory:
         for own, other in zip(self._own(), regions, strict=True):
             copy_blocks(own, targets, other, sources)
         is_good = self._board.is_valid(lent)
+        if not is_good:  # what was copied may be no finite numbers
+            for own in self._own():
+                own[:, targets] = 0
         return len(blocks) if is_good else 0, time.perf_counter() - began
 
     def _regions_of(self, lent: Lent) -> list[NDArray[np.uint8]]:

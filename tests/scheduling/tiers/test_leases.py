@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from actorllm.actors.tiers.lease_board import SLOTS, LeaseBoard, Lender
-from actorllm.kvcache.manager import KVCacheManager
 from actorllm.scheduling.tiers.leases import TERM_S
 from tests.effort import examples
 from tests.scheduling.chained_tokens import reference_stream
@@ -174,16 +173,9 @@ def test_random_runs_have_the_tokens_of_undisturbed_ones() -> None:
     assert min(run_all(examples(10, 400))) > 0
 
 
-def reserve_and_clear_later(self: KVCacheManager, count: int) -> Any:
-    blocks = self._allocate(count)
-    self._count_held(blocks, 1)
-    return blocks
-
-
 PLANTED: dict[str, tuple[type, str, Any]] = {
     "blocks are free before the lease is over": (Lender, "end", lambda self, lease: self._free.append(int(lease[1]))),
     "the lease is not looked at after the copy": (LeaseBoard, "is_valid", lambda self, lent: True),
-    "blocks are filled that a plan is yet to clear": (KVCacheManager, "reserve", reserve_and_clear_later),
 }
 
 
