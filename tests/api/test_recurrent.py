@@ -32,7 +32,9 @@ PARAMS = [
 ]
 MARGIN = 1e-4
 
-FAMILIES = ["mamba2"]
+SLOW = pytest.mark.slow(reason="a dozen engines for each; `test_hybrids` is quick")
+HYBRIDS = ["granite-hybrid", "falcon-h1"]
+FAMILIES = ["mamba2", *(pytest.param(name, marks=SLOW) for name in HYBRIDS)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -167,6 +169,16 @@ def test_sleep_and_updates(folder: Path, expected: list[list[int]]) -> None:
 def test_what_is_not_combined_is_refused_by_name(folder: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((UnsupportedModelError, ConfigError), match=message):
         LLM(str(folder), **INLINE | {"max_num_seqs": 4} | arguments)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids(name: str, tmp_path: Path) -> None:
+    """Alone and in one piece, or in chunks beside others, with preemptions, in slots that change hands."""
+    save(name, tmp_path, max_position_embeddings=256)
+    alone, _ = run(tmp_path, max_num_seqs=1, async_scheduling=False)
+    together, counts = run(tmp_path, max_num_seqs=4, max_num_batched_tokens=37, num_gpu_blocks_override=30)
+    assert together == alone
+    assert counts["num_preemptions"] > 0
 
 
 def test_states_that_do_not_fit_are_refused_with_the_number_that_does(folder: Path) -> None:

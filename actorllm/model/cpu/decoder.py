@@ -56,6 +56,11 @@ SWITCHES = frozenset(
         "latent",
         "recurrent",
         "has_mlp",
+        "residual_scale",
+        "logits_scale",
+        "mlp_scales",
+        "attention_output_scale",
+        "rotates",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -77,7 +82,10 @@ class DecoderLayer:
     ) -> None:
         """config: of the whole model. targets: what of the layer `adapters` adapt, by product. linear: makes the products."""
         self.index = index
-        self.has_mlp = config.has_mlp
+        self.has_mlp, self._rotates, self._scale = config.has_mlp, config.rotates, config.residual_scale
+        self._gate_scale, self._mlp_scale = config.mlp_scales
+        self._attended_scale = config.attention_output_scale
+        self._recurrent_scale = 1.0 if config.recurrent is None else config.recurrent.output_scale
         cached = config.attention_layers
         self._place = cached.index(index) if index in cached else -1
         """In the cache, among the layers that attend."""
@@ -99,9 +107,14 @@ class DecoderLayer:
         outputs = torch.arange(tensors.qkv.out_features)
         self.latent: LatentAttention | None = None
         self.recurrent: Mamba2Mixer | None = None
+        self.beside: tuple[Linear, Linear] | None = None
+        """The products of a recurrent mixer beside attention."""
         if tensors.recurrent is not None:
             assert config.recurrent is not None
             self.recurrent = Mamba2Mixer(config.recurrent, tensors.recurrent)
+            if config.mixer(index) == "both":
+                self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
+        if config.mixer(index) == "recurrent":
             self.qkv = linear(tensors.qkv)
         elif tensors.latent is not None:
             self.latent = LatentAttention(config, tensors.latent, share, linear)
@@ -153,16 +166,23 @@ class DecoderLayer:
         """
         if seen is None:
             seen = x if self.input_norm is None else self.input_norm(x)
+        if self.recurrent is None or self.beside is not None:
+            assert attention is not None
+            part = self.output(self._attend(seen, rotations, attention))
+        if self._attended_scale != 1:
+            part.mul_(self._attended_scale)
         if self.recurrent is not None:
             assert rows is not None
             assert states is not None
-            mixed = self.recurrent(self.qkv(seen), states, rows)
-        else:
-            assert attention is not None
-            mixed = self._attend(seen, rotations, attention)
-        part = self.output(mixed)
+            if self.beside is None:
+                part = self.output(self.recurrent(self.qkv(seen), states, rows))
+            else:
+                first, last = self.beside
+                part.add_(last(self.recurrent(first(seen), states, rows)), alpha=self._recurrent_scale)
         if self._is_shared:
             self._ranks.sum_(part)
+        if self._scale != 1:
+            part.mul_(self._scale)
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
         return self._add_mlp(x) if self.has_mlp else x
 
@@ -170,7 +190,8 @@ class DecoderLayer:
         """What heads have attended to, [num_tokens, inputs of the output product]."""
         if self.latent is None:
             heads = self.qkv(seen).view(seen.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
-            self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
+            if self._rotates:
+                self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
             query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
             return attention.attend(self._place, query, key_value, self.scoring)
         return self.latent(self._place, self.qkv(seen), rotations, attention)
@@ -180,11 +201,17 @@ class DecoderLayer:
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
         if self.experts is None:
             gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
+            if self._gate_scale != 1:
+                gate = gate * self._gate_scale
             part = self.down(self.activation(gate).mul_(up))
+            if self._mlp_scale != 1:
+                part.mul_(self._mlp_scale)
         else:
             part = self.experts(seen)
         if self._is_shared:
             self._ranks.sum_(part)
+        if self._scale != 1:
+            part.mul_(self._scale)
         return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
 
     @property
@@ -193,6 +220,8 @@ class DecoderLayer:
         attention = self.qkv.num_bytes + self.output.num_bytes
         if self.latent is not None:
             attention += self.latent.num_bytes
+        if self.beside is not None:
+            attention += sum(one.num_bytes for one in self.beside)
         if self.experts is not None:
             return attention + self.experts.num_bytes
         if not self.has_mlp:
@@ -331,7 +360,7 @@ class Decoder:
             for name, held in list(vars(layer).items()):
                 if isinstance(held, Adapted):
                     held.drop_base()
-                elif isinstance(held, Linear | Experts | LatentAttention):
+                elif isinstance(held, Linear | Experts | LatentAttention | Mamba2Mixer) or name == "beside":
                     delattr(layer, name)
 
     @property
@@ -399,4 +428,6 @@ class Decoder:
         """The same in the type of the model; with several ranks widened, for the way between them."""
         assert self.lm_head is not None
         logits = self.lm_head(hidden)
+        if self.config.logits_scale != 1:
+            logits.mul_(self.config.logits_scale)
         return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

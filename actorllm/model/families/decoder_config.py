@@ -75,6 +75,8 @@ class ExpertShape:
     down: str = "down_proj"
     is_stacked: bool = False
     """A tensor has a dimension more, for the experts, and inputs before outputs."""
+    has_halves: bool = False
+    """Of stacked experts: outputs before inputs, all gates before the first up, and no biases."""
     has_bias: bool = False
     has_router_bias: bool = False
     swiglu: tuple[float, float] | None = None
@@ -92,6 +94,8 @@ class ExpertShape:
     shared_size: int | None = None
     """Intermediate size of an MLP beside the experts that every token takes; None: there is none."""
     shared: str = "mlp.shared_experts"
+    shared_names: tuple[tuple[str, ...], str] | None = None
+    """Its products, as `gate_up` and `down`; None: they are called as those of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,15 @@ class DecoderConfig:
     """What attention and MLP add to the residual stream goes through a norm."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what mixer and MLP add to the residual stream."""
+    logits_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Of the gate, before its activation, and of what the MLP adds to the stream."""
+    attention_output_scale: float = 1.0
+    """Of what attention adds to the stream."""
+    rotates: bool = True
+    """False: queries and keys of attention say nothing of positions."""
     experts: ExpertShape | None = None
     """Of the layers that have experts in the place of the MLP."""
     has_sinks: bool = False

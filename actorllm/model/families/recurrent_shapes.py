@@ -42,6 +42,14 @@ class Mamba2Shape:
     eps: float
     limits: tuple[float, float] = (0.0, math.inf)
     """Of step sizes."""
+    has_norm: bool = True
+    """Before the last product."""
+    gates_first: bool = True
+    """The gate is multiplied before that norm; else behind it."""
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Of gate, x, B, C and step sizes, as the first product makes them."""
+    output_scale: float = 1.0
+    """Of the last product."""
     prefix: str = "mixer"
     """Of the names of its tensors, within the layer."""
 

@@ -56,5 +56,5 @@ def mamba2_tensors(prefix: str, shape: Mamba2Shape, weights: Weights, form: Form
         step_bias=exact("dt_bias", shape.num_heads),
         decay=-exact("A_log", shape.num_heads).exp(),
         skip=exact("D", shape.num_heads),
-        norm=exact("norm.weight", shape.inner_size),
+        norm=exact("norm.weight", shape.inner_size) if shape.has_norm else None,
     )

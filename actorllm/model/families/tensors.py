@@ -64,7 +64,7 @@ class LayerTensors:
     """One layer, as the checkpoint has it; a norm that the shape does not have is None."""
 
     qkv: LinearWeight
-    """The first product of the layer, of a recurrent one as well."""
+    """The first product of the layer, of a recurrent one as well. Where a layer has both, that of attention."""
     output: LinearWeight
     """What the mixer adds to the stream is made by it."""
     gate_up: LinearWeight | None
@@ -131,7 +131,7 @@ class DecoderTensors:
         latent = recurrent = None
         if c.recurrent is not None and c.mixer(index) != "attention":
             recurrent = recurrent_tensors(prefix, c.recurrent, self._weights, self._form, c.hidden_size)
-        if recurrent is not None:
+        if recurrent is not None and c.mixer(index) == "recurrent":
             qkv, output = recurrent.first, recurrent.last
         elif c.latent is not None:
             out_size, out_part = c.num_heads * c.latent.value_dim, _times(share.heads, c.latent.value_dim)
@@ -144,10 +144,10 @@ class DecoderTensors:
         def norm(name: str, is_there: bool) -> torch.Tensor | None:
             return self._norm(prefix + name, c.hidden_size) if is_there else None
 
-        if recurrent is None:
+        if c.mixer(index) != "recurrent":
             output = self._summed(prefix + names.output, out_size, out_part, c.has_output_bias)
         qk_norms = None
-        if recurrent is not None:
+        if c.mixer(index) == "recurrent":
             pass
         elif c.qk_norm == "head":
             qk_norms = (
@@ -322,9 +322,10 @@ class DecoderTensors:
             correction = self._weights.take(name, shape.num_experts, dtype=torch.float32).float()
         if shape.shared_size is not None:
             base, inner = f"{prefix}{shape.shared}.", ranks.part(shape.shared_size)
+            gate_up, down = shape.shared_names or (shape.gate_up, shape.down)
             shared = (
-                self._side_by_side(base, shape.gate_up, (shape.shared_size,) * 2, (inner, inner), False),
-                self._summed(base + shape.down, shape.shared_size, inner, False),
+                self._side_by_side(base, gate_up, (shape.shared_size,) * 2, (inner, inner), False),
+                self._summed(base + down, shape.shared_size, inner, False),
             )
         return ExpertTensors(router.float(), bias, correction, shared, numbers, read)
 

@@ -32,11 +32,18 @@ class Mamba2Mixer:
         self._step_bias, self._decay = tensors.step_bias, tensors.decay
         self._skip = tensors.skip.unsqueeze(1)  # [num_heads, 1]
         self._norm = tensors.norm
+        sizes = (shape.inner_size, shape.inner_size, *2 * (shape.num_groups * shape.state_size,), shape.num_heads)
+        self._scales: torch.Tensor | None = None
+        if any(scale != 1 for scale in shape.scales):
+            scales = zip(shape.scales, sizes, strict=True)
+            self._scales = torch.cat([torch.full((size,), scale) for scale, size in scales])
         self._has_limits = shape.limits != (0.0, float("inf"))
 
     def __call__(self, made: torch.Tensor, states: States, rows: StateRows) -> torch.Tensor:
         """made: [num_tokens, made_size]. states: of the layer. Returns [num_tokens, inner_size]; rows of padding are zeros."""
         shape = self._shape
+        if self._scales is not None:
+            made = (made * self._scales).to(made.dtype)
         gate, inputs, steps = torch.split(made, [shape.inner_size, shape.conv_size, shape.num_heads], 1)
         steps = torch.nn.functional.softplus(steps.float() + self._step_bias)
         if self._has_limits:
@@ -53,13 +60,19 @@ class Mamba2Mixer:
         return self._gated(out, gate).to(made.dtype)
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The norm behind the gate, over each group of heads."""
-        out = out * torch.nn.functional.silu(gate.float())
+        """The gate, and the norm over each group of heads."""
+        gate = torch.nn.functional.silu(gate.float())
         if self._norm is None:
-            return out
+            return out.mul_(gate)
+        if self._shape.gates_first:
+            return self._normed(out.mul_(gate)).mul_(self._norm)
+        return self._normed(out).mul_(self._norm).mul_(gate)
+
+    def _normed(self, out: torch.Tensor) -> torch.Tensor:
+        """Divided by the root mean square of each group."""
         by_group = out.view(len(out), self._shape.num_groups, -1)
         scale = by_group.square().mean(2, keepdim=True).add_(self._shape.eps).rsqrt_()
-        return by_group.mul_(scale).view_as(out).mul_(self._norm)
+        return by_group.mul_(scale).view_as(out)
 
     def _split(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [n, num_heads, head_dim], B and C [n, num_groups, state_size]."""
