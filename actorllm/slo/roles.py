@@ -134,7 +134,7 @@ class SimulatedRoles(LostRequests):
         self.transfer = transfer
         self.tables = [SimulatedTable(number) if role == "prefill" else None for number, role in enumerate(roles)]
         self.num_handed_off = 0
-        self._router = router
+        self.router = router
         self._replicas: Sequence[SimulatedReplica] = ()
         self._moved: Callable[[int, int, float], None]
         self._offered: dict[tuple[int, int], float] = {}
@@ -163,7 +163,7 @@ class SimulatedRoles(LostRequests):
         assert request is not None
         submit = replace(self.as_sent_again(request, source.scheduler), hands_off=False, kv_lease=lease)
         targets = [one for one, role in zip(self._replicas, self.roles, strict=True) if role != "prefill"]
-        chosen = self._router.route_on(_routable_of(submit), [one.view(at) for one in targets])
+        chosen = self.router.route_on(_routable_of(submit), [one.view(at) for one in targets])
         aborts = source.aborts_of(key)
         source.take_out(key, at)
         target = self._replicas[chosen]
@@ -180,7 +180,7 @@ class SimulatedRoles(LostRequests):
         table = self.tables[replica]
         began = self._offered.pop((replica, lease), None)
         if began is not None:
-            self._router.hand_off.observe(number, now - began)
+            self.router.hand_off.observe(number, now - began)
         return number if table is not None and table.has(source.lease) else 0
 
     def take(self, lease: I64) -> None:

@@ -1002,9 +1002,11 @@ def simulate(
     are in no row of the run.
     """
     # What is simulated: the requests that come in time, and the client that sends those which wait for others.
-    given_roles = read_roles(roles)
-    if given_roles:
-        num_replicas = _num_with_roles(given_roles, num_replicas, autoscaler, failures, rescheduling)
+    # With roles these are the replicas, and the router is asked first whether a request is handed off.
+    route = make_router(router, seed) if isinstance(router, str) else router
+    apart = _apart(roles, transfer, route, num_replicas, autoscaler, failures, rescheduling, make_scheduler)
+    if apart is not None:
+        num_replicas, route = len(apart.roles), apart.router
     num_replicas = most_replicas(num_replicas, autoscaler)
     shapes, models = _one_each(shape, num_replicas, "shape"), _one_each(model, num_replicas, "model")
     shape, model = shapes[0], models[0]
@@ -1013,22 +1015,13 @@ def simulate(
     outcomes = _Outcomes(len(workload))
     ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
     client = None
-    if given_roles and (workload.turns is not None or max_concurrency is not None):
-        raise ConfigError("roles are not simulated with turns or max_concurrency yet; leave roles out")
-    if given_roles and make_scheduler is not None:
-        raise ConfigError(
-            "roles are not simulated with schedulers that are watched yet, as for a report; leave one out"
-        )
     if workload.turns is not None or max_concurrency is not None:
+        if apart is not None:  # what a client sends next would depend on replicas that are behind
+            raise ConfigError("roles are not simulated with turns or max_concurrency yet; leave roles out")
         client = ClosedLoop(workload, max_concurrency)
         check_deliver(delays)
-    # Prompts that do not begin alike need no hashes, however the engine is configured.
-    has_prefixes = (workload.has_shared_prompts and shape.enable_prefix_caching) or bool(given_roles)
-    route = make_router(router, seed) if isinstance(router, str) else router
-    apart = None
-    if given_roles:
-        route = RoleRouter(route)
-        apart = SimulatedRoles(given_roles, transfer or TransferShape(), route)
+    # Prompts that do not begin alike need no hashes, however the engine is configured; but what is copied is found by them.
+    has_prefixes = (workload.has_shared_prompts and shape.enable_prefix_caching) or apart is not None
     shapes = [replace(one, enable_prefix_caching=has_prefixes) for one in shapes]
     built = _Built(
         shapes,
@@ -1077,7 +1070,7 @@ def simulate(
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
     # What came of it. A request may have had a scheduler before that was lost.
-    if apart is not None:
+    if apart is not None:  # each request that was handed off had a scheduler before
         outcomes.add_before(apart.first_scheduled, apart.num_preemptions)
     if sender.faults is not None:
         outcomes.add_before(sender.faults.first_scheduled, sender.faults.num_preemptions)
@@ -1216,15 +1209,23 @@ def _one_each(given: T | Sequence[T], num: int, name: str) -> list[T]:
     return found
 
 
-def _num_with_roles(
-    roles: Sequence[Role], num_replicas: int, *others: Autoscaler | Failures | Rescheduling | None
-) -> int:
-    """How many replicas there are. Raises ConfigError."""
-    if num_replicas not in (1, len(roles)):
-        raise ConfigError(f"num_replicas={num_replicas} and {len(roles)} roles both say how many there are; give one")
+def _apart(
+    roles: str | None, transfer: TransferShape | None, router: Router, num_replicas: int, *others: object
+) -> SimulatedRoles | None:
+    """What replicas with roles have in common; None: they have none. others: what roles are not simulated with.
+
+    Raises ConfigError.
+    """
+    given = read_roles(roles)
+    if not given:
+        return None
+    if num_replicas not in (1, len(given)):
+        raise ConfigError(f"num_replicas={num_replicas} and roles={roles!r} both say how many there are; give one")
     if any(others):
-        raise ConfigError("roles are not simulated with an autoscaler, failures or rescheduling yet; leave one out")
-    return len(roles)
+        raise ConfigError(
+            f"roles={roles!r} are not simulated with an autoscaler, failures, rescheduling or a report yet; leave one out"
+        )
+    return SimulatedRoles(given, transfer or TransferShape(), RoleRouter(router))
 
 
 def most_replicas(num_replicas: int, autoscaler: Autoscaler | None) -> int:
