@@ -4,6 +4,7 @@ engine for async programs is a coroutine, and programs of either kind bring thei
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Generator
 from typing import Any
@@ -30,9 +31,9 @@ def _with_await(kind: Any) -> type[Any]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Copies and pickles are of the class of transformers, which other processes have."""
-            plain = kind.__new__(kind)
+            plain: Any = object.__new__(kind)
             plain.__dict__.update(self.__dict__)
-            return plain.__reduce_ex__(protocol)
+            return copy.copy, (plain,)
 
     # What is saved names its class.
     Awaited.__name__, Awaited.__qualname__, Awaited.__module__ = kind.__name__, kind.__qualname__, kind.__module__

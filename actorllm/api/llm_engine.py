@@ -304,7 +304,7 @@ class LLMEngine(BlockingDoor):
     @property
     def model_executor(self) -> Any:
         """The path to `load_weights`, by which trainers bring new weights (`api.worker_path`)."""
-        return model_executor(self)
+        return model_executor(self.update_weights_from_tensors)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What a request may ask for, by vLLM's names: ("generate",), or tasks such as "embed" and "classify"."""

@@ -7,19 +7,16 @@ The model itself is in another process, so there is nothing else at the end of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from actorllm.api.llm_engine import LLMEngine
+from typing import Any, NoReturn
 
 
 class ModelOfWorkers:
     """The model, as far as a trainer needs it."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
+    def __init__(self, update: Callable[[dict[str, Any]], object]) -> None:
+        self._update = update
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         """Compute with these tensors from now on. Each call is an update, so bring many at a time. Returns their names.
@@ -31,7 +28,7 @@ class ModelOfWorkers:
             As `update_weights_from_tensors`.
         """
         tensors = dict(weights)
-        self._engine.update_weights_from_tensors(tensors)
+        self._update(tensors)
         return set(tensors)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -40,13 +37,13 @@ class ModelOfWorkers:
         )
 
 
-def model_executor(engine: LLMEngine) -> Any:
+def model_executor(update: Callable[[dict[str, Any]], object]) -> Any:
     """The path to the model of an engine.
 
     Arguments:
-        engine: the engine.
+        update: `update_weights_from_tensors` of the engine.
     """
-    runner = SimpleNamespace(model=ModelOfWorkers(engine))
+    runner = SimpleNamespace(model=ModelOfWorkers(update))
     worker = SimpleNamespace(model_runner=runner, get_model=lambda: runner.model)
     worker.worker = worker
     return SimpleNamespace(driver_worker=worker)

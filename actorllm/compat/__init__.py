@@ -60,7 +60,7 @@ _LOGITS_INTERFACE = _same(
 ) | _same("actorllm.types.logits_processors", "MovedRequest", "RemovedRequest")
 
 _CLASSES = "actorllm.text.plugin_classes"
-_TREES, _SERVING = "actorllm.compat.trees", "actorllm.compat.serving"
+_TREES, _SERVING = "actorllm.cli.vllm_bodies", "actorllm.cli.vllm_serving"
 _CHAT_BODIES = _same(_TREES, "ChatCompletionRequest", "ChatCompletionResponse")
 _COMPLETION_BODIES = {
     "CompletionRequest": "actorllm.server.protocol:CompletionRequest",

@@ -1,8 +1,8 @@
 """Errors as clients expect them: a status, and OpenAI's `{"error": {"message", "type", "param", "code"}}` or their API's form.
 
-`code` has a value for one reader only: the status as a number for those of vLLM, or a name such as "context_length_exceeded" for
-those of OpenAI. The server's `error_format` says which. Owns which exception is which status, and which field of the body an
-error is about. Called by everything in this package that answers.
+`code` has one value: the status as a number, as in vLLM, or a name such as "context_length_exceeded", as in OpenAI. The server's
+`error_format` says which. Owns which exception is which status, and which field of the body an error is about. Called by
+everything in this package that answers.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def is_kernel_profile(path: str | Path) -> bool:
         with open(path, newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), [])
     except (OSError, UnicodeDecodeError, csv.Error):
-        return False  # whoever reads it says why
+        return False  # the reader says why
     return _has(header, columns.KERNEL) is not None or any(columns.WIDE.fullmatch(name) for name in header)
 
 
@@ -110,7 +110,7 @@ def _read_file(file: Path, found: KernelProfile, tp: int | None) -> None:
             f"{', '.join(columns.KERNEL_DURATION)}; it has {', '.join(names[:20])}"
         )
     for line, row in enumerate(rows, 2):
-        reader = _Row(file, line, row)
+        reader = _ProfileRow(file, line, row)
         if shards is not None:
             shared_by = int(reader.number(shards))
             if tp is not None and shared_by != tp:
@@ -127,7 +127,7 @@ def _read_file(file: Path, found: KernelProfile, tp: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ProfileRow:
     file: Path
     line: int
     values: Mapping[str, str | None]
@@ -147,7 +147,7 @@ def _has(names: Sequence[str], known: Sequence[str]) -> str | None:
     return next((name for name in known if name in names), None)
 
 
-def _keep(row: _Row, found: KernelProfile, kernel: str, took: float, names: Sequence[str]) -> None:
+def _keep(row: _ProfileRow, found: KernelProfile, kernel: str, took: float, names: Sequence[str]) -> None:
     """Put one measurement where it belongs, by the name of its kernel."""
     if not took:
         return  # nothing was measured
@@ -172,7 +172,7 @@ def _keep(row: _Row, found: KernelProfile, kernel: str, took: float, names: Sequ
     times.setdefault(kernel, {}).setdefault(row.number(size), []).append(took)
 
 
-def _attention(row: _Row, kernel: str, took: float, names: Sequence[str]) -> Attention:
+def _attention(row: _ProfileRow, kernel: str, took: float, names: Sequence[str]) -> Attention:
     chunk, before, rows, context = (
         _has(names, known)
         for known in (
@@ -209,12 +209,14 @@ def fit_kernels(profile: KernelProfile, layers: int, name: str = "kernels", *, f
     """
     if layers < 1 or not (math.isfinite(fixed_s) and fixed_s >= 0):
         raise ConfigError(f"layers={layers} must be 1 or more, and fixed_s={fixed_s} 0 or more")
+    # The parts of a step, each summed over its layers.
     tokens = _curve(profile.tokens, layers)
     logits = _curve(profile.rows, layers) if profile.rows else None
     prompts = [one for one in profile.attention if one.chunk and not one.rows]
     prompt, prompt_error = _of_prompts(prompts, layers)
     decode = _surface([(a.rows, a.context, layers * a.seconds) for a in profile.attention if a.rows and not a.chunk])
     mixed = _surface(_beside_prompts(profile.attention, prompts, layers))
+    # How well each part is interpolated, and which ones no file has. Without `mixed` decode rows cost the same beside prompts.
     parts = (("decode", decode), ("mixed", mixed))
     errors = [("tokens", len(tokens.sizes), _error_of_curve(tokens))]
     if logits is not None:

@@ -1,6 +1,6 @@
 """KV tiers in virtual time: what an engine keeps of its KV in host memory or on a disk, and what moving it takes.
 
-The scheduler decides by the same object as live (`scheduling.tiers.Transfers`): what is stored, what is loaded, and who waits.
+The scheduler decides by the same object as live (`scheduling.tiers.Transfers`): stores, loads, and which requests wait.
 A `TierShape` says how many blocks a tier holds and what moving one takes. A block is stored in every tier and loaded from the
 first that has it. Each tier forgets what was used longest ago. One load is read at a time, and one store is written at a time,
 beside the steps. Replicas have tiers of their own. Pure.
@@ -123,7 +123,7 @@ class TierMoves:
         self._tiers = tiers
         self._scheduler = scheduler
         self._moves: list[tuple[float, int, Transfers, BlockLoad | BlockStore, int, float]] = []
-        """By their end: transfers of whom, the job, how many blocks are good, and the seconds that it took."""
+        """By their end: the scheduler's transfers, the job, how many blocks are good, and the seconds that it took."""
         self._number = 0
         self._read_until = self._written_until = -math.inf
 

@@ -1,7 +1,7 @@
 """`LeaseBoard`: which KV blocks replicas of a machine lend each other, in memory that all of them map.
 
 Each replica has a row: the *era* of its KV memory, and SLOTS leases. A lease has a number, drawn anew each time. It has the hash of
-its last block, the size of the lender's cache, and the numbers of the blocks. The lender's scheduler writes it, and its number last.
+its last block, the size of the lender's cache, and the numbers of the blocks. The lender's scheduler writes it, its number last.
 It clears the number before it frees the blocks. A reader looks at the number and the era before it copies the blocks and once
 more after that (`read`, `is_valid`). If both are as before, the blocks were not reused meanwhile.
 

@@ -310,9 +310,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         source.check_unchanged()
         check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
-            staged = self._read_decoder(plan, weights, None)
+            decoder, head = self._read_decoder(plan, weights, None)
+        drafts = None if self._draft_model is None else self._draft_model.stage(decoder, source)
         source.check_unchanged()  # else it was written while it was read
-        return staged
+        return decoder, head, drafts
 
     def _stage_modules(self, source: WeightSource) -> StagedWeights:
         """As `stage_weights`, of a model that runs through transformers."""
@@ -325,14 +326,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         check_same_model(model, self.model_config, type(self))
         staged = self._read_modules(model)
         source.check_unchanged()
-        return staged
+        return *staged, None
 
     def commit_weights(self, staged: StagedWeights) -> None:
-        decoder, head = staged
+        decoder, head, drafts = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
             if self._draft_model is not None:
-                self._draft_model.take_target(decoder)
+                self._draft_model.take_target(decoder, drafts)
         elif self._slots is not None:
             cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head

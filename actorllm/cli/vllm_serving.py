@@ -21,7 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.api.async_llm import AsyncLLM
-from actorllm.compat.trees import (
+from actorllm.cli.vllm_bodies import (
     ChatCompletionResponse,
     CompletionResponse,
     EmbeddingResponse,
@@ -204,28 +204,29 @@ class OpenAIServing:
     """
 
     def __init__(self, engine_client: AsyncLLM, *positional: Any, **options: Any) -> None:
+        # Releases differ in the order of what has no name, so each is known by its type.
         texts = [one for one in positional if isinstance(one, str)]
         named = dict(zip(("response_role", "chat_template"), texts, strict=False))
         lists = [one for one in positional if isinstance(one, list | tuple)]
         given = {**named, **options}
-        models = next((one for one in positional if isinstance(one, OpenAIServingModels)), given.pop("models", None))
-        names = given.pop("served_model_names", None) or (lists.pop(0) if lists else ())
-        modules = given.pop("lora_modules", None) or (lists.pop(0) if lists else ())
         for one in positional:
             if not isinstance(one, str | list | tuple | OpenAIServingModels | ModelConfig | RequestLogger | None):
                 raise ConfigError(f"{type(self).__name__}: give the argument {one!r:.80} by its name")
+        models = next((one for one in positional if isinstance(one, OpenAIServingModels)), given.pop("models", None))
+        # The oldest have the names and the adapters here, and no OpenAIServingModels.
+        names = given.pop("served_model_names", None) or next(iter(lists), ())
+        modules = given.pop("lora_modules", None) or next(iter(lists[1:]), ())
         if models is None:
             paths = [BaseModelPath(names)] if names else []
             models = OpenAIServingModels(engine_client, base_model_paths=paths, lora_modules=modules)
         self.engine_client, self.models = engine_client, models
         self.model_config = engine_client.config.model
-        is_logged = given.pop("request_logger", None) is not None
-        is_logged |= any(isinstance(one, RequestLogger) for one in positional)
+        loggers = [given.pop("request_logger", None), *(one for one in positional if isinstance(one, RequestLogger))]
         self._check(given)
         answers = {name: given[name] for name in ANSWERS if given.get(name) is not None}
         if "tool_parser" in answers:
             answers["tool_call_parser"] = answers.pop("tool_parser")
-        self._app = models.application(enable_log_requests=is_logged, **answers)
+        self._app = models.application(enable_log_requests=any(one is not None for one in loggers), **answers)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         for name in given:
