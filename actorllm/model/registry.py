@@ -46,6 +46,7 @@ FAMILIES = {
     "Mamba2ForCausalLM": "mamba2",
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 """The file of each architecture in `families/`."""
 
