@@ -24,7 +24,7 @@ from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
 from actorllm.server.anthropic.endpoints import router as anthropic_router
-from actorllm.server.audio.routes import router as audio_router
+from actorllm.server.audio.speech_routes import router as audio_router
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
 from actorllm.server.middleware import middleware_named

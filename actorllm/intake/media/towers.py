@@ -24,7 +24,7 @@ class Tower(Protocol):
 def new_tower(model: ModelConfig) -> Tower:
     """With the weights of this model. Imports torch and transformers. Raises ModelError."""
     if model.encoder_decoder is not None:
-        from actorllm.model.encoder_decoder.encoder import EncoderTower
+        from actorllm.model.encoder_decoder.encoder_tower import EncoderTower
 
         return EncoderTower(model)
     from actorllm.model.hf.tower import MediaTower

@@ -1,6 +1,6 @@
 """What a form asks of a transcription: checked fields, and the prompt of a Whisper decoder.
 
-A field has an effect, or is refused with its name. Called by `routes`.
+A field has an effect, or is refused with its name. Called by `speech_routes`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from actorllm.errors import nearest_name
-from actorllm.server.audio.form import FILE, Form
+from actorllm.server.audio.form import FILE, UploadForm
 from actorllm.server.envelope import ApiError, shown
 from actorllm.text.tokenizer import Tokenizer
 
@@ -55,8 +55,9 @@ class AskedSpeech:
         return self.format in WITH_TIMES
 
 
-def read_asked(form: Form, task: Task) -> AskedSpeech:
+def read_asked(form: UploadForm, task: Task) -> AskedSpeech:
     """Raises ApiError for what is wrong, by the name of the field."""
+    # Names first: what is not known is told before what is wrong with it.
     for name, values in form.fields.items():
         if name not in KNOWN:
             raise ApiError(400, f"{name[:80]} is not a field of this endpoint{nearest_name(name, KNOWN)}", name[:80])
@@ -74,6 +75,7 @@ def read_asked(form: Form, task: Task) -> AskedSpeech:
             raise ApiError(400, f"timestamp_granularities={shown(grain)} {fix}", "timestamp_granularities")
         if wanted != "verbose_json":
             raise ApiError(400, "timestamp_granularities need response_format=verbose_json", "timestamp_granularities")
+    # What asks for what is done anyway.
     if one.get("chunking_strategy", "auto") != "auto":
         raise ApiError(400, "chunking_strategy must be 'auto'", "chunking_strategy")
     if one.get("to_language", "en") != "en":

@@ -23,7 +23,7 @@ _NAME = re.compile(rb'[;\s]name="([^"\r\n]{1,64})"', re.IGNORECASE)
 
 
 @dataclass(slots=True)
-class Form:
+class UploadForm:
     """What a client sent."""
 
     file: bytes | None = None
@@ -31,7 +31,7 @@ class Form:
     """The values of each field by its name, without the brackets of a list."""
 
 
-def read_form(content_type: str, body: bytes) -> Form:
+def read_form(content_type: str, body: bytes) -> UploadForm:
     """Raises ApiError for what is no such form.
 
     Arguments:
@@ -47,7 +47,7 @@ def read_form(content_type: str, body: bytes) -> Form:
     if first.strip() or not parts or not parts[-1].startswith(b"--"):
         number = f"more than {MAX_FIELDS}" if len(parts) > MAX_FIELDS else "an unfinished one among its"
         raise ApiError(400, f"the form cannot be read: it has {number} fields", None)
-    form = Form()
+    form = UploadForm()
     for part in parts[:-1]:
         head, separator, content = part.partition(b"\r\n\r\n")
         name = _NAME.search(head) if separator and len(head) <= MAX_HEAD else None
@@ -57,7 +57,7 @@ def read_form(content_type: str, body: bytes) -> Form:
     return form
 
 
-def _add(form: Form, name: str, content: bytes) -> None:
+def _add(form: UploadForm, name: str, content: bytes) -> None:
     if name == FILE:
         if form.file is not None:
             raise ApiError(400, "the form has several files; send one at a time", FILE)

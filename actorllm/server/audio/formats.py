@@ -15,7 +15,7 @@ from actorllm.server.audio.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TimedText:
     """A part of the text with its times, in seconds from the beginning of the recording."""
 
     start: float
@@ -43,9 +43,9 @@ class Segment:
 
 def segments_of(
     ids: Sequence[int], logprobs: Sequence[float] | None, window: Window, tokens: SpeechTokens
-) -> list[Segment]:
+) -> list[TimedText]:
     """Of the output for one window, which begins at its first time stamp. Times stay within the window and never go back."""
-    found: list[Segment] = []
+    found: list[TimedText] = []
     part: list[int] = []
     weights: list[float] = []
     start = 0.0
@@ -54,7 +54,7 @@ def segments_of(
         text = tokens.text_of(part)
         if text:
             mean = sum(weights) / len(weights) if weights else None
-            found.append(Segment(window.start_s + start, window.start_s + end, text, list(part), mean))
+            found.append(TimedText(window.start_s + start, window.start_s + end, text, list(part), mean))
 
     for place, id in enumerate(ids):
         if (stamp := tokens.stamps.get(id)) is not None:
@@ -69,7 +69,7 @@ def segments_of(
     return found
 
 
-def srt(segments: Sequence[Segment]) -> str:
+def srt(segments: Sequence[TimedText]) -> str:
     """SubRip."""
     return "".join(
         f"{number}\n{_clock(one.start, ',')} --> {_clock(one.end, ',')}\n{_line(one.text)}\n\n"
@@ -77,7 +77,7 @@ def srt(segments: Sequence[Segment]) -> str:
     )
 
 
-def vtt(segments: Sequence[Segment]) -> str:
+def vtt(segments: Sequence[TimedText]) -> str:
     """WebVTT."""
     body = "".join(f"{_clock(one.start, '.')} --> {_clock(one.end, '.')}\n{_line(one.text)}\n\n" for one in segments)
     return f"WEBVTT\n\n{body}"
@@ -93,7 +93,7 @@ def _clock(seconds: float, point: str) -> str:
     return f"{whole // 3_600_000:02}:{whole // 60_000 % 60:02}:{whole // 1000 % 60:02}{point}{whole % 1000:03}"
 
 
-def verbose(asked: AskedSpeech, language: str | None, seconds: float, segments: Sequence[Segment]) -> dict[str, Any]:
+def verbose(asked: AskedSpeech, language: str | None, seconds: float, segments: Sequence[TimedText]) -> dict[str, Any]:
     """OpenAI's `verbose_json`."""
     temperature = float(asked.params["temperature"])
     return {

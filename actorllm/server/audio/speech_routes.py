@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 from actorllm.errors import ActorLLMError
 from actorllm.intake.media.addresses import Allowed
 from actorllm.intake.media.audio import read_audio
-from actorllm.server.audio.answer import Speech, SpeechAnswer
 from actorllm.server.audio.asked import KNOWN, AskedSpeech, SpeechTokens, Task, read_asked
 from actorllm.server.audio.form import FILE, read_form
+from actorllm.server.audio.speech_answer import Speech, SpeechAnswer
 from actorllm.server.audio.windows import MAX_WINDOWS, windows_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import state_of

@@ -18,7 +18,7 @@ from actorllm.client.stream import RequestStream
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.audio.asked import KNOWN, STAMP, AskedSpeech, SpeechTokens
 from actorllm.server.audio.form import FILE
-from actorllm.server.audio.formats import Segment, segments_of, srt, usage, verbose, vtt
+from actorllm.server.audio.formats import TimedText, segments_of, srt, usage, verbose, vtt
 from actorllm.server.audio.windows import Window
 from actorllm.server.state import ServerState
 from actorllm.types.outputs import CompletionOutput
@@ -136,7 +136,7 @@ class SpeechAnswer(Answer):
     async def _whole(self, prompt: list[int], language: str | None) -> tuple[bytes, bytes]:
         speech, asked = self._speech, self._speech.asked
         texts: list[str] = []
-        segments: list[Segment] = []
+        segments: list[TimedText] = []
         async for window, one in self._ended(prompt):
             ids = list(one.token_ids)
             if asked.has_times:
