@@ -55,6 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
+from actorllm.types.roles import Role, check_roles, read_roles, roles_of_connector
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -214,6 +215,8 @@ class CacheConfig:
     """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
+    snapshots: int | None = None
+    """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
     offloading_path: str | None = None
@@ -228,6 +231,17 @@ class CacheConfig:
     """Of a block in these tiers; in the same way."""
     tier_mask_path: str | None = None
     """Of memory of the owner of the engine, by which a new scheduler knows of resets (`actors.tiers.TierDirectory`)."""
+
+    pools: tuple[str, ...] = ()
+    """Memory of the owner of the engine that the caches of the replicas are in, by number: others copy blocks from there. Empty:
+    of a replica that lends nothing; no entry: there are no roles."""
+    lease_path: str | None = None
+    """Of the memory that says which blocks are lent (`actors.tiers.lease_board`)."""
+
+    @property
+    def has_transfers(self) -> bool:
+        """Blocks come from elsewhere, or go there."""
+        return self.has_tiers or bool(self.pools)
 
     @property
     def has_tiers(self) -> bool:
@@ -384,6 +398,8 @@ class EngineConfig(EngineNames):
     """The ranks were started by a launcher: this process is one of them, and rank 0 schedules."""
     replica: int = 0
     """The number of this replica."""
+    roles: tuple[Role, ...] = ()
+    """What each replica is for (`types.roles`); none: all are for everything."""
     nodes: tuple[str, ...] = ()
     """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
     rank_nodes: tuple[str, ...] = ()
@@ -420,6 +436,11 @@ class EngineConfig(EngineNames):
     """The path of a class whose methods are added to that class; None: there is none."""
     batch_invariant: bool = False
     """No bit of a stream depends on anything but its request."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence."""
+        return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def num_workers(self) -> int:
@@ -484,6 +505,7 @@ class EngineConfig(EngineNames):
         *,
         scheme: str | None = None,
         window: int | None = None,
+        snapshots: int | None = None,
         tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
@@ -493,6 +515,7 @@ class EngineConfig(EngineNames):
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
             window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
+            snapshots: `CacheConfig.snapshots`; None: in the same way.
             tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
@@ -513,6 +536,9 @@ class EngineConfig(EngineNames):
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        if snapshots is not None:
+            has_prefixes = cache.enable_prefix_caching and snapshots > 0
+            cache = replace(cache, snapshots=snapshots, enable_prefix_caching=has_prefixes)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
         return replace(self, model=model, cache=cache, speculation=speculation)
@@ -567,9 +593,11 @@ class EngineConfig(EngineNames):
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         tree["stages"] = tuple(tree.get("stages", ()))
+        tree["roles"] = tuple(tree.get("roles", ()))
+        cache = tree.pop("cache")
         return cls(
             model=ModelConfig(**model),
-            cache=CacheConfig(**tree.pop("cache")),
+            cache=CacheConfig(**(cache | {"pools": tuple(cache.get("pools", ()))})),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
             speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
@@ -623,7 +651,13 @@ class EngineConfig(EngineNames):
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
-        tiers = read_tiers(given, _without_tiers(given, device, pooler, module, speculation, stages))
+        without_transfers = _without_tiers(given, device, pooler, module, speculation, stages)
+        given = roles_of_connector(given)
+        roles = read_roles(given["roles"])
+        if roles:
+            check_roles(given, len(roles), without_transfers)
+            given["data_parallel_size"] = len(roles)
+        tiers = read_tiers(given, without_transfers)
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -721,6 +755,7 @@ class EngineConfig(EngineNames):
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             batch_invariant=_batch_invariant(given, pooler, module, device),
+            roles=roles,
             **_fleet(given, device),
         )
 

@@ -77,9 +77,10 @@ from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
+from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
-from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_groups import snapshots_of, window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
@@ -252,7 +253,12 @@ class Engine:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
         return config.resolved(
-            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+            num_blocks,
+            *draft_costs_of(facts),
+            scheme=scheme_of(facts),
+            window=window_of(facts),
+            snapshots=snapshots_of(facts),
+            tier=tier_of(facts),
         )
 
     # Life
@@ -341,6 +347,17 @@ class Engine:
             return self._submits.prompts_of(lora_request).ids_of(prompt, add_special_tokens, worker)
 
         reading = Reading(read, self.prompts.is_large(prompt))
+        self._enqueue(reading)
+        return reading.future
+
+    def tokenizer_of(self, lora_request: LoRARequest | None) -> Future[Tokenizer]:
+        """The tokenizer of the model, or that of an adapter which brings one. Read on a tokenizer worker.
+
+        Raises EngineShutdownError; the future raises what is wrong with its files.
+        """
+        reading = Reading(
+            lambda worker: self._submits.prompts_of(lora_request).tokenizer, is_heavy=lora_request is not None
+        )
         self._enqueue(reading)
         return reading.future
 

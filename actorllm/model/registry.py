@@ -43,6 +43,9 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Mamba2ForCausalLM": "mamba2",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
 }
 """The file of each architecture in `families/`."""
 
@@ -55,6 +58,10 @@ FAMILY_OF |= dict.fromkeys(REWARD_HEADS, "Qwen2ForCausalLM")
 FAMILY_OF["Gemma3TextModel"] = FAMILY_OF.pop("Gemma3Model")  # which takes images
 
 
+MAX_LAYERS = 4096
+"""Of a model, or of a head that drafts for one."""
+
+
 class Backend(Protocol):
     """What a plan depends on of the runner that will carry it out (`runner.ModelRunner`)."""
 
@@ -64,7 +71,10 @@ class Backend(Protocol):
 
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
-    """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing."""
+    """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing, CorruptModelError."""
+    num_layers = hf.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:  # whatever is made of each layer would not end
+        raise CorruptModelError(f"config.json: num_hidden_layers is {num_layers!r:.40}, {MAX_LAYERS} at most are known")
     architecture = FAMILY_OF.get(architecture, architecture)
     if architecture not in FAMILIES:
         raise UnsupportedModelError(

@@ -57,6 +57,12 @@ class BlockMover:
         """How many of these blocks were filled, from the first on without a gap; and seconds. The next one is zeros."""
         return self._run(era, keys, blocks, self._read, is_chain=True)
 
+    def pull(self, era: int, copy: Callable[[], tuple[int, float]]) -> tuple[int, float]:
+        """As `load`, by a function that fills blocks with what another replica has."""
+        with self._lock:
+            self.num_jobs += 1
+            return copy() if era == self._era and not self._is_closed else (0, 0.0)
+
     def _run(
         self,
         era: int,

@@ -1,6 +1,6 @@
 """`SpeechAnswer`: the text of a recording, window by window, as one answer or as a stream of events.
 
-Windows are asked for a few at a time, so that the rows of a long recording take no more memory than those of a short one. A stream
+Windows are asked for a few at a time, so that the rows of a long recording take little memory. A stream
 has OpenAI's events and vLLM's fields in one.
 """
 
