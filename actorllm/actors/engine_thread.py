@@ -39,6 +39,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from actorllm.actors.loop_bell import LoopBell
 from actorllm.actors.shortage import above_standard_streams, as_start_error
 from actorllm.errors import EngineShutdownError, EngineStartError, ForkedProcessError, copied, without_frames
 
@@ -135,11 +136,13 @@ class HostLoop(ABC):
 class AsyncioLoop(HostLoop):
     """asyncio and uvloop."""
 
-    __slots__ = ("_context", "_loop")
+    __slots__ = ("_bell", "_context", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # the table of hosts must not keep a finished loop alive
         self._context: contextvars.Context | None = None
+        self._bell: LoopBell | None = None
+        """Wakes an application's loop for less than its own means, from the first task on that waits there."""
 
     def adopt_context(self) -> None:
         """Run everything that is handed over from now on in the context of the caller.
@@ -173,6 +176,12 @@ class AsyncioLoop(HostLoop):
         loop = self._loop()
         if loop is None:
             return False
+        if self._bell is not None and self._context is None:
+            if loop.is_closed():
+                self._bell = None
+                return False
+            self._bell.call(function, args)
+            return True
         try:
             loop.call_soon_threadsafe(function, *args, context=self._context)
         except RuntimeError:
@@ -203,7 +212,11 @@ class AsyncioLoop(HostLoop):
         self.loop.remove_writer(fd)
 
     def waiter(self) -> AsyncioWaiter:
-        return AsyncioWaiter(self.loop)
+        loop = self.loop
+        if self._bell is None and LoopBell.fits(loop):
+            with contextlib.suppress(OSError):  # without a descriptor the loop's own means do
+                self._bell = LoopBell(loop)
+        return AsyncioWaiter(loop)
 
 
 class AsyncioWaiter(Waiter):
@@ -227,6 +240,7 @@ class AsyncioWaiter(Waiter):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        """A task reads it where there is no `get_loop`, which would be one more call for each wait."""
         self._asyncio_future_blocking = False
         self._wakeup: Callable[[Any], object] | None = None
         """What lets the task go on; None: no task waits, or it is being woken."""
@@ -293,9 +307,6 @@ class AsyncioWaiter(Waiter):
     def done(self) -> bool:
         """Whether the task that waits is being woken: `anyio.wait_all_tasks_blocked` asks."""
         return self._wakeup is None
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def add_done_callback(self, wakeup: Callable[[Any], object], *, context: contextvars.Context) -> None:
         self._wakeup, self._context = wakeup, context

@@ -82,6 +82,9 @@ asyncio.run(main())
 """
 
 DEBUG_MODE = """
+import logging
+# What the application does itself may take long on a busy machine, and is told.
+logging.getLogger("asyncio").addFilter(lambda record: "coro=<main()" not in record.getMessage())
 async def main():
     async with AsyncLLM("storyteller", topology=topology, num_threads=1) as llm:
         print("tokens", await stream(llm))

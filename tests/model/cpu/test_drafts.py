@@ -16,6 +16,7 @@ from actorllm.errors import UnsupportedModelError
 from actorllm.types.drafter import Drafter
 from tests.effort import examples
 from tests.model.driver import Driver
+from tests.model.hf.releases import needs_modules
 
 PROMPTS = {0: list(range(5, 12)), 1: [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 2: [80]}
 SAMPLING: dict[int, dict[str, Any]] = {
@@ -180,6 +181,7 @@ def test_rows_that_wait_for_a_mask_draft_nothing(build: Callable[..., Driver]) -
     assert result.num_drafted.tolist() == [0, 3, 3]
 
 
+@needs_modules
 def test_a_model_that_runs_through_transformers_checks_drafts_alike(
     tmp_path: Path, make_driver: Callable[..., Driver], make_runner: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

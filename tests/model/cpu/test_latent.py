@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,8 @@ def test_layers_that_guess_tokens_are_not_read(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     drafts = {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors | {name: drafts[name] for name in drafts if "layers.2." in name}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     driver = latent_driver(tmp_path)
     driver.add(0, prompt(1, 20))
     driver.step({0: 20}, decode=[])

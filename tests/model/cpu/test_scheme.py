@@ -37,6 +37,7 @@ from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
 from actorllm.types.device import rules_of
 from tests.model.hf.decoders import save
+from tests.model.hf.releases import needs_modules
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "topology": "inline", "num_threads": 1, "max_model_len": 128, "block_size": 16,
@@ -234,7 +235,7 @@ def test_a_twin_is_refused_where_workers_would_each_measure(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "told"),
     [
-        ("llama", {"model_impl": "transformers"}, "run through transformers yet"),
+        pytest.param("llama", {"model_impl": "transformers"}, "run through transformers yet", marks=needs_modules),
         ("mixtral", {}, "have experts yet"),
     ],
 )
@@ -295,17 +296,28 @@ def test_a_scheme_is_refused_where_the_processor_would_compute_something_else(
         make_driver("storyteller", dtype="bfloat16", quantization="int8", compute_scheme="int8")
 
 
-@pytest.mark.parametrize(("kind", "more", "text", "told"), [
-    ("llama", {"model_impl": "transformers"}, "bfloat16+float32", "not supported for models that run through transformers"),
-    ("mixtral", {}, "bfloat16+float32", "not supported for models with experts"),
-    ("llama", {"model_impl": "transformers"}, "float32", "are computed in their own type"),
-])  # fmt: skip
-def test_a_scheme_is_refused_of_a_model_that_has_another_form(
-    kind: str, more: dict[str, Any], text: str, told: str, tmp_path: Path, make_runner: Callable[..., Any]
+def test_a_scheme_of_two_forms_is_refused_of_a_model_with_experts(
+    tmp_path: Path, make_runner: Callable[..., Any]
 ) -> None:
-    save(kind, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=re.escape(told)):
-        make_runner(tmp_path, dtype="bfloat16", compute_scheme=text, **more)
+    save("mixtral", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="not supported for models with experts"):
+        make_runner(tmp_path, dtype="bfloat16", compute_scheme="bfloat16+float32")
+
+
+@needs_modules
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("bfloat16+float32", "not supported for models that run through transformers"),
+        ("float32", "are computed in their own type"),
+    ],
+)
+def test_a_scheme_is_refused_of_a_model_that_runs_through_transformers(
+    text: str, told: str, tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=told):
+        make_runner(tmp_path, dtype="bfloat16", compute_scheme=text, model_impl="transformers")
 
 
 @pytest.mark.parametrize("text", ["int4+int8", "bfloat16+float32"])

@@ -26,10 +26,12 @@ from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads.head import DraftHead
 from actorllm.model.cpu.draft_heads.head_shape import HeadShape
 from actorllm.model.cpu.draft_passes import I64, DraftingModel, decode_inputs, newest_of
+from actorllm.model.cpu.latent import LatentCache
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
 from actorllm.model.speculation.histories import Histories
+from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
 WAITING_TOKENS = 16
 """States of a row that wait, beside those of the longest step."""
@@ -65,21 +67,37 @@ class HeadDrafter(DraftingModel):
     # Before the first step --------------------------------------------------------------------------------------------
 
     def load(self, target: Decoder, show_progress: bool | None) -> None:
-        try:
-            with open_weights(self._shape.model, self._dtype, show_progress) as weights:
-                self._head = DraftHead(self._shape, weights, target, self._config.model.max_model_len)
-        except ModelError as error:
-            raise type(error)(f"speculative_config: the head that drafts: {error}") from error
-        self.take_target(target)
+        self.take_target(target, self._read(target, self._shape.model.weights, show_progress))
 
-    def take_target(self, target: Decoder) -> None:
+    def stage(self, target: Decoder, source: WeightSource) -> DraftHead | None:
+        return None if self._shape.mtp is None else self._read(target, source, False)
+
+    def take_target(self, target: Decoder, staged: DraftHead | None = None) -> None:
+        if staged is not None:
+            self._head = staged
         self._head.target = target
         target.taps = frozenset(self._shape.taps)
+
+    def _read(self, target: Decoder, source: WeightSource, show_progress: bool | None) -> DraftHead:
+        """The head of a version of the weights. Trainers leave layers for further tokens out: these stay what they were first."""
+        shape = self._shape
+        try:
+            with open_weights(replace(shape.model, weights=source), self._dtype, show_progress) as weights:
+                if (
+                    source.is_first
+                    or shape.mtp is None
+                    or weights.stored(f"{shape.mtp.prefix}{shape.mtp.joins}.weight")
+                ):
+                    return DraftHead(shape, weights, target, self._config.model.max_model_len)
+            with open_weights(replace(shape.model, weights=FIRST_WEIGHTS), self._dtype, show_progress) as weights:
+                return DraftHead(shape, weights, target, self._config.model.max_model_len)
+        except ModelError as error:
+            raise type(error)(f"speculative_config: the head that drafts: {error}") from error
 
     @property
     def block_bytes(self) -> int:
         c, size = self._shape.layers, self._config.cache.block_size
-        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim if c.latent is None else c.latent.width
         return (per_token * size + self._shape.state_size) * self._dtype.itemsize
 
     @property
@@ -89,9 +107,11 @@ class HeadDrafter(DraftingModel):
 
     def allocate(self, num_blocks: int) -> None:
         c, size = self._shape.layers, self._shape.state_size
-        self.cache = KVCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, self._config.cache.block_size, self._dtype
-        )
+        block_size = self._config.cache.block_size
+        if c.latent is not None:
+            self.cache = LatentCache(c.num_layers, c.latent, num_blocks, block_size, self._dtype)
+        else:
+            self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, block_size, self._dtype)
         self.cache.first_position = 1
         self._pages = zero_pages(num_blocks * size * self._dtype.itemsize)
         self._block_states = torch.frombuffer(self._pages, dtype=torch.uint8).view(self._dtype).view(-1, size)

@@ -5,6 +5,7 @@
 | eagle | EAGLE (arXiv:2401.15077) | the final states of the target, both through `fc` | the head of the target |
 | eagle3 | EAGLE-3 (arXiv:2503.01840) | states behind several layers, through `fc` | `lm_head`, over some of the ids (`d2t`) |
 | mtp | MiMo (arXiv:2505.07608) | the states behind the last layer, both through `input_proj` | the head of the target |
+| mtp | DeepSeek V3 (arXiv:2412.19437) | the final states of the target, both through `eh_proj` | `shared_head`, as the target's |
 
 Names and defaults are those that vLLM reads.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.cpu.draft_passes import model_in
 from actorllm.model.families.decoder_config import DecoderConfig, positive
 from actorllm.model.registry import decoder_config
 from actorllm.types.draft_head import MTP_LAYERS, head_tree
@@ -27,8 +29,62 @@ from actorllm.types.speculation import EAGLE, EAGLE3, MTP
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Of the layers of EAGLE heads."""
-MTP_ARCHITECTURES = ("MiMoForCausalLM",)
+MTP_ARCHITECTURES = ("MiMoForCausalLM", "DeepseekV3ForCausalLM")
 """Targets whose layers for further tokens are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """How a family has a layer for further tokens in its checkpoint, and what that reads."""
+
+    prefix: str
+    """What its tensors begin with."""
+    joins: str
+    """The product that joins state and token, with a norm of each before it, and one behind the layer: names of tensors."""
+    hidden_norm: str
+    token_norm: str
+    norm: str
+    has_state_first: bool
+    """Of what is joined."""
+    reads_normed: bool
+    """The states of the target are those behind its final norm."""
+    chains_normed: bool
+    """The next pass is given the state behind `norm`."""
+    head: str | None = None
+    """Its own head and embedding, which published checkpoints have as the target has them; None: it has none."""
+    embedding: str | None = None
+    layer: int | None = None
+    """Its number among the layers of the target, which it is like in all; None: it is one of attention and MLP."""
+
+
+MIMO = MtpLayout(
+    prefix="model.mtp_layers.0.",
+    joins="input_proj",
+    hidden_norm="hidden_layernorm",
+    token_norm="token_layernorm",
+    norm="final_layernorm",
+    has_state_first=True,
+    reads_normed=False,
+    chains_normed=True,
+)
+
+
+def deepseek(layer: int) -> MtpLayout:
+    """layer: number of the first one behind those of the target."""
+    prefix = f"model.layers.{layer}."
+    return MtpLayout(
+        prefix=prefix,
+        joins="eh_proj",
+        hidden_norm="hnorm",
+        token_norm="enorm",
+        norm="shared_head.norm",
+        has_state_first=False,
+        reads_normed=True,
+        chains_normed=False,
+        head=f"{prefix}shared_head.head",
+        embedding=f"{prefix}embed_tokens.weight",
+        layer=layer,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +108,12 @@ class HeadShape:
     """The states of each layer go through a norm of their own before `fc`."""
     norm_output: bool = False
     """The next pass is given the final norm of the state (eagle3)."""
+    mtp: MtpLayout | None = None
+
+    @property
+    def chains_normed(self) -> bool:
+        """The next pass is given what logits are made of."""
+        return self.norm_output if self.mtp is None else self.mtp.chains_normed
 
 
 def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
@@ -71,11 +133,7 @@ def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
             shape = _eagle3(tree, layers, target)
     except (UnsupportedModelError, CorruptModelError) as error:
         raise type(error)(f"{told}: {error}") from error
-    return replace(shape, model=_model(config.model, folder))
-
-
-def _model(target: ModelConfig, folder: str) -> ModelConfig:
-    return replace(target, name=folder, path=folder, overrides={}, quantization=None, module=None)
+    return replace(shape, model=model_in(config.model, folder))
 
 
 def _layers(tree: Mapping[str, Any]) -> DecoderConfig:
@@ -156,13 +214,18 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
         )
     if read_checkpoint(tree) is not None:
         raise UnsupportedModelError(f"{told} is not supported with a checkpoint that is quantized; use another method")
-    layers = replace(target, num_layers=1, windows=(None,))
+    layers, layout = replace(target, num_layers=1, windows=(None,)), MIMO
+    if model.architecture != MTP_ARCHITECTURES[0]:
+        layout = deepseek(target.num_layers)
+        if target.experts is not None:
+            layers = replace(layers, experts=replace(target.experts, layers=(True,)))
     return HeadShape(
         method=MTP,
         model=replace(model, quantization=None),
         layers=layers,
         state_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
+        mtp=layout,
     )
 
 
