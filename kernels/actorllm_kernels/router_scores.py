@@ -1,7 +1,7 @@
 """Scores of a mixture's experts, in float32 whatever the type of the model (reference: `reference.router_scores`).
 
-The scores decide which experts a token takes, so they are not rounded to 16 bits. A token's sums have no term of another token and
-are added up in one order, whatever the number of tokens: its choice does not depend on its batch.
+The scores decide which experts a token takes, so they are not rounded to 16 bits. A token's sums have no term of another token,
+and one order whatever the number of tokens. So its choice does not depend on its batch.
 """
 
 from __future__ import annotations
