@@ -37,6 +37,8 @@ from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
+from actorllm.types.encoder_decoder import ARCHITECTURES as ENCODER_DECODERS
+from actorllm.types.encoder_decoder import EncoderDecoder
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
@@ -53,6 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
+from actorllm.types.roles import Role, check_roles, read_roles, roles_of_connector
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -123,6 +126,8 @@ class ModelConfig(ModelNames):
     """Whether callers may give embeddings (enable_prompt_embeds); those of images enter in the same way."""
     media: MediaRules | None = None
     """Which images or audio prompts may have; None: prompts are text."""
+    encoder_decoder: EncoderDecoder | None = None
+    """What the encoder beside the decoder takes; None: the model has none."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     io_processor_plugin: str | None = None
@@ -210,6 +215,8 @@ class CacheConfig:
     """'int8': full blocks are rounded to 8 bits; 'fp8': all to floats of 8 bits; 'auto': all are in the type of the model."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`kvcache.window_group`); None: there is one group."""
+    snapshots: int | None = None
+    """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
     offloading_path: str | None = None
@@ -224,6 +231,17 @@ class CacheConfig:
     """Of a block in these tiers; in the same way."""
     tier_mask_path: str | None = None
     """Of memory of the owner of the engine, by which a new scheduler knows of resets (`actors.tiers.TierDirectory`)."""
+
+    pools: tuple[str, ...] = ()
+    """Memory of the owner of the engine that the caches of the replicas are in, by number: others copy blocks from there. Empty:
+    of a replica that lends nothing; no entry: there are no roles."""
+    lease_path: str | None = None
+    """Of the memory that says which blocks are lent (`actors.tiers.lease_board`)."""
+
+    @property
+    def has_transfers(self) -> bool:
+        """Blocks come from elsewhere, or go there."""
+        return self.has_tiers or bool(self.pools)
 
     @property
     def has_tiers(self) -> bool:
@@ -380,6 +398,8 @@ class EngineConfig(EngineNames):
     """The ranks were started by a launcher: this process is one of them, and rank 0 schedules."""
     replica: int = 0
     """The number of this replica."""
+    roles: tuple[Role, ...] = ()
+    """What each replica is for (`types.roles`); none: all are for everything."""
     nodes: tuple[str, ...] = ()
     """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
     rank_nodes: tuple[str, ...] = ()
@@ -416,6 +436,11 @@ class EngineConfig(EngineNames):
     """The path of a class whose methods are added to that class; None: there is none."""
     batch_invariant: bool = False
     """No bit of a stream depends on anything but its request."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence."""
+        return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def num_workers(self) -> int:
@@ -480,6 +505,7 @@ class EngineConfig(EngineNames):
         *,
         scheme: str | None = None,
         window: int | None = None,
+        snapshots: int | None = None,
         tier: tuple[str, int] | None = None,
     ) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold, and as many drafts as pay.
@@ -489,6 +515,7 @@ class EngineConfig(EngineNames):
             step_costs, draft_costs: what a worker has measured (`types.speculation.with_costs`).
             scheme: what it has found to be fastest (`ModelConfig.scheme`); None: what is known already.
             window: of the layers that have a KV group of their own (`CacheConfig.window`); None: what is known already.
+            snapshots: `CacheConfig.snapshots`; None: in the same way.
             tier: its `CacheConfig.tier_fingerprint` and `tier_slot_bytes`; None: in the same way.
 
         Raises:
@@ -509,6 +536,9 @@ class EngineConfig(EngineNames):
             speculation = with_costs(speculation, step_costs, draft_costs)
         model = replace(self.model, scheme=scheme or self.model.scheme)
         cache = replace(self.cache, num_blocks=num_blocks, window=window or self.cache.window)
+        if snapshots is not None:
+            has_prefixes = cache.enable_prefix_caching and snapshots > 0
+            cache = replace(cache, snapshots=snapshots, enable_prefix_caching=has_prefixes)
         if tier is not None:
             cache = replace(cache, tier_fingerprint=tier[0], tier_slot_bytes=tier[1])
         return replace(self, model=model, cache=cache, speculation=speculation)
@@ -556,15 +586,18 @@ class EngineConfig(EngineNames):
         tree["nodes"] = tuple(tree.get("nodes", ()))
         tree["rank_nodes"] = tuple(tree.get("rank_nodes", ()))
         model["media"] = MediaRules.from_tree(model.get("media"))
+        model["encoder_decoder"] = EncoderDecoder.from_tree(model.get("encoder_decoder"))
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["weights"] = WeightSource.from_tree(model.get("weights"))
         if tree.get("lora") is not None:
             tree["lora"] = LoRAConfig(**tree["lora"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         tree["stages"] = tuple(tree.get("stages", ()))
+        tree["roles"] = tuple(tree.get("roles", ()))
+        cache = tree.pop("cache")
         return cls(
             model=ModelConfig(**model),
-            cache=CacheConfig(**tree.pop("cache")),
+            cache=CacheConfig(**(cache | {"pools": tuple(cache.get("pools", ()))})),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
             speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
@@ -598,10 +631,16 @@ class EngineConfig(EngineNames):
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
+        if given["runner"] == "auto" and _architecture(path, hf) in ENCODER_DECODERS:  # some are named like encoders
+            given["runner"] = "generate"
         pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
-        max_model_len = _max_model_len(
-            path, given["max_model_len"], text, None if pooler is None else pooler.max_length
-        )
+        generation = _generation(path, given["generation_config"], module)
+        encoder_decoder = _encoder_decoder(path, hf, generation, given, pooler, module)
+        if encoder_decoder is None:
+            advised = None if pooler is None else pooler.max_length
+            max_model_len = _max_model_len(path, given["max_model_len"], text, advised)
+        else:
+            max_model_len = encoder_decoder.max_model_len
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
@@ -612,13 +651,18 @@ class EngineConfig(EngineNames):
         max_num_seqs, max_num_batched_tokens = _limits(given, max_model_len if pooler and pooler.is_encoder else 0)
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
-        generation = _generation(path, given["generation_config"], module)
         media = _media(_architecture(path, hf), hf, given, pooler, module, device)
-        has_embeds = given["enable_prompt_embeds"] or media is not None
+        has_embeds = given["enable_prompt_embeds"] or media is not None or encoder_decoder is not None
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
-        tiers = read_tiers(given, _without_tiers(given, device, pooler, module, speculation, stages))
+        without_transfers = _without_tiers(given, device, pooler, module, speculation, stages)
+        given = roles_of_connector(given)
+        roles = read_roles(given["roles"])
+        if roles:
+            check_roles(given, len(roles), without_transfers)
+            given["data_parallel_size"] = len(roles)
+        tiers = read_tiers(given, without_transfers)
         # All else is independent, and each value is checked where it is read.
         return cls(
             model=ModelConfig(
@@ -642,6 +686,7 @@ class EngineConfig(EngineNames):
                 prompt_embedding_size=_embedding_size(path, text) if has_embeds else None,
                 takes_prompt_embeds=given["enable_prompt_embeds"],
                 media=media,
+                encoder_decoder=encoder_decoder,
                 pooler=pooler,
                 io_processor_plugin=_io_processor(given["io_processor_plugin"], hf, pooler),
                 overrides=overrides,
@@ -715,6 +760,7 @@ class EngineConfig(EngineNames):
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             batch_invariant=_batch_invariant(given, pooler, module, device),
+            roles=roles,
             **_fleet(given, device),
         )
 
@@ -766,6 +812,24 @@ def _media(
                 f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
             )
     return rules
+
+
+def _encoder_decoder(
+    path: Path,
+    hf: dict[str, Any],
+    generation: dict[str, Any] | None,
+    given: dict[str, Any],
+    pooler: Pooler | None,
+    module: LentModule | None,
+) -> EncoderDecoder | None:
+    """What the encoder of such a model takes. Raises ConfigError for what it does not go together with."""
+    if pooler is not None or module is not None:
+        return None
+    asked = given | {"max_model_len": human_number(given["max_model_len"])}
+    found = EncoderDecoder.read(_architecture(path, hf), hf, generation, asked)
+    if found is not None:  # "auto" may have found a GPU
+        given["device"] = "cpu"
+    return found
 
 
 def _lora(given: dict[str, Any], pooler: Pooler | None, module: LentModule | None) -> LoRAConfig | None:

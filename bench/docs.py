@@ -254,18 +254,23 @@ def architectures() -> dict[str, str]:
         {
             "architecture": f"`{row['architecture']}`",
             "on the CPU": "fused",
-            '`device="cuda"`': row["cuda"] if row["cuda"] == "fused" else f"through {row['cuda']}",
+            '`device="cuda"`': row["cuda"] if row["cuda"] != "transformers" else "through transformers",
             "in the cache": row["cache"],
         }
         for row in tried["fused"]
     ]
     refused = [{"architecture": f"`{row['architecture']}`", "because": row["because"]} for row in tried["refused"]]
+    beside = [
+        {"architecture": f"`{row['architecture']}`", "the encoder takes": row["encoder"], "models": row["names"]}
+        for row in tried["encoder-decoder"]
+    ]
     names = {
         kind: [{"architecture": f"`{name}`"} for name in tried[kind]] for kind in ("transformers", "media", "encoders")
     }
     rows = {
         "fused": fused,
         "through transformers": names["transformers"],
+        "encoder-decoder": beside,
         "media": names["media"],
         "encoders": names["encoders"],
         "refused": refused,
@@ -361,7 +366,7 @@ def http_endpoints() -> str:
     from actorllm.server.tokens.refused import PATHS
 
     found = Routes()
-    add_routes(found, adapters=True, develops=True)  # type: ignore[arg-type]
+    add_routes(found, adapters=True, develops=True, profiles=True)  # type: ignore[arg-type]
     ours = found.names | {"GET /docs", "GET /openapi.json"}
     refused = {f"POST /v1/{path}" for path in PATHS}
     theirs = {named(name) for name in json.loads(VLLM_NAMES.read_text())["endpoints"]}

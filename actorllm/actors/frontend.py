@@ -46,6 +46,7 @@ from actorllm.messages import (
     OVERLOADED,
     Abort,
     Begun,
+    KvOffer,
     Message,
     Outputs,
     PauseChanged,
@@ -558,12 +559,17 @@ class FrontendActor(Actor):
                 self._note_weights(message)
             case ProbeGroup():
                 self._probe = message
+            case KvOffer():
+                self.on_offer(message)
             case Begun():
                 for rid in message.rids.tolist():
                     if rid in self._journal:
                         self._journal[rid].record.begun.add(rid)
             case _:
                 super().on_message(link, message)
+
+    def on_offer(self, offer: KvOffer) -> None:
+        """Another replica may go on with a request; of one alone there is no other."""
 
     def _note_weights(self, message: WeightsChanged) -> None:
         """The scheduler had not heard of requests that are not listed: of those, what comes from now on is of this version."""

@@ -17,11 +17,22 @@ import numpy as np
 
 from actorllm.actors.link import Link
 from actorllm.errors import WouldBlock
-from actorllm.messages import NO_I32, Abort, Begun, Outputs, PauseChanged, ProbeGroup, Submit, Unblock, WeightsChanged
+from actorllm.messages import (
+    NO_I32,
+    Abort,
+    Begun,
+    KvOffer,
+    Outputs,
+    PauseChanged,
+    ProbeGroup,
+    Submit,
+    Unblock,
+    WeightsChanged,
+)
 
 logger = logging.getLogger(__name__)
 
-ForFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun
+ForFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun | KvOffer
 
 
 class Outlet:

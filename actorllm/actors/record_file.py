@@ -262,8 +262,14 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         **({"num_lanes": config.num_lanes} if config.stages else {}),
         **({"probes_alone": True} if config.data_parallel_size > 1 else {}),
         **({"window": config.cache.window} if config.cache.window is not None else {}),
+        **_source_limits(config),
         **({"cache_key": config.cache.hash_key} if config.cache.hash_key else {}),
     }
+
+
+def _source_limits(config: EngineConfig) -> dict[str, int]:
+    rules = config.model.encoder_decoder
+    return {} if rules is None else {"max_source": rules.max_source, "max_target": rules.max_target}
 
 
 def build_policy(

@@ -36,6 +36,8 @@ from actorllm.actors.record_file import RecordFile, scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate
+from actorllm.actors.tiers.hand_offs import HandOffs
+from actorllm.actors.tiers.lease_board import LeaseBoard
 from actorllm.actors.tiers.tier_files import TierDirectory, open_tiers
 from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.actors.timeline import Timeline
@@ -71,6 +73,7 @@ from actorllm.scheduling.telemetry.request_counters import RequestCounters
 from actorllm.scheduling.telemetry.request_log import RequestLog
 from actorllm.scheduling.telemetry.snapshot import glance
 from actorllm.scheduling.telemetry.step_history import StepHistory
+from actorllm.scheduling.tiers.transfers import NoTiers
 from actorllm.supervision.blame.scheduler_probes import SchedulerProbes, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
@@ -167,6 +170,8 @@ class SchedulerActor(Actor):
         self._load: LoadPublisher | None = None
         self._directory: TierDirectory | None = None
         """What the KV tiers have."""
+        self._leases: LeaseBoard | None = None
+        """Where replicas see what they may copy of each other; None: there are no roles."""
         self._tokenizer: Tokenizer | None = None
         self._renderer: Renderer
         self._record_path: Path
@@ -216,8 +221,10 @@ class SchedulerActor(Actor):
             self._pausing,
             self._gate,
         )
-        if self._directory is not None:
+        if self.scheduler.transfers is not None:
             parts += (TierTransfers(self, self._gate, self._directory, lambda: self._workers),)
+        if self._leases is not None:
+            parts += (HandOffs(self, self._leases, self._outlets, lambda: self._workers),)
         self._before_plan = hooks(parts, "before_plan")
         self._after_plan = hooks(parts, "after_plan")
         self._after_result = hooks(parts, "after_result")
@@ -242,6 +249,8 @@ class SchedulerActor(Actor):
         if config.cache.has_tiers:
             self._directory = TierDirectory(open_tiers(config.cache), config.cache.tier_mask_path)
             arguments["tiers"] = self._directory
+        if config.cache.pools:
+            arguments |= self._make_lender(config)
         if config.load_board is not None:
             self._load = LoadPublisher(config.load_board, config.replica)
         if config.record is None:
@@ -249,6 +258,15 @@ class SchedulerActor(Actor):
         self._record_path = Path(config.record)
         self._record = RecordFile(config, eos_token_ids, primary)
         return RecordedScheduler(sink=self._write_entry, **arguments)
+
+    def _make_lender(self, config: EngineConfig) -> dict[str, Any]:
+        """Other replicas may copy KV of this one if it computes prompts; and it may copy theirs."""
+        cache = config.cache
+        assert cache.lease_path is not None
+        assert cache.num_blocks is not None
+        self._leases = LeaseBoard(cache.lease_path, config.max_blocks)
+        lends = self._leases.lender(config.replica, cache.num_blocks) if cache.pools[config.replica] else None
+        return {"tiers": self._directory or NoTiers(), "lends": lends}
 
     def _ends_stall(self) -> bool:
         """Nothing was planned. If that is a stall, the policy at fault is replaced; whether planning is worth another try."""

@@ -37,6 +37,8 @@ from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
 from actorllm.actors.tiers.block_mover import BlockMover
 from actorllm.actors.tiers.fingerprint import fingerprint_of
+from actorllm.actors.tiers.lease_board import LeaseBoard
+from actorllm.actors.tiers.peer_memory import PeerMemory
 from actorllm.actors.tiers.slot_file import SlotFile
 from actorllm.actors.tiers.tier_files import keys_of, open_tiers
 from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
@@ -67,7 +69,7 @@ class WorkerActor(Actor):
         *("stage_weights", "discard_weights", "commit_weights"),
         "call_worker",
         *("sleep", "wake_up", "asleep"),
-        *("load_blocks", "store_blocks"),
+        *("load_blocks", "store_blocks", "pull_blocks", "cache_era"),
     )
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
@@ -99,6 +101,10 @@ class WorkerActor(Actor):
         self._calls: WorkerCalls | None = None
         self._mover: BlockMover | None = None
         """Where there are KV tiers."""
+        self._peers: PeerMemory | None = None
+        """The memory of other replicas, where there are roles."""
+        self._cache_era = 0
+        """Of the memory of this cache, as the lease board tells it."""
         self._asleep: set[str] = set()
         """What was given back, of SLEEPING_PARTS."""
 
@@ -121,6 +127,8 @@ class WorkerActor(Actor):
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
+        if self.runner.num_snapshots is not None:
+            sizes["snapshots"] = self.runner.num_snapshots
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
@@ -130,7 +138,8 @@ class WorkerActor(Actor):
         num_blocks = self.runner.profile_num_blocks()
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
-            if self.runner.cache_window is not None and num_blocks:  # with its share of the second group
+            # With its share of the second group, or of states.
+            if num_blocks and (self.runner.cache_window is not None or self.runner.num_snapshots is not None):
                 sizes["block_bytes"] = -(-self.runner.cache_bytes_of(num_blocks) // num_blocks)
         return {"num_blocks": num_blocks, **sizes, **self._measured(config)}
 
@@ -164,6 +173,8 @@ class WorkerActor(Actor):
     def on_configure(self, config: EngineConfig) -> None:
         """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
+        if config.cache.pools:
+            self._lend(config)
         if config.cache.window is None:
             self.runner.allocate(config.cache.num_blocks)
         else:
@@ -175,12 +186,23 @@ class WorkerActor(Actor):
                     f"blocks have {slot_bytes} bytes of {config.cache.tier_slot_bytes}: no tier can keep them"
                 )
             self._mover = BlockMover(self._open_tiers(config), self.runner.block_views)
+        elif config.cache.pools:
+            self._mover = BlockMover([], self.runner.block_views)
         self.runner.tell_drafts = self._tell_drafts
         if config.topology == "inline" and self.waker() is not None:
             self.runner.between_layers = GivingWay().between_layers
         self._budget = StepBudget(config.step_timeout_s)
         if self._is_replacement and (error := self._why_unable()) is not None:
             raise error
+
+    def _lend(self, config: EngineConfig) -> None:
+        """Have the cache where other replicas see it. What was lent of the worker whose place this one takes is over first."""
+        assert config.cache.lease_path is not None
+        board = LeaseBoard(config.cache.lease_path, config.max_blocks)
+        self._cache_era = board.begin_era(config.replica)
+        if path := config.cache.pools[config.replica]:
+            self.runner.share_cache(path)
+        self._peers = PeerMemory(config.cache.pools, board, self.runner.block_regions)
 
     def _open_tiers(self, config: EngineConfig) -> list[SlotFile]:
         """None where this worker computes other bits than the one whose place it takes: the files of the model were changed."""
@@ -440,6 +462,12 @@ class WorkerActor(Actor):
                 return sorted(self._asleep)
             case "load_blocks" | "store_blocks":
                 return self._move_blocks(verb, keys_of(arguments["data"].tobytes()), arguments["blocks"])
+            case "pull_blocks":
+                return self._pull_blocks(
+                    arguments["data"].tobytes(), **{n: arguments[n] for n in ("lease", "first", "blocks")}
+                )
+            case "cache_era":
+                return self._cache_era
             case "call_worker":
                 calls = self._make_calls() if self._calls is None else self._calls
                 return self._take_time(partial(calls.answer, **arguments), budget_s=LONGEST_CALL_S)
@@ -521,6 +549,13 @@ class WorkerActor(Actor):
             raise InvalidParameterError("this worker has no KV tiers")
         move = self._mover.load if verb == "load_blocks" else self._mover.store
         return list(await self._read_aside(partial(move, self._mover.era, keys, blocks)))
+
+    async def _pull_blocks(self, digest: bytes, lease: list[int], first: int, blocks: list[int]) -> list[float]:
+        """As `_move_blocks`, from the memory of another replica (`PeerMemory.pull`)."""
+        if self._mover is None or self._peers is None:
+            raise InvalidParameterError("this worker belongs to no engine with roles")
+        copy = partial(self._peers.pull, lease, digest, first, blocks)
+        return list(await self._read_aside(partial(self._mover.pull, self._mover.era, copy)))
 
     def _sleep(self, level: int) -> int:
         """Give memory back; how many bytes this process holds less. Asked again, it gives back what was taken since."""

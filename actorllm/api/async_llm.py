@@ -17,6 +17,7 @@ from typing import Any, Self, Unpack
 from anyio import to_thread
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
+from actorllm.api.awaited_tokenizer import awaited
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
@@ -1119,10 +1120,12 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it. The first call reads it from its files, which may take a second.
 
+        It may be awaited, as in older releases of vLLM, and need not be.
+
         Raises:
             InvalidPromptError: the engine was built with skip_tokenizer_init.
         """
-        return self._engine.prompts.transformers_tokenizer
+        return awaited(self._engine.prompts.transformers_tokenizer)
 
     @property
     def tokenizer(self) -> Any:

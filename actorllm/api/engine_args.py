@@ -19,6 +19,7 @@ import orjson
 from actorllm.config import ARGUMENTS, EngineConfig, ModelConfig, human_number
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
 from actorllm.types.command_words import SHORT, spelled_out
+from actorllm.types.config_file import as_text, repeated, with_options_of_file
 from actorllm.types.options import TYPES, EngineOptions, is_switch, meanings, with_options
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
@@ -150,6 +151,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose options may be spelled as vLLM's.
 
     That is with underscores in the place of dashes, short (`-tp 2`), and field by field (`--compilation-config.level 3`).
+    `--config FILE.yaml` is a file of options, by their names; those of the command line count first.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -162,10 +164,30 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             namespace: to be filled; None: a new one.
 
         Raises:
-            ConfigError: names a field of an option that has no value, or that adds to what is no list.
+            ConfigError: names a field of an option that has no value, or that adds to what is no list; or what is wrong with
+                the file of --config.
         """
         words = spelled_out(sys.argv[1:] if args is None else args, self._option_string_actions.__contains__)
+        if "--config" not in self._option_string_actions:  # else it is an option of the program
+            words = [word for word in with_options_of_file(words, self._written) if not self._is_idle_switch(word)]
         return super().parse_known_args([*map(self._spelled, words)], namespace)
+
+    def _written(self, option: str, value: Any) -> list[str]:
+        """An option of the file: a list as several words, where the option takes several."""
+        action = self._option_string_actions.get(self._spelled(option))
+        if isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
+            return [option, *(as_text(option, one) for one in value)]
+        if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+            return [f"{option}={as_text(option, value)}"]
+        return [*repeated(option, value)]
+
+    def _is_idle_switch(self, word: str) -> bool:
+        """`--no-name` of a switch that can be switched on only, as `store_true` makes it: a file may say false for it."""
+        if not word.startswith("--no-") or self._spelled(word) in self._option_string_actions:
+            return False
+        action = self._option_string_actions.get(f"--{word[5:]}")
+        action = action or self._option_string_actions.get(f"--{word[5:].replace('-', '_')}")
+        return isinstance(action, argparse._StoreTrueAction)
 
     def _spelled(self, argument: str) -> str:
         name, sign, value = argument.partition("=")

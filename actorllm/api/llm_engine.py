@@ -14,6 +14,7 @@ from typing import Any, Self, Unpack
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.api.blocking import BlockingDoor
 from actorllm.api.engine_args import EngineArgs
+from actorllm.api.worker_path import model_executor
 from actorllm.client.engine import Engine, Hold
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
@@ -299,6 +300,11 @@ class LLMEngine(BlockingDoor):
         return outputs
 
     # The rest of vLLM's
+
+    @property
+    def model_executor(self) -> Any:
+        """The path to `load_weights`, by which trainers bring new weights (`api.worker_path`)."""
+        return model_executor(self.update_weights_from_tensors)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What a request may ask for, by vLLM's names: ("generate",), or tasks such as "embed" and "classify"."""

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from actorllm.cli.commands import app
-        from actorllm.cli.config_file import with_config
         from actorllm.types.command_words import spelled_out
+        from actorllm.types.config_file import with_config
 
         words = sys.argv[1:] if arguments is None else list(arguments)
         given = with_config(spelled_out(words) if words[:1] and words[0] in BUILDERS else words)

@@ -20,6 +20,9 @@ def calibrate(
     output: Path | None = None,
     recording: Path | None = None,
     profile: Path | None = None,
+    layers: int | None = None,
+    profile_tp: int | None = None,
+    overhead: float = 0.0,
     duration: float = 30.0,
     plot: Path | None = None,
     name: str | None = None,
@@ -37,7 +40,14 @@ def calibrate(
     recording
         Read the steps of this file, and start no engine.
     profile
-        Read measured steps from this CSV file, and start no engine. The model has a table for each kind of step.
+        Read measured steps from this CSV file, and start no engine. The model has a table for each kind of step. Or read measured
+        kernels from a CSV file or a folder of them; the model adds them up.
+    layers
+        Of the model whose kernels were measured.
+    profile_tp
+        GPUs that share a kernel, where the profile has several numbers of them.
+    overhead
+        Seconds of every step that are in no kernel of the profile.
     duration
         Seconds for which the engine runs.
     plot
@@ -48,6 +58,7 @@ def calibrate(
         Of the lengths of the requests.
     """
     from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.kernel_profiles import is_kernel_profile
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
     from actorllm.slo.step_fit import errors_by_size
@@ -61,8 +72,15 @@ def calibrate(
                 f"profile={str(profile)!r} is read on its own: leave out recording, plot and options of an engine"
             )
         check_writable(output=output)
-        _of_profile(profile, name, output)
+        if is_kernel_profile(profile):
+            _of_kernels(profile, name, output, layers, profile_tp, overhead)
+        elif layers is not None or profile_tp is not None or overhead:
+            raise ConfigError(f"profile={str(profile)!r} has steps: layers, profile-tp and overhead are of kernels")
+        else:
+            _of_profile(profile, name, output)
         return
+    if layers is not None or profile_tp is not None or overhead:
+        raise ConfigError("layers, profile-tp and overhead are of a profile of kernels: give --profile, too")
     check_writable(output=output, plot=plot)
     # Steps of a run that was recorded, or of an engine that runs for it now.
     if recording is not None:
@@ -133,6 +151,28 @@ def _of_profile(profile: Path, name: str | None, output: Path | None) -> None:
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
     _print_errors(found.errors)
+    if output is not None:
+        output.write_text(to_json(found.model) + "\n")
+
+
+def _of_kernels(
+    profile: Path, name: str | None, output: Path | None, layers: int | None, tp: int | None, overhead: float
+) -> None:
+    from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.kernel_profiles import fit_kernels, read_kernels
+
+    if layers is None:
+        raise ConfigError(f"profile={str(profile)!r} has kernels of one layer: say how many --layers the model has")
+    kernels = read_kernels(profile, tp=tp)
+    found = fit_kernels(kernels, layers, name or profile.stem, fixed_s=overhead)
+    print(f"{'model':>13}  {found.model.name}")
+    print(f"{'kernels':>13}  {', '.join((*kernels.tokens, *kernels.rows))}; {len(kernels.attention)} of attention")
+    for part in found.missing:
+        print(f"{'warning':>13}  the profile has no kernel of {part}: it costs nothing in the model")
+    print(f"{'error':>13}  on steps: unknown; hold the model against a run with `actorllm predict`")
+    print(f"\n{'interpolated':>28}  {'NODES':>7}  {'ERROR':>7}")
+    for part, num, error in found.errors:
+        print(f"{part:>28}  {num:>7}  {'-' if math.isnan(error) else f'{error:.1%}':>7}")
     if output is not None:
         output.write_text(to_json(found.model) + "\n")
 

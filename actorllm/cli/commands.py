@@ -147,6 +147,9 @@ def info(
     heads = f"{plan.num_heads} query, {plan.num_kv_heads} key/value"
     if isinstance(plan, DecoderConfig) and plan.latent is not None:
         heads = f"{plan.num_heads} query, over one latent of {plan.latent.width} numbers"
+    if isinstance(plan, DecoderConfig) and plan.recurrent is not None:
+        states = f"{len(plan.recurrent_layers)} recurrent layers"
+        heads = f"{heads}, in {len(plan.attention_layers)} layers; {states}" if plan.attention_layers else states
     rows = {
         "model": config.model.name,
         "folder": path,

@@ -60,6 +60,8 @@ class ScenarioOptions:
     max_num_batched_tokens: int = 512
     max_model_len: int = 32_768
     enable_prefix_caching: bool = False
+    kv_tiers: Annotated[list[str] | None, Many] = None
+    """Where KV is kept besides, the fastest first: BLOCKS:LOAD_S:STORE_S[:LATENCY_S], in seconds of a block."""
     num_replicas: int = 1
     router: str = "round-robin"
     view_interval: float = 0.0
@@ -71,8 +73,13 @@ class ScenarioOptions:
         """Tells of the rows of the trace that cannot be used. Raises ConfigError naming what is wrong."""
         from actorllm.slo.experiments.point import MIX, Scenario
         from actorllm.slo.simulator import EngineShape
+        from actorllm.slo.tiers import read_tiers
 
         see_own_folder()
+        if self.kv_tiers and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_tiers={self.kv_tiers!r:.80} keep what a prefix cache finds: --enable-prefix-caching, too"
+            )
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -96,6 +103,7 @@ class ScenarioOptions:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
                 enable_prefix_caching=self.enable_prefix_caching,
+                tiers=read_tiers(self.kv_tiers or ()),
             ),
             num_replicas=self.num_replicas,
             router=self.router,
@@ -168,6 +176,7 @@ def simulate(
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
+    _print_transfers(run)
     if watts is not None:
         _print_energy(run, watts)
     if output_json is not None:
@@ -605,6 +614,16 @@ def _costs(
     if power is None:
         return more, None
     return {**more, "metered": True}, PowerModel.parse(power)
+
+
+def _print_transfers(run: SimulatedRun) -> None:
+    found = [one.transfers for one in run.statistics if one.transfers is not None]
+    if found:
+        stored, loaded, given_up = (
+            sum(getattr(one, name) for one in found)
+            for name in ("num_stored_blocks", "num_loaded_blocks", "num_given_up")
+        )
+        print(f"KV tiers: {stored} blocks stored, {loaded} loaded; {given_up} requests waited for a load in vain")
 
 
 def _print_energy(run: SimulatedRun, power: PowerModel) -> None:

@@ -134,6 +134,7 @@ class EngineFlags:
     target_attainment: float | None = None
     autoscaling: str | None = None
     router: str | None = None
+    roles: str | None = None
     enable_lora: bool | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None

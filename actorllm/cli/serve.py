@@ -150,6 +150,7 @@ def planned(
     enable_force_include_usage: bool = False,
     exclude_tools_when_tool_choice_none: bool = False,
     resume_streams_for: float = 0.0,
+    error_format: str = "vllm",
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
     vllm_metrics: bool = True,
@@ -224,6 +225,8 @@ def planned(
         With tool_choice "none" the template is not shown the tools.
     resume_streams_for
         Seconds for which streams go on without a reader, and may be read on; a request says otherwise with resume_for.
+    error_format
+        The code of an error: its status as a number ("vllm"), or OpenAI's name for it ("openai").
     trust_request_chat_template
         Requests may bring a chat template of their own, which is a program.
     enable_log_requests
@@ -334,6 +337,7 @@ def planned(
         "enable_force_include_usage": enable_force_include_usage,
         "exclude_tools_when_tool_choice_none": exclude_tools_when_tool_choice_none,
         "resume_streams_for": resume_streams_for,
+        "error_format": error_format,
         "root_path": root_path or "",
         "middleware": middleware or (),
         "disable_fastapi_docs": disable_fastapi_docs,

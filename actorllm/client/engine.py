@@ -65,6 +65,7 @@ from actorllm.intake.job import FunctionJob, Job, JobPlace, Reading
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
+from actorllm.intake.sources import SourceReader
 from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.intake.tokenizer_pool import TokenizerPool
 from actorllm.messages import Submit
@@ -76,9 +77,10 @@ from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.thought import check_budget
+from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
 from actorllm.types.generation_config import sampling_params_of
-from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_groups import snapshots_of, window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
@@ -177,6 +179,7 @@ class Engine:
         self._request_numbers = itertools.count(1)
         self._tokenizer_pool = self._new_tokenizer_pool()
         self.prompts.media = self._new_media()
+        self.prompts.sources = self._new_sources()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer()
@@ -213,6 +216,11 @@ class Engine:
         rules = self.config.model.media
         return None if rules is None else MediaReader(self.config, rules)
 
+    def _new_sources(self) -> SourceReader | None:
+        """What reads prompts for an encoder beside the decoder; None: the model has none."""
+        rules = self.config.model.encoder_decoder
+        return None if rules is None else SourceReader(self.config, rules)
+
     def _new_frontend(self) -> FrontendActor:
         return FrontendActor(last_rid=self._last_rid)
 
@@ -245,7 +253,12 @@ class Engine:
         """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
         return config.resolved(
-            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+            num_blocks,
+            *draft_costs_of(facts),
+            scheme=scheme_of(facts),
+            window=window_of(facts),
+            snapshots=snapshots_of(facts),
+            tier=tier_of(facts),
         )
 
     # Life
@@ -334,6 +347,17 @@ class Engine:
             return self._submits.prompts_of(lora_request).ids_of(prompt, add_special_tokens, worker)
 
         reading = Reading(read, self.prompts.is_large(prompt))
+        self._enqueue(reading)
+        return reading.future
+
+    def tokenizer_of(self, lora_request: LoRARequest | None) -> Future[Tokenizer]:
+        """The tokenizer of the model, or that of an adapter which brings one. Read on a tokenizer worker.
+
+        Raises EngineShutdownError; the future raises what is wrong with its files.
+        """
+        reading = Reading(
+            lambda worker: self._submits.prompts_of(lora_request).tokenizer, is_heavy=lora_request is not None
+        )
         self._enqueue(reading)
         return reading.future
 
@@ -1071,9 +1095,10 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """What this side knows without asking another process."""
+        reader = self.prompts.media or self.prompts.sources
         return {
             "num_requests": self._num_requests,
-            "encoder": {} if self.prompts.media is None else self.prompts.media.encoder.statistics(),
+            "encoder": {} if reader is None else reader.encoder.statistics(),
             "intake": {} if self._tokenizer_pool is None else self._tokenizer_pool.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),

@@ -13,7 +13,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.engine_thread import HostLoop, Waiter, stay_at_exit
 from actorllm.actors.frontend import Delta
@@ -26,6 +26,9 @@ from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from actorllm.intake.tokenization import EncoderInput
 
 MAX_SEPARATE = 16
 """So many deltas per sequence wait as they came; more are joined."""
@@ -324,6 +327,7 @@ class RequestStream:
         self.prompt = prompt
         self.prompt_token_ids: list[int] = []
         self.lora_request: LoRARequest | None = None
+        self.encoder_input: EncoderInput | None = None
         self._kind = output_kind
         self._arrival = arrival
         self._mailbox = mailbox
@@ -491,7 +495,14 @@ class RequestStream:
         )
         if self.lora_request is not None:
             output.lora_request = self.lora_request
+        if self.encoder_input is not None:
+            self._add_encoder_input(output, self.encoder_input)
         return output
+
+    @staticmethod
+    def _add_encoder_input(output: RequestOutput, given: EncoderInput) -> None:
+        output.encoder_prompt, output.encoder_prompt_token_ids = given.text, given.token_ids
+        output.num_cached_tokens = max(0, output.num_cached_tokens - given.num_rows)  # of the decoder's prompt
 
     def _own(self, error: BaseException) -> BaseException:
         """One error may end many streams: each raises a copy, which gets a traceback of its own.
@@ -558,6 +569,8 @@ class RequestStream:
             output.prompt_logprobs = prompt_logprobs
         if self.lora_request is not None:
             output.lora_request = self.lora_request
+        if self.encoder_input is not None:
+            self._add_encoder_input(output, self.encoder_input)
         if is_finished:
             output.finished = True
             output.metrics = self._metrics()

@@ -148,6 +148,8 @@ class SubmitMaker:
         adapter = self.adapter_of(lora_request)
         model, ids = self._config.model, prompt.ids
         room = model.max_model_len - ids.size
+        if model.encoder_decoder is not None and prompt.encoder_input is not None:
+            room = model.encoder_decoder.max_target - (ids.size - prompt.encoder_input.num_rows)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.max_tokens is None and params.min_tokens > room:
             raise InvalidParameterError(

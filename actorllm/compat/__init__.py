@@ -60,7 +60,37 @@ _LOGITS_INTERFACE = _same(
 ) | _same("actorllm.types.logits_processors", "MovedRequest", "RemovedRequest")
 
 _CLASSES = "actorllm.text.plugin_classes"
-_ASKED = dict.fromkeys(("ChatCompletionRequest", "ResponsesRequest"), f"{_CLASSES}.deltas:AskedFields")
+_TREES, _SERVING = "actorllm.cli.vllm_bodies", "actorllm.cli.vllm_serving"
+_CHAT_BODIES = _same(_TREES, "ChatCompletionRequest", "ChatCompletionResponse")
+_COMPLETION_BODIES = {
+    "CompletionRequest": "actorllm.server.protocol:CompletionRequest",
+    **_same(_TREES, "CompletionResponse"),
+}
+_EMBEDDING_BODIES = {
+    "EmbeddingRequest": "actorllm.server.vectors.bodies:EmbeddingRequest",
+    **_same(_TREES, "EmbeddingResponse"),
+}
+_TOKEN_BODIES = _same("actorllm.server.protocol", "TokenizeRequest", "DetokenizeRequest")
+_ERROR = _same(_TREES, "ErrorResponse")
+_ADAPTER_BODIES = {
+    "LoadLoRAAdapterRequest": "actorllm.server.adapter_routes:LoadAdapterRequest",
+    "UnloadLoRAAdapterRequest": "actorllm.server.adapter_routes:UnloadAdapterRequest",
+}
+_RESPONSES = {"ResponsesRequest": f"{_CLASSES}.deltas:AskedFields"}
+_ALL_BODIES = {**_CHAT_BODIES, **_COMPLETION_BODIES, **_EMBEDDING_BODIES, **_TOKEN_BODIES, **_ERROR, **_ADAPTER_BODIES}
+_ASKED = {**_CHAT_BODIES, **_RESPONSES}
+_SERVING_MODELS = _same(_SERVING, "OpenAIServingModels", "BaseModelPath", "LoRAModulePath")
+_SERVING_PARTS = {
+    module: _same(_SERVING, name)
+    for name, modules in {
+        "OpenAIServingChat": ("serving_chat", "chat_completion.serving"),
+        "OpenAIServingCompletion": ("serving_completion", "completion.serving"),
+        "OpenAIServingResponses": ("serving_responses", "responses.serving"),
+        "OpenAIServingEmbedding": ("serving_embedding",),
+        "OpenAIServingTokenization": ("serving_tokenization",),
+    }.items()
+    for module in modules
+}
 _DELTAS = _same(
     f"{_CLASSES}.deltas",
     *("DeltaMessage", "DeltaToolCall", "DeltaFunctionCall", "ExtractedToolCallInformation", "FunctionCall", "ToolCall"),
@@ -182,14 +212,27 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.launchers.cli_args": _SERVER_ARGUMENTS,
     "entrypoints.launchers.run_batch": _BATCH,
     "entrypoints.llm": _same("actorllm", "LLM"),
+    "entrypoints.logger": _same(_SERVING, "RequestLogger"),
     "entrypoints.openai": {},
     "entrypoints.openai.chat_completion": {},
     "entrypoints.openai.chat_completion.protocol": {**_ASKED, **_DELTAS},
+    "entrypoints.openai.completion": {},
+    "entrypoints.openai.completion.protocol": _COMPLETION_BODIES,
     "entrypoints.openai.engine": {},
-    "entrypoints.openai.engine.protocol": {**_ASKED, **_DELTAS, **_BODY_NAMES},
-    "entrypoints.openai.protocol": {**_ASKED, **_DELTAS, **_CALL_IDS, **_BODY_NAMES, **_PLUGIN_BODIES},
+    "entrypoints.openai.engine.protocol": {**_ASKED, **_DELTAS, **_BODY_NAMES, **_ERROR},
+    "entrypoints.openai.engine.serving": _same(_SERVING, "OpenAIServing"),
+    "entrypoints.openai.models": {},
+    "entrypoints.openai.models.protocol": _same(_SERVING, "BaseModelPath", "LoRAModulePath"),
+    "entrypoints.openai.models.serving": _SERVING_MODELS,
+    "entrypoints.openai.protocol": {**_ALL_BODIES, **_ASKED, **_DELTAS, **_CALL_IDS, **_BODY_NAMES, **_PLUGIN_BODIES},
     "entrypoints.openai.responses": {},
-    "entrypoints.openai.responses.protocol": _ASKED,
+    "entrypoints.openai.responses.protocol": _RESPONSES,
+    "entrypoints.openai.serving_engine": {
+        **_same(_SERVING, "OpenAIServing"),
+        **_same(_SERVING, "BaseModelPath", "LoRAModulePath"),
+    },
+    "entrypoints.openai.serving_models": _SERVING_MODELS,
+    **{f"entrypoints.openai.{module}": names for module, names in _SERVING_PARTS.items()},
     "entrypoints.openai.tool_parsers": _TOOLS,
     "entrypoints.openai.tool_parsers.abstract_tool_parser": _TOOLS,
     "entrypoints.openai.tool_parsers.utils": _TOOL_FUNCTIONS,

@@ -34,7 +34,8 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.joined_node import JoinedNode
 from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
-from actorllm.scheduling.router import LearntSteps, make_router
+from actorllm.fleet.role_memory import router_of
+from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState, ReplicaHealth
@@ -58,7 +59,7 @@ class AttachedReplica:
 
     def __init__(self, number: int, client: FleetAttachClient) -> None:
         self.number = number
-        self.limits = limits_of(client.config)
+        self.limits = limits_of(client.config, number)
         self.is_draining = False
         self.is_removed = False
         self.is_lost = True
@@ -76,7 +77,9 @@ class AttachedReplica:
 
     def _new_frontend(self) -> ReplicaFrontend:
         dispatcher = self._client.dispatcher
-        return ReplicaFrontend(dispatcher.next_rid, self._lose, dispatcher.publish)
+        return ReplicaFrontend(
+            dispatcher.next_rid, self._lose, dispatcher.publish, partial(dispatcher.hand_off, self.number)
+        )
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
         """As of `Replica`: what is pinned waits at the frontend of the next life."""
@@ -141,7 +144,7 @@ class FleetAttachClient(AttachClient):
         """By number, those that were stopped for good left out."""
         self.board: LoadBoard | None = None
         replicas = cast(dict[int, RoutedReplica], self.replicas)
-        self.dispatcher = Dispatcher(replicas, make_router(self.config.router))
+        self.dispatcher = Dispatcher(replicas, router_of(self.config))
         self._tasks: TaskGroup
         self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
         self._has_frames: anyio.Event

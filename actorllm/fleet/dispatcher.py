@@ -30,8 +30,9 @@ from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostErr
 from actorllm.fleet.merging import merged
 from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
-from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, pin_of, routable_of, views_of
-from actorllm.messages import Submit
+from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, pin_of, role_of, routable_of, views_of
+from actorllm.messages import KvOffer, Submit
+from actorllm.scheduling.roles import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 from actorllm.types.weight_version import WeightSource
 
@@ -77,6 +78,8 @@ class Dispatcher:
         """Sequences that went to another replica."""
         self.num_routed: dict[int, int] = {}
         """Requests that each replica was sent, by number."""
+        self.num_handed_off = 0
+        """Sequences that went on at another replica than the one which had computed their prompt."""
 
     def share(self, board: LoadBoard, program: int) -> None:
         """From here on other programs see what this one has on each replica, and it sees what they have."""
@@ -203,6 +206,7 @@ class Dispatcher:
             **(merged("statistics of frontends", found) or {}),  # a lost one that is made anew has none yet
             "num_moved": self.num_moved,
             "num_routed": dict(self.num_routed),
+            "num_handed_off": self.num_handed_off,
         }
 
     # Routing
@@ -237,11 +241,15 @@ class Dispatcher:
         if self.on_arrival is not None:
             self.on_arrival(request, self._views_of(candidates))
         number = self._choose(request, candidates)
-        return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid)
+        hands_off = self._is_handed_off(number, candidates)
+        return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid, hands_off=hands_off)
 
     def _candidates(self, without: RoutedReplica | None = None) -> list[RoutedReplica]:
         """Replicas that a request may go to; if none is ready, those that will be."""
         others = [replica for replica in self._replicas.values() if replica is not without]
+        if without is not None:  # what moves is to decode, where there is a replica for that
+            decoding = [one for one in others if role_of(one) != "prefill"]
+            others = decoding if any(one.takes_requests and one.frontend.is_linked for one in decoding) else others
         ready = [replica for replica in others if replica.takes_requests]
         return (
             [replica for replica in ready if replica.frontend.is_linked]
@@ -249,11 +257,19 @@ class Dispatcher:
             or [replica for replica in others if replica.state in ("new", "starting")]
         )
 
-    def _choose(self, request: Routable, candidates: Sequence[RoutedReplica]) -> int:
+    @staticmethod
+    def _is_handed_off(number: int, candidates: Sequence[RoutedReplica]) -> bool:
+        """Whether a request that begins at this replica is to go on at one of another role."""
+        roles = {one.number: role_of(one) for one in candidates}
+        return roles[number] == "prefill" and any(role != "prefill" for role in roles.values())
+
+    def _choose(self, request: Routable, candidates: Sequence[RoutedReplica], *, goes_on: bool = False) -> int:
+        """goes_on: another replica has computed its prompt, and these may copy the KV."""
         views = self._views_of(candidates)
         free = [view for view in views if not view.is_on_trial]
+        route = self.router.route_on if goes_on and isinstance(self.router, RoleRouter) else self.router.route
         try:
-            number = self.router.route(request, free or views)
+            number = route(request, free or views)
         except Exception:  # of the application's own code: the request goes to the least busy one
             logger.exception("the router failed; the request goes where the fewest are")
             number = -1
@@ -337,6 +353,37 @@ class Dispatcher:
             pinned, rest = entries, {}
         first.frontend.adopt(pinned, None)  # which it begins with
         self._rehome(first, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
+
+    def hand_off(self, number: int, offer: KvOffer) -> None:
+        """The prompt of a request is computed at this replica: another one goes on with it, and copies the KV.
+
+        If there is none now, or if the request may be what schedulers died of, it stays.
+        """
+        source = self._replicas.get(number)
+        entry = None if source is None else source.frontend.journal().get(offer.rid)
+        if source is None or entry is None or entry.is_aborted or entry.record.num_deaths or self.is_on_trial(source):
+            return
+        targets = [
+            one
+            for one in self._others_than(source)
+            if role_of(one) != "prefill" and one.takes_requests and one.frontend.is_linked and not self.is_on_trial(one)
+        ]
+        if not targets:
+            return
+        record = entry.record  # of all sequences of the request
+        entries = source.frontend.surrender(lambda one: one.record is record and not one.is_aborted)
+        self._views_at = -math.inf  # the journals change
+        target = self._replicas[self._choose(routable_of(entry.submit, len(entries)), targets, goes_on=True)]
+        for one in entries.values():
+            one.submit = replace(one.submit, hands_off=False, kv_lease=offer.lease)
+        target.frontend.adopt_handed_off(entries, partial(self._note_hand_off, offer.lease.item(3)))
+        self.num_handed_off += len(entries)
+        self._show_sent(source)
+        self._show_sent(target)
+
+    def _note_hand_off(self, num_blocks: int, seconds: float) -> None:
+        if isinstance(self.router, RoleRouter):
+            self.router.hand_off.observe(num_blocks, seconds)
 
     def can_move(self, source: RoutedReplica) -> bool:
         """Whether there is a replica that could go on with what this one has."""

@@ -44,10 +44,11 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
 from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
+from actorllm.fleet.role_memory import RoleMemory, router_of
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
 from actorllm.model.threads import num_threads
-from actorllm.scheduling.router import MAX_REPLICAS, make_router
+from actorllm.scheduling.router import MAX_REPLICAS
 from actorllm.supervision.health import EngineHealth, EngineState
 from actorllm.supervision.supervisor import Supervisor
 
@@ -95,7 +96,10 @@ class Fleet:
         self._board = LoadBoard(self._board_file.path)
         self._on_end = on_end
         self._replicas: dict[int, Replica] = {}
-        self.dispatcher = Dispatcher(self._replicas, make_router(config.router), last_rid, self._board)
+        self._memory = RoleMemory(config) if config.roles else None
+        if self._memory is not None:
+            self._given = self._memory.shared_by(config)
+        self.dispatcher = Dispatcher(self._replicas, router_of(config), last_rid, self._board)
         self.attached: AttachServer | None = None
         """The door for other programs, if the engine has a name."""
         self._recorded: RecordedRouter | None = None
@@ -171,6 +175,7 @@ class Fleet:
             self._on_leaving,
             self._check_arithmetic,
             None if self._placement is None else self._placement.locate,
+            self.dispatcher.hand_off,
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         if self._observer_of is not None:
@@ -202,6 +207,8 @@ class Fleet:
                 replica.request_stop(self._stop_timeout_s)
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
         self._board_file.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._placement is not None:
             # Without its head Ray answers late or never; its agents end with this process at the latest.
             with anyio.move_on_after(self._stop_timeout_s, shield=True):
@@ -391,6 +398,11 @@ class Fleet:
         Returns when the new ones are ready and the others have ended. Raises InvalidParameterError, EngineStartError.
         """
         check_num_replicas(num_replicas)
+        if self._memory is not None:
+            raise InvalidParameterError(
+                f"num_replicas={num_replicas!r}: the replicas of this engine have roles, {len(self._given.roles)} in all; build "
+                f"another engine"
+            )
         if self._scaling is not None:
             least, most = self._given.min_replicas, self._given.max_replicas
             if not least <= num_replicas <= most:

@@ -28,13 +28,14 @@ from actorllm.fleet.nodes.hosts import Located, place_of
 from actorllm.fleet.nodes.rank_child import ranks_elsewhere
 from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.pacing import size
+from actorllm.messages import KvOffer
 from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
-from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_groups import snapshots_of, window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.quantization import scheme_of
 from actorllm.types.speculation import draft_costs_of
@@ -87,26 +88,50 @@ class ReplicaFrontend(FrontendActor):
         next_rid: Callable[[], int],
         on_lost: Callable[[dict[int, JournalEntry], BaseException], None],
         on_outputs: Callable[[], None] = lambda: None,
+        on_offer: Callable[[KvOffer], None] = lambda offer: None,
     ) -> None:
-        """on_lost: takes the journal. on_outputs: hears of each batch of them."""
+        """on_lost: takes the journal. on_outputs: hears of each batch of them. on_offer: of prompts that another replica may go on
+        with."""
         super().__init__()
         self._next_rid = next_rid
         self._on_lost = on_lost
         self._on_outputs = on_outputs
+        self._on_offer = on_offer
         self._held: dict[int, None] = {}
         """Of the journal, what has moved here and was not sent yet, in its order."""
         self._sent: dict[int, int] = {}
         """What was sent of it and has had no token since: how many it had."""
         self._room: Callable[[], float] = lambda: math.inf
+        self._handed_off: dict[int, tuple[float, int, Callable[[float], None]]] = {}
+        """What another replica has computed the prompt of and nothing has come of since: when it came, and with how many tokens."""
 
     def next_rid(self) -> int:
         return self._next_rid()
+
+    def on_offer(self, offer: KvOffer) -> None:
+        self._on_offer(offer)
 
     def on_batch(self) -> None:
         super().on_batch()
         if self._held or self._sent:
             self._send_held()
+        if self._handed_off:
+            self._note_first()
         self._on_outputs()
+
+    def adopt_handed_off(self, entries: Mapping[int, JournalEntry], on_first: Callable[[float], None]) -> None:
+        """As `adopt` of requests whose prompt another replica has computed. on_first: hears after how many seconds one goes on."""
+        self.adopt(entries, None)
+        at = now()
+        self._handed_off |= {rid: (at, len(entry.emitted), on_first) for rid, entry in entries.items()}
+
+    def _note_first(self) -> None:
+        for rid, (began, num_emitted, on_first) in list(self._handed_off.items()):
+            entry = self._journal.get(rid)
+            if entry is None or len(entry.emitted) > num_emitted:
+                del self._handed_off[rid]
+                if entry is not None and not entry.num_recoveries:
+                    on_first(now() - began)
 
     # What moves here bit by bit
 
@@ -223,9 +248,10 @@ class RoutedReplica(Protocol):
     def load(self) -> tuple[int, LearntSteps] | None: ...
 
 
-def limits_of(config: EngineConfig) -> dict[str, Any]:
-    """What routers are told of the configuration of a replica, by the names of `ReplicaView`."""
+def limits_of(config: EngineConfig, number: int) -> dict[str, Any]:
+    """What routers are told of the configuration of the number-th replica, by the names of `ReplicaView`."""
     return {
+        "role": config.roles[number] if number < len(config.roles) else None,
         "block_size": config.cache.block_size,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "max_num_seqs": config.scheduler.max_num_seqs,
@@ -248,7 +274,7 @@ class Replica:
 
     on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
     started again. on_outputs: of its frontend. on_leaving: its node is told to end. on_facts: what its workers say of themselves;
-    what it raises ends the start.
+    what it raises ends the start. on_offer: its number, and a prompt that another replica may go on with.
     """
 
     def __init__(
@@ -263,6 +289,7 @@ class Replica:
         on_leaving: Callable[[Replica], None] = lambda replica: None,
         on_facts: Callable[[Replica, Mapping[str, Any]], None] = lambda replica, facts: None,
         locate: Callable[[int], Located] | None = None,
+        on_offer: Callable[[int, KvOffer], None] = lambda number, offer: None,
     ) -> None:
         self.number = number
         self._on_leaving, self._on_facts, self._locate = on_leaving, on_facts, locate
@@ -271,9 +298,10 @@ class Replica:
         self._on_lost = on_lost
         self._on_outputs = on_outputs
         self._on_fall = on_fall
+        self._on_offer = partial(on_offer, number)
         self._board = board
         self._meeting_place = MeetingPlace()
-        self.limits = limits_of(config)
+        self.limits = limits_of(config, number)
         self.find: Callable[[bytes], int] | None = board.hashes(number).find
         self.is_draining = False
         """It takes no new requests."""
@@ -289,14 +317,14 @@ class Replica:
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
         self.last_failure: str | None = None
-        self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs)
+        self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs, self._on_offer)
         """Of its next life as soon as it is lost: what is pinned to it waits there."""
         self.supervisor: Supervisor | RemoteReplica
         self.renew()
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
         pause_mode, observer = self.frontend.pause_mode, self.frontend.observer
-        self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs)
+        self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs, self._on_offer)
         self.frontend.observer = observer
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
@@ -376,7 +404,12 @@ class Replica:
             self._on_facts(self, fact)
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor))
         return config.resolved(
-            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+            num_blocks,
+            *draft_costs_of(facts),
+            scheme=scheme_of(facts),
+            window=window_of(facts),
+            snapshots=snapshots_of(facts),
+            tier=tier_of(facts),
         )
 
     def _note_death(self, death: ActorDeath) -> None:

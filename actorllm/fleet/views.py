@@ -13,6 +13,7 @@ from actorllm.fleet.replica import RoutedReplica
 from actorllm.messages import Submit
 from actorllm.scheduling.router import LearntSteps, ReplicaView, Routable, steps_alike
 from actorllm.types.objective import SLO
+from actorllm.types.roles import Role
 
 
 def routable_of(submit: Submit, num_sequences: int) -> Routable:
@@ -47,6 +48,12 @@ def views_of(replicas: Sequence[RoutedReplica]) -> list[ReplicaView]:
     for at, steps in zip(learnt, steps_alike([*learnt.values()]), strict=True):
         views[at].step_seconds = steps
     return views
+
+
+def role_of(replica: RoutedReplica) -> Role | None:
+    """What a replica is for; None: everything."""
+    role: Role | None = replica.limits.get("role")
+    return role
 
 
 def journal_of(replica: RoutedReplica) -> ProgramLoad:

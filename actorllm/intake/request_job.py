@@ -105,6 +105,7 @@ class RequestJob(Job):
             stream.prompt = tokenized.text
             shown = tokenized.shown_ids
             stream.prompt_token_ids = tokenized.ids.tolist() if shown is None else shown
+            stream.encoder_input = tokenized.encoder_input
         del stream
         if self._mailbox.is_aborted:  # while it was read
             self.end(None)

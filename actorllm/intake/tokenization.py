@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from actorllm.types.params import PoolingParams, SamplingParams, check_truncatio
 
 if TYPE_CHECKING:
     from actorllm.intake.media.media_reader import GivenMedia, MediaReader, PlacedItem
+    from actorllm.intake.sources import SourceReader
+    from actorllm.types.encoder_decoder import EncoderDecoder
 
 T = TypeVar("T")
 
@@ -92,6 +94,14 @@ class Workplace(Protocol):
         """The result of another thread. Raises what it raised, or that nothing waits for it any more."""
 
 
+class EncoderInput(NamedTuple):
+    """What an encoder made rows of."""
+
+    text: str | None
+    token_ids: list[int] | None
+    num_rows: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedPrompt:
     """A prompt as the engine takes it."""
@@ -108,6 +118,8 @@ class TokenizedPrompt:
     """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
     items: tuple[PlacedItem, ...] = ()
     """What the rows are of; without items, they are the caller's."""
+    encoder_input: EncoderInput | None = None
+    """What the encoder beside the decoder got; then the ids shown are the decoder's."""
 
     def continued(self, token_ids: list[int]) -> Prompt:
         """The prompt of a request that goes on from this one."""
@@ -123,6 +135,8 @@ class PromptReader:
         self._model = model
         self.media: MediaReader | None = None
         """Reads prompts with images; None: they are not taken here."""
+        self.sources: SourceReader | None = None
+        """Reads prompts of a model with an encoder beside its decoder; None: it has none."""
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None
 
@@ -142,11 +156,15 @@ class PromptReader:
         self.__dict__.pop("transformers_tokenizer", None)
         if self.media is not None:
             self.media.forget()
+        if self.sources is not None:
+            self.sources.forget()
 
     def close(self) -> None:
-        """Read no more images."""
+        """Read no more images, and ask no encoder."""
         if self.media is not None:
             self.media.close()
+        if self.sources is not None:
+            self.sources.close()
 
     @property
     def pad_token_id(self) -> int | None:
@@ -175,6 +193,12 @@ class PromptReader:
         template writes them itself.
         """
         num_kept = self._kept_tokens(truncate_prompt_tokens)
+        if self._model.encoder_decoder is not None:
+            if num_kept is not None:
+                raise InvalidPromptError(
+                    f"truncate_prompt_tokens={truncate_prompt_tokens}: prompts of a model with an encoder are not cut; leave it out"
+                )
+            return self._with_source(prompt, self._model.encoder_decoder, add_special_tokens is not False, workplace)
         if (media := self._media_of(prompt)) is not None:
             if num_kept is not None:
                 raise InvalidPromptError(
@@ -232,6 +256,37 @@ class PromptReader:
             )
         return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids=shown_ids)
 
+    def _with_source(
+        self, prompt: Prompt, rules: EncoderDecoder, adds_special: bool, workplace: Workplace | None
+    ) -> TokenizedPrompt:
+        """A prompt of the encoder, or of encoder and decoder."""
+        from actorllm.intake.media.media_reader import PlacedItem
+        from actorllm.intake.sources import GivenSource
+
+        if self.sources is None or isinstance(prompt, Conversation | TextPair):
+            raise InvalidPromptError(
+                "a model with an encoder and a decoder takes no conversation; give 'encoder_prompt' and 'decoder_prompt'"
+            )
+
+        def to_ids(part: Any, adds_special: bool) -> I32:
+            if not isinstance(part, str):
+                return _checked_ids(part, self._model.vocab_size)
+            self._check_length(part, is_truncated=False)
+            return self._encode(part, adds_special, None, None, workplace)
+
+        given = GivenSource.of(prompt, rules)
+        _check_salt(given.salt)
+        made = self.sources.read(given, to_ids, adds_special, workplace)
+        return TokenizedPrompt(
+            made.ids,
+            made.target_text,
+            given.salt,
+            made.rows,
+            shown_ids=made.ids[made.num_rows :].tolist(),
+            items=(PlacedItem(0, made.num_rows, made.digest),),
+            encoder_input=EncoderInput(made.source_text, made.source_ids, made.num_rows),
+        )
+
     def _media_of(self, prompt: Prompt) -> GivenMedia | None:
         """What is beside the text of a prompt. Raises InvalidPromptError for what this model does not take."""
         items, modality = items_of(prompt), None if self._model.media is None else self._model.media.modality
@@ -287,7 +342,7 @@ class PromptReader:
 
     def is_large(self, prompt: Prompt) -> bool:
         """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
-        if self.media is not None and items_of(prompt):
+        if self.sources is not None or (self.media is not None and items_of(prompt)):
             return True
         if isinstance(prompt, Mapping):
             prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
@@ -527,7 +582,10 @@ def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
                 f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
                 f"{nearest_name(str(key), (*PROMPT_KEYS, *EMBEDS_KEYS, 'cache_salt'))}"
             )
-    salt = prompt.get("cache_salt")
+    _check_salt(prompt.get("cache_salt"))
+
+
+def _check_salt(salt: Any) -> None:
     if salt is not None and (not is_text(salt) or not salt):
         raise InvalidPromptError(f"cache_salt={salt!r:.80} must be a string with at least one character")
 

@@ -80,8 +80,15 @@ class KVCacheManager:
         self._table: I32 = self.tables[0]
         self._flat_table: I32 = self._table.reshape(-1)
         self._width: NDArray[np.intp] = np.array(self.max_blocks_per_slot, np.intp)
+        # As many tokens as all tables hold, or all blocks: numpy counts them sooner in 32 bits where these are enough.
+        most = block_size * max(num_slots * self.max_blocks_per_slot, num_blocks)
+        self._place = np.dtype(np.int32 if most <= np.iinfo(np.int32).max else np.int64)
+        self._slot_size = np.array(block_size * self.max_blocks_per_slot, self._place)
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._flat_ids: I32 = self.token_ids.reshape(-1)
+        self._numbers = np.arange(64, dtype=self._place)
+        self._run_slots = self._run_places = NO_I32
+        """The slots of the last runs, and where their tables begin."""
         self._actions: BlockActions | None = None
         self._emptied: list[I32] = []
         self.window: WindowGroup | None = None
@@ -153,19 +160,23 @@ class KVCacheManager:
         """So many blocks that no table has, until `let_go`; the caller has checked `num_free`."""
         blocks = self._allocate(count)
         self._count_held(blocks, 1)
+        if (
+            self._actions is not None and self._actions.zero
+        ):  # what fills them must not be cleared by a plan that comes later
+            taken = set(blocks.tolist())
+            self._actions.zero = [
+                np.array([b for b in one.tolist() if b not in taken], np.int32) for one in self._actions.zero
+            ]
         return blocks
 
-    def let_go(self, blocks: I32, *, zero: bool = False) -> None:
-        """As these blocks were held or reserved, they are no more. zero: those that are free then must be cleared before they
-        are reused."""
+    def let_go(self, blocks: I32) -> None:
+        """As these blocks were held or reserved, they are no more."""
         if not blocks.size:
             return
         if self._emptied:
             self._release()
         self._count_held(blocks, -1)
-        freed = self.pool.release(blocks)
-        if zero and freed.size:
-            self.zero(freed)
+        self.pool.release(blocks)
 
     @property
     def num_held(self) -> I32 | int:
@@ -344,8 +355,22 @@ class KVCacheManager:
         blocks = self._flat_table[slots * self._width + entries]  # numpy finds by one index sooner than by two
         self._flat_ids[(blocks * self._size + (positions - entries * self._size)).astype(np.intp)] = tokens
 
+    def write_runs(self, slots: I32, counts: I32, ends: I32, after: I32, tokens: I32) -> None:
+        """Several sampled token ids per slot, one slot after the other in `tokens`: counts[i] of them, up to ends[i], which
+        are the last ones of the after[i] that the slot has then."""
+        # A place is a position in all tables, one behind the other: one number says slot and position of a token.
+        if slots is not self._run_slots:  # the same array as last time while no row joins or leaves
+            self._run_slots, self._run_places = slots, slots * self._slot_size
+        if tokens.size > self._numbers.size:
+            self._numbers = np.arange(2 * tokens.size, dtype=self._place)
+        places = (self._run_places + (after - ends)).repeat(counts.astype(np.intp))
+        places += self._numbers[: tokens.size]
+        entries = places // self._size
+        blocks = self._flat_table[entries.astype(np.intp)]
+        self._flat_ids[((blocks - entries) * self._size + places).astype(np.intp)] = tokens
+
     def write_token_id(self, slot: int, position: int, token: int) -> None:
-        """The same for one of them."""
+        """One token id of one slot."""
         block = self._table[slot, position // self.block_size]
         self.token_ids[block, position % self.block_size] = token
 
@@ -405,6 +430,8 @@ class KVCacheManagerWithoutIds(KVCacheManager):
         self._flat_ids = NO_I32
 
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None: ...
+
+    def write_runs(self, slots: I32, counts: I32, ends: I32, after: I32, tokens: I32) -> None: ...
 
     def write_token_id(self, slot: int, position: int, token: int) -> None: ...
 

@@ -310,11 +310,13 @@ class PrefixIndex:
             run = runs.get(number)
             if run is not None:
                 left = run.blocks.size - (end - first)
+                if left < 0 or run.blocks[left] != blocks[end - 1]:  # not its end, latest first
+                    lost = np.isin(run.blocks, blocks[first:end]).nonzero()[0]
+                    # None: they lay behind blocks that it lost before.
+                    left = int(lost[0]) if lost.size else run.blocks.size
                 if left == 0 and not run.children and not run.tails:
                     self._remove(run)
-                else:
-                    if left and (left < 0 or run.blocks[left] != blocks[end - 1]):  # not its end, latest first
-                        left = int(np.isin(run.blocks, blocks[first:end]).nonzero()[0][0])
+                elif left < run.blocks.size:
                     self._cut(run, left)
             first = end
 

@@ -40,6 +40,10 @@ def no_i32() -> I32:
     return NO_I32
 
 
+def no_i64() -> I64:
+    return NO_I64
+
+
 def no_u8() -> U8:
     return NO_U8
 
@@ -144,6 +148,10 @@ class Submit:
     """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
     weights: str = ""
     """The identity of the weights that `block_hashes` are of (`WeightSource.identity`), as far as its frontend knew."""
+    hands_off: bool = False
+    """Once its prompt is computed, another replica may copy the KV (`KvOffer`), and go on with it."""
+    kv_lease: I64 = field(default_factory=no_i64)
+    """What it may copy of another replica: [replica, slot, number, blocks] of a lease (`tiers.leases`); empty: nothing."""
 
     @property
     def has_started(self) -> bool:
@@ -528,6 +536,18 @@ class Begun:
     rids: I32
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KvOffer:
+    """The prompt of this request is computed, and another replica may copy these blocks of it for a while.
+
+    lease: [replica, slot, number, blocks], as in `Submit.kv_lease`. blocks: their numbers, for readers of the offer.
+    """
+
+    rid: int
+    lease: I64
+    blocks: I32
+
+
 # Between any two actors -----------------------------------------------------------------------------------------------
 
 
@@ -556,7 +576,7 @@ class Reply:
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Drafted | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
-ToFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun | Ask | Reply
+ToFrontend: TypeAlias = Outputs | PauseChanged | WeightsChanged | ProbeGroup | Begun | KvOffer | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
 
 KINDS: dict[int, type[Any]] = {
@@ -575,6 +595,7 @@ KINDS: dict[int, type[Any]] = {
     13: Begun,
     14: WeightsChanged,
     15: Drafted,
+    16: KvOffer,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter, is_not
 from types import MappingProxyType
@@ -156,6 +156,8 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             processor_params=U8,
             pair_start=COUNT,
             weights=STR,
+            hands_off=BOOL,
+            kv_lease=Field("i8", 0),
         ),
         "Abort": _entry(FRONTEND, rids=I32),
         "Unblock": _entry(FRONTEND, rid=INT, error=STR_OR_NONE),
@@ -242,6 +244,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
         "WeightsChanged": _entry(SCHEDULER, version=STR, identity=STR, rids=I32, num_tokens=INDEXES),
         "ProbeGroup": _entry(SCHEDULER, rids=I32, size=COUNT, is_alone=BOOL),
         "Begun": _entry(SCHEDULER, rids=I32),
+        "KvOffer": _entry(SCHEDULER, rid=INT, lease=Field("i8", 0), blocks=INDEXES),
         "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map"), data=U8),
         "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE, data=U8),
     }
@@ -263,9 +266,13 @@ def violation(message: object, sender: str) -> str | None:
     return None
 
 
-def check_of_fields(name: str, fields: tuple[str, ...]) -> Check:
-    """The test of some fields of a message: whether they hold what the entry of this name allows."""
+def check_of_fields(name: str, fields: tuple[str, ...], unbounded: tuple[str, ...] = ()) -> Check:
+    """The test of some fields of a message: whether they hold what the entry of this name allows.
+
+    unbounded: columns among them whose values the caller holds against something else.
+    """
     entry = SCHEMA[name].fields
+    entry = {**entry, **{field: replace(entry[field], low=None, high=None) for field in unbounded}}
     checks = {field: check_of(entry[field]) for field in fields}
     # One function without calls where types and ranges say all: the results of steps come this way.
     tests = [_as_source(entry[field], f"message.{field}") or f"checks[{field!r}](message.{field})" for field in fields]

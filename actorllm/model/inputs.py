@@ -84,6 +84,10 @@ class StepInputs:
     """[num_tokens] the slot of each token's adapter, 0 for none and for padding; None: no token has one."""
     num_prompts: list[int] = field(default_factory=list)
     """By prefill row, how many of its known tokens are of the prompt. Others were sampled, and are computed once more."""
+    decode_sources: I64 | None = None
+    """[num_decodes] how many rows of an encoder stand before the tokens of each row; None: the model has none."""
+    prefill_sources: list[int] = field(default_factory=list)
+    """By prefill row, the same; empty: the model has none."""
     pair_starts: list[int] = field(default_factory=list)
     """By prefill row, where the second text of a pair begins; 0: the tokens are of one text."""
     step: int = 0
@@ -130,6 +134,8 @@ class Columns:
     """Where the second text of its prompt begins; 0: it has one, or the model does not tell them apart."""
     position_shift: I32
     """How far the positions behind its prompt lag behind the number of tokens, where rows of it stand in a grid."""
+    num_source: I32
+    """Rows of an encoder that stand before its tokens."""
 
 
 _COLUMN_TYPES: dict[str, Any] = {
@@ -149,6 +155,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "adapter_id": np.int32,
     "pair_start": np.int32,
     "position_shift": np.int32,
+    "num_source": np.int32,
 }
 
 
@@ -185,6 +192,8 @@ class PersistentBatch:
     """Of an embedding that is part of a prompt; 0: prompts have none."""
     max_adapters: int = 0
     """Slots for adapters; 0: rows have none."""
+    has_sources: bool = False
+    """The embeddings of a prompt are rows of an encoder, which stand before the tokens of the decoder."""
     columns: Columns = field(init=False)
     block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
     num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
@@ -328,7 +337,11 @@ class PersistentBatch:
             self._add_prefill(plan, inputs)
         if self.max_adapters:
             self._add_adapters(slots, inputs)
-        if self.embedding_bytes:
+        if self.has_sources:
+            sources = self.columns.num_source
+            inputs.decode_sources = sources[slots].astype(np.int64)
+            inputs.prefill_sources = sources[inputs.prefill_slots].tolist()
+        elif self.embedding_bytes:
             self._add_grid_positions(slots, inputs)
         return inputs
 
@@ -477,6 +490,7 @@ class PersistentBatch:
             tokens = plan.new_tokens[token_ends[i] - num_tokens[i] : token_ends[i]].copy()
             self.known_tokens[slot] = tokens
             columns.last_token[slot] = tokens[-1]
+            columns.num_source[slot] = np.count_nonzero(tokens < 0) if self.has_sources else 0
             if self.embedding_bytes and int(tokens.min()) < GRID:
                 self.grids[slot], columns.position_shift[slot] = grid_positions(tokens)
             for group in range(self.num_groups):

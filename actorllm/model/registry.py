@@ -22,10 +22,11 @@ from actorllm.types.model_files import overridden, read_object
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
+    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
 
-Plan: TypeAlias = "DecoderConfig | TransformersPlan | EncoderPlan"
+Plan: TypeAlias = "DecoderConfig | TransformersPlan | EncoderPlan | EncoderDecoderPlan"
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -42,6 +43,9 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Mamba2ForCausalLM": "mamba2",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
 }
 """The file of each architecture in `families/`."""
 
@@ -54,6 +58,10 @@ FAMILY_OF |= dict.fromkeys(REWARD_HEADS, "Qwen2ForCausalLM")
 FAMILY_OF["Gemma3TextModel"] = FAMILY_OF.pop("Gemma3Model")  # which takes images
 
 
+MAX_LAYERS = 4096
+"""Of a model, or of a head that drafts for one."""
+
+
 class Backend(Protocol):
     """What a plan depends on of the runner that will carry it out (`runner.ModelRunner`)."""
 
@@ -63,7 +71,10 @@ class Backend(Protocol):
 
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
-    """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing."""
+    """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing, CorruptModelError."""
+    num_layers = hf.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:  # whatever is made of each layer would not end
+        raise CorruptModelError(f"config.json: num_hidden_layers is {num_layers!r:.40}, {MAX_LAYERS} at most are known")
     architecture = FAMILY_OF.get(architecture, architecture)
     if architecture not in FAMILIES:
         raise UnsupportedModelError(
@@ -84,6 +95,11 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
             f"architecture {model.architecture!r} is an encoder, for which device={backend.name!r} has no forward; use "
             f"device='cpu'"
         )
+    if model.encoder_decoder is not None:
+        check_modules(model.architecture, backend)
+        from actorllm.model.encoder_decoder.plan import read_plan
+
+        return read_plan(model, hf)
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
         try:
@@ -163,6 +179,8 @@ def way_of(plan: Plan, model: ModelConfig, hf: dict[str, Any], backend: Backend)
     """How the model is run, in words, and why not by a fused forward."""
     if isinstance(plan, DecoderConfig):
         return "a fused forward of its own"
+    if model.encoder_decoder is not None:
+        return "a fused forward of the decoder, beside the encoder of transformers; its logits are checked when it is loaded"
     if model.pooler is not None and model.pooler.is_encoder:
         return "transformers, prompts packed and without a cache; its states are checked when it is loaded"
     reason = f"model_impl={model.impl!r}"

@@ -33,6 +33,7 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, N
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.model import memory
 from actorllm.model.adapters.store import Adapters
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
@@ -228,6 +229,14 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """The memory of a block of the KV cache in pieces, `block_bytes` in all, for what is beside the steps: KV tiers."""
         raise UnsupportedModelError(f"KV tiers are not supported on device={self.name!r} yet; use device='cpu'")
 
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        """The memory of all blocks of the KV cache, as [num_layers, blocks, bytes of a block in a layer] each."""
+        raise UnsupportedModelError(f"roles are not supported on device={self.name!r} yet; use device='cpu'")
+
+    def share_cache(self, path: str) -> None:
+        """Before `allocate`: let the KV cache be in this file, which other processes map as well."""
+        raise UnsupportedModelError(f"roles are not supported on device={self.name!r} yet; use device='cpu'")
+
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, which is empty then and may be used; no step may be under way."""
         raise self._without_updates()
@@ -261,7 +270,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
     def block_bytes(self) -> int:
         """Memory of one KV block over all layers."""
         c, size = self.model_config, self.config.cache.block_size
-        return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
+        return self._num_cached * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
+
+    @property
+    def _num_cached(self) -> int:
+        """Layers that have keys and values in the cache."""
+        plan = self.model_config
+        return len(plan.attention_layers) if isinstance(plan, DecoderConfig) else plan.num_layers
 
     def cache_bytes_of(self, num_blocks: int) -> int:
         """Memory of so many KV blocks, and of what else is made for them."""
@@ -314,6 +329,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """How many tokens a token sees in the layers that get a KV group of their own; None: all are one group."""
         return None
 
+    @property
+    def num_snapshots(self) -> int | None:
+        """How many states of prefixes recurrent layers keep; None: no layer is recurrent."""
+        return None
+
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
         """As `allocate`, with a second group of blocks for the layers that have a window.
 
@@ -334,6 +354,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "num_blocks": num_blocks,
             "max_blocks": -(-length // size),
             "embedding_bytes": config.model.embedding_bytes,
+            "has_sources": config.model.encoder_decoder is not None,
             "max_adapters": 0 if config.lora is None else config.lora.max_loras,
         }
 

@@ -222,11 +222,11 @@ class DummyWeights(Weights):
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed((self._seed * 1_000_003 + stable_hash(name)) % 2**63)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_f.weight")):
             return tensor.normal_(1.0, 0.1, generator=generator)
         if len(shape) == 1:
             return tensor.normal_(0.0, 0.1, generator=generator)
-        gain = 3.0 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1.0
+        gain = 3.0 if name in ("lm_head.weight", "model.embed_tokens.weight", "backbone.embeddings.weight") else 1.0
         return tensor.normal_(0.0, gain / math.sqrt(shape[-1]), generator=generator)
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32
+from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence
@@ -62,8 +62,13 @@ class StepDone(NamedTuple):
     launched: float
     started: float
     ended: float
-    num_drafted: int = 0
-    """Drafts that it checked, each of which costs about what a decode row does."""
+    drafted: I32 = NO_I32
+    """Drafts of each row that it checked; empty: none."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts of all rows together, each of which costs about what a decode row does."""
+        return int(self.drafted.sum()) if self.drafted.size else 0
 
 
 @dataclass(slots=True)

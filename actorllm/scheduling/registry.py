@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.import_path import is_import_path
 
 
 class Registry:
@@ -44,8 +45,9 @@ class Registry:
 
         offered: arguments for constructors that have them; those that are None are not.
         """
-        module_name, _, class_name = self.names.get(name, name).partition(":")
-        if not class_name:
+        path = self.names.get(name, name)
+        module_name, _, class_name = path.partition(":")
+        if not is_import_path(path):
             raise ConfigError(
                 f"there is no {self._kind} {name!r}{nearest_name(name, self.names)}; built in: {', '.join(self.names)}; "
                 f"your own is named as 'module:Class'"

@@ -23,7 +23,7 @@ from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, INVALID, NO_I32, NO_U8, StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
-from actorllm.messages.schema import SCHEMA, WORKER, check_of, check_of_fields, violation
+from actorllm.messages.schema import WORKER, check_of_fields, violation
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -47,8 +47,12 @@ U32_DTYPE = np.dtype(np.uint32)
 _is_right_if_plain = check_of_fields("StepResult", ("step", "tokens", "started", "ended"))
 """Whether a result that is plain is as the schema says: its other columns are the shared empty ones."""
 
-_is_column = check_of(replace(SCHEMA["StepResult"].fields["counts"], low=None, high=None))
-"""Of the counts of a result that is a run (`StepResult.is_run`): its plan says more of their values than the schema."""
+_is_right_if_run = check_of_fields(
+    "StepResult",
+    ("step", "tokens", "counts", "num_drafted", "started", "ended"),
+    unbounded=("counts", "num_drafted"),
+)
+"""As `_is_right_if_plain`, of a result that is a run (`StepResult.is_run`): its plan says more of counts than the schema."""
 
 
 class ContradictionError(ValueError):
@@ -170,7 +174,7 @@ class Results:
         """Where the tokens of each row end in a run without a contradiction, in which every row has some, by few looks at its
         columns; None: the slower way says what is wrong, if anything is."""
         tokens, counts, drafted = result.tokens, result.counts, result.num_drafted
-        if not (result.is_run and _is_right_if_plain(result) and _is_column(counts) and _is_column(drafted)):
+        if not (result.is_run and _is_right_if_run(result)):
             return None
         num_rows, num_decode = record.rows.slots.size, record.num_decode
         if not 0 < num_rows <= tokens.size or counts.size != num_rows or drafted.size != num_rows:
@@ -178,14 +182,15 @@ class Results:
         if num_decode < num_rows and (self._vector_size or drafted[num_decode:].any()):
             return None
         # With these bounds no sum wraps: of each row there are 0 to max_drafts drafts, and 1 to 1 + max_drafts tokens.
+        as_u32, behind = drafted.view(U32_DTYPE), counts - drafted
         if not (
-            _most(drafted.view(U32_DTYPE)) <= record.max_drafts
+            as_u32.item(as_u32.argmax()) <= record.max_drafts
             and counts.item(counts.argmin()) > 0
-            and _most(counts - drafted) <= 1
+            and behind.item(behind.argmax()) <= 1
             and _most(tokens.view(U32_DTYPE)) < self._vocab_size
         ):
             return None
-        ends: I32 = counts.cumsum(dtype=np.int32)
+        ends: I32 = np.add.accumulate(counts, dtype=np.int32)  # in half the time of cumsum
         return ends if ends.item(-1) == tokens.size else None
 
     def _wrong_token(self) -> str:
@@ -370,29 +375,25 @@ class Results:
         has_end = np.count_nonzero(is_at_end) > 0
         if has_end:
             batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
-        starts: I32 = token_ends - counts
-        # One entry per token from here on: its position, and its slot.
-        positions: I32 = np.arange(tokens.size, dtype=np.int32)
-        positions += (known - starts).repeat(counts)
-        slot_of = slots.repeat(counts)
         if has_end and np.count_nonzero(after > limits):
             # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
-            is_within = positions < limits.repeat(counts)
-            self._kv.write_token_ids(slot_of[is_within], positions[is_within], tokens[is_within])
-            batch.num_known[slots] = np.minimum(after, limits)
+            after = np.minimum(after, limits)
+            within = after - known
+            written = tokens[_heads(token_ends, counts, within)]
+            self._kv.write_runs(rows.slots, within, within.cumsum(dtype=np.int32), after, written)
         else:
-            self._kv.write_token_ids(slot_of, positions, tokens)
-            batch.num_known[slots] = after
+            self._kv.write_runs(rows.slots, counts, token_ends, after, tokens)
+        batch.num_known[slots] = after
         index = known - batch.num_prompt[slots]
         cached = self._first_tokens(record) if record.num_decode < counts.size else []
         ends: list[End] = []
         kept = counts
         ended = -1
-        for at in self._stopping.candidates_at(tokens, after - limits if has_end else None, counts):
-            row = int(np.searchsorted(starts, at, "right")) - 1
+        for at in self._stopping.candidates_at(tokens, known + counts - limits if has_end else None, counts):
+            row = int(np.searchsorted(token_ends, at, "right"))
             if row == ended:
                 continue
-            place = at - starts.item(row)
+            place = at - token_ends.item(row) + counts.item(row)
             end = self._stop(rows.sequences[row], tokens.item(at), index.item(row) + place + 1)
             if end is None:
                 continue
@@ -405,7 +406,7 @@ class Results:
                 room = limits.item(row) - known.item(row)
                 self._count_wasted(rows.sequences[row], min(counts.item(row), room) - place - 1)
         if kept is not counts:
-            tokens = tokens[positions < (known + kept).repeat(counts)]
+            tokens = tokens[_heads(token_ends, counts, kept)]
         self.num_output_tokens += tokens.size
         return Events(
             rows.sequences,
@@ -565,6 +566,12 @@ def _parts(vectors: NDArray[np.float32], sizes: list[int]) -> Iterator[NDArray[n
     for size in sizes:
         yield vectors[start : start + size]
         start += size
+
+
+def _heads(ends: I32, counts: I32, kept: I32) -> NDArray[np.bool_]:
+    """Of counts[i] tokens each, up to ends[i]: which are among the first kept[i] of theirs."""
+    place = np.arange(ends.item(-1), dtype=np.int32)
+    return place < (ends - counts + kept).repeat(counts)
 
 
 def _most(numbers: NDArray[Any]) -> int:

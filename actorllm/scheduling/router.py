@@ -18,7 +18,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.import_path import is_import_path
 from actorllm.types.objective import SLO
+from actorllm.types.roles import Role
 
 MAX_REPLICAS = 64
 """Of one engine."""
@@ -93,6 +95,8 @@ class ReplicaView:
     """How many blocks of a prompt its prefix cache has, by their hashes; None: not known, routers remember what they sent."""
     seen: float = 0.0
     """When it was like this, in seconds of the clock of its engine or of the simulated run."""
+    role: Role | None = None
+    """What it is for; None: everything."""
     is_on_trial: bool = False
     """It looks for the request that other schedulers died of, and holds back what is new."""
 
@@ -414,7 +418,7 @@ def make_router(name: str, seed: int = 0) -> Router:
 
     Raises ConfigError with the nearest name, or the reason.
     """
-    if ":" in name:
+    if is_import_path(name):
         module, _, cls = name.partition(":")
         try:
             router = getattr(importlib.import_module(module), cls)()

@@ -68,6 +68,7 @@ from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.telemetry.step_seconds import StepSeconds
+from actorllm.scheduling.tiers.leases import LeaseTable
 from actorllm.scheduling.tiers.transfers import Directory, Transfers
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
@@ -100,6 +101,8 @@ class Scheduler:
         max_num_partial_prefills: int = 1,
         watermark: float = 0.0,
         embedding_bytes: int = 0,
+        max_source: int = 0,
+        max_target: int = 0,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         pools_only: bool = False,
@@ -114,10 +117,12 @@ class Scheduler:
         num_lanes: int = 1,
         build_policy: BuildsPolicy = load_policies,
         tiers: Directory | None = None,
+        lends: LeaseTable | None = None,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         num_lookahead_tokens: that a row may get in a step beyond one. draft_ranges: how many of them a plan asks for.
-        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
+        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. max_source, max_target: most
+        rows of an encoder that come first in a prompt, and tokens behind them; 0: the model has none. pools_only: no request
         samples. vector_size: numbers of the vectors that prompts become; 0: none does. weights: the identity of those that
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
@@ -125,7 +130,8 @@ class Scheduler:
         is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with
         prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
         nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
-        tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing."""
+        tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing, also no lease of another replica. lends: where
+        other replicas see what they may copy of this one; None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -190,6 +196,8 @@ class Scheduler:
             eos_ids=eos_ids,
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
+            max_source=max_source,
+            max_target=max_target,
             pools_only=pools_only,
             vector_size=vector_size,
         )
@@ -228,7 +236,9 @@ class Scheduler:
         self.transfers: Transfers | None = None
         """What moves between memory and the tiers; None: there are none."""
         if tiers is not None:
-            self.transfers = self._table.transfers = Transfers(tiers, kv, self._cache, batch, self._end_loading)
+            self.transfers = self._table.transfers = Transfers(
+                tiers, kv, self._cache, batch, self.ledger, self._end_loading, lends=lends
+            )
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._num_dropped = 0
@@ -251,11 +261,21 @@ class Scheduler:
             sequence.state = State.FINISHED
             return refused
         self._table.enter(sequence)
+        if self.transfers is not None:
+            self._note_hand_off(sequence, self.transfers)
         if submit.blocked_on is not None:
             self._table.block(sequence)
         else:
             self._load_or_wait(sequence)
         return None
+
+    @staticmethod
+    def _note_hand_off(sequence: Sequence, transfers: Transfers) -> None:
+        """It begins here and decodes elsewhere, or the other way round."""
+        if sequence.submit.hands_off and transfers.leases is not None and sequence.submit.fork_of is None:
+            transfers.leases.expect(sequence)
+        if sequence.submit.kv_lease.size:
+            transfers.borrow(sequence)
 
     def _load_or_wait(self, sequence: Sequence) -> None:
         """A request has all that it needs, but perhaps its KV is in a tier."""
@@ -576,7 +596,9 @@ class Scheduler:
         # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
-        max_drafts = self._drafts.most(num_decode, self.limits.max_tokens - num_tokens) if self._drafts.is_used else 0
+        max_drafts = 0
+        if self._drafts.is_used:
+            max_drafts = self._drafts.most(num_decode, self._step_failures.limits.max_tokens - num_tokens)
         lane, header = (0, NO_I32) if self._lanes is None else (self._lanes.current, self._lanes.header())
         plan = self._builder.build(step, rows, extended, actions, prefill, late, max_drafts, header)
         if prefill and self._message_budget.num_embedded:
@@ -750,6 +772,8 @@ class Scheduler:
         step is still in flight then, and the caller has to part with the workers (`lose_workers`).
         """
         self.now = now
+        if self.transfers is not None:
+            self.transfers.answered(result.step)
         record = self.ledger.oldest(result.step)
         spans = self._results.check(result, record)
         if record is None:
@@ -773,7 +797,7 @@ class Scheduler:
                 record.launched,
                 result.started,
                 result.ended,
-                result.num_checked,
+                result.num_drafted,
             ),
             self,
         )
@@ -798,6 +822,8 @@ class Scheduler:
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
         self.now = now
+        if self.transfers is not None:
+            self.transfers.answered(failure.step)
         self._results.check_failure(failure, self.ledger.find(failure.step))
         voided = self.ledger.void(failure.step)
         if not voided:
@@ -806,6 +832,8 @@ class Scheduler:
         return self._void(voided, failure.error, failure.rows, failure.is_out_of_memory)
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
+        if self.transfers is not None:
+            self.transfers.void(voided[-1].step)
         at_fault = self._step_failures.on_failed_step(voided[0], rows, is_out_of_memory)
         ends = [self._table.end(sequence, "error", error=error) for sequence in at_fault]
         self._table.compute_again(voided)

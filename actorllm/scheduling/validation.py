@@ -12,7 +12,7 @@ import numpy as np
 
 from actorllm.kvcache.prefix_index import HASH_BYTES
 from actorllm.messages import POOLING_CODES, Submit
-from actorllm.messages.embeds import LOWEST_ID, longest_whole, wrong_rows
+from actorllm.messages.embeds import EMBEDDED, LOWEST_ID, longest_whole, wrong_rows
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
@@ -35,11 +35,13 @@ class SubmitValidation:
         eos_ids: frozenset[int],
         silent_ids: frozenset[int],
         embedding_bytes: int,
+        max_source: int = 0,
+        max_target: int = 0,
         pools_only: bool = False,
         vector_size: int = 0,
     ) -> None:
-        """pools_only: no request samples, so that a step never holds a decode row. vector_size: numbers of a vector; 0: no
-        request is pooled."""
+        """max_source, max_target: most rows of an encoder, and tokens behind them; 0: the model has none. pools_only: no
+        request samples, so that a step never holds a decode row. vector_size: numbers of a vector; 0: no request is pooled."""
         self._limits = limits
         self._pools_only = pools_only
         self._vector_size = vector_size
@@ -48,6 +50,7 @@ class SubmitValidation:
         self._eos_ids = eos_ids
         self._silent_ids = silent_ids
         self._embedding_bytes = embedding_bytes
+        self._max_source, self._max_target = max_source, max_target
         self._num_arrivals = 0
 
     def take(self, frontend: int, submit: Submit, now: float) -> Sequence:
@@ -92,10 +95,13 @@ class SubmitValidation:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
+        if self._max_source and not submit.prompt_embeds.size:
+            return "the model has an encoder, and the prompt has no rows of it"
         # Ids below zero count only where the prompt has rows for them.
         lowest = int(sequence.known.min())
         if submit.prompt_embeds.size:
-            if error := wrong_rows(submit, self._embedding_bytes):
+            error = wrong_rows(submit, self._embedding_bytes) or self._wrong_source(sequence)
+            if error is not None:
                 return error
             lowest -= LOWEST_ID
         if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
@@ -114,6 +120,20 @@ class SubmitValidation:
         # The rows of an item that attend to each other stay in one chunk, which must fit in the same way.
         if submit.prompt_embeds.size and (longest := longest_whole(submit.prompt)) > always_free:
             return f"{longest} rows must not be cut, and a step has room for {always_free} tokens at any time"
+        return None
+
+    def _wrong_source(self, sequence: Sequence) -> str | None:
+        """What is wrong with the rows of an encoder, which are the first positions of a prompt."""
+        if not self._max_source:
+            return None
+        prompt = sequence.submit.prompt
+        count = int(np.count_nonzero(prompt < 0))
+        if count > self._max_source or (prompt[:count] != EMBEDDED).any() or count == prompt.size:
+            return f"{count} rows of an encoder must come first, {self._max_source} at most, with tokens of the decoder behind"
+        if sequence.limit - count > self._max_target:
+            return (
+                f"max_tokens={sequence.submit.max_tokens} are more than the decoder's {self._max_target} positions hold"
+            )
         return None
 
     def take_rules(self, sequence: Sequence, given: dict[str, Any]) -> str | None:

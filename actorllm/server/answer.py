@@ -145,7 +145,7 @@ class Answer(Response, ABC):
         elif not isinstance(error, RequestError):
             logger.warning("request %s failed: %s", self._name, error)
         told = error_of(error, self._fields, self._prompt_field, self.renamed)
-        body = told.body(self._path)
+        body = told.body(self._path, self._state.defaults.answers.error_format)
         if self._has_started:
             body = self._last_event(body)
         else:

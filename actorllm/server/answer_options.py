@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from actorllm.errors import ConfigError
+from actorllm.server.envelope import ErrorFormat
 from actorllm.text.chat_template import ContentFormat
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -28,6 +29,7 @@ class AnswerOptions:
     return_tokens_as_token_ids: log-probabilities call tokens 'token_id:N'. enable_force_include_usage: every stream ends with
     its usage.
     exclude_tools_when_tool_choice_none: with tool_choice 'none' the template is not shown the tools.
+    error_format: 'vllm': the code of an error is its status, a number; 'openai': a name, or null, as in OpenAI's description.
     resume_streams_for: seconds for which streams outlive their readers (`outliving.streams`); 0: not at all.
     """
 
@@ -39,6 +41,7 @@ class AnswerOptions:
     enable_force_include_usage: bool = False
     exclude_tools_when_tool_choice_none: bool = False
     resume_streams_for: float = 0.0
+    error_format: ErrorFormat = "vllm"
 
     @classmethod
     def of(cls, **given: Any) -> AnswerOptions:
@@ -49,6 +52,8 @@ class AnswerOptions:
             raise ConfigError(
                 f"chat_template_content_format={made.chat_template_content_format!r:.80} must be one of {known}"
             )
+        if made.error_format not in get_args(ErrorFormat):
+            raise ConfigError(f"error_format={made.error_format!r:.80} must be 'vllm' or 'openai'")
         if not isinstance(made.default_chat_template_kwargs, Mapping):
             told = f"default_chat_template_kwargs={made.default_chat_template_kwargs!r:.80} must be a mapping"
             raise ConfigError(told)

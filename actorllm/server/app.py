@@ -19,8 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import adapter_routes, chat, completions, demo, developer_routes, live
-from actorllm.server.answer import StreamedAnswer, WholeAnswer
+from actorllm.server import adapter_routes, demo, developer_routes, invocations, live, profile_routes
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
 from actorllm.server.anthropic.endpoints import router as anthropic_router
@@ -29,9 +28,8 @@ from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTE
 from actorllm.server.middleware import middleware_named
 from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody
 from actorllm.server.ollama.routes import router as ollama_router
-from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
+from actorllm.server.operations import JSONResponse, router, state_of, takes
 from actorllm.server.outliving.paths import router as outliving_router
-from actorllm.server.outliving.streams import answered
 from actorllm.server.protocol import (
     AbortRequest,
     Body,
@@ -45,6 +43,7 @@ from actorllm.server.responses.request import ResponsesRequest
 from actorllm.server.sampling import Defaults
 from actorllm.server.served_models import LoRAModule, ServedModels
 from actorllm.server.state import ServerState
+from actorllm.server.text_endpoints import complete, converse, generate
 from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.server.vectors.bodies import BODIES as POOLED_BODIES
@@ -65,12 +64,12 @@ BODIES: tuple[type[Body], ...] = (
 
 ROUTERS = (
     *(responses_router, outliving_router, anthropic_router, ollama_router),
-    *(inference.router, render.router, several.router, refused.router),
+    *(inference.router, render.router, several.router, invocations.router, refused.router),
 )
 
 
-def add_routes(app: FastAPI, *, adapters: bool, develops: bool) -> None:
-    """All endpoints. adapters, develops: also those that load adapters, and those for development."""
+def add_routes(app: FastAPI, *, adapters: bool, develops: bool, profiles: bool) -> None:
+    """All endpoints. adapters, develops, profiles: also those that load adapters, those for development, and those of profiles."""
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
@@ -83,6 +82,8 @@ def add_routes(app: FastAPI, *, adapters: bool, develops: bool) -> None:
         app.include_router(adapter_routes.router)
     if develops:
         app.include_router(developer_routes.router)
+    if profiles:
+        app.include_router(profile_routes.router)
 
 
 def create_app(
@@ -156,7 +157,8 @@ def create_app(
 
         app.state.server.tracing = Tracing(tracer_provider)
     develops = enable_dev_endpoints or developer_routes.is_allowed()
-    add_routes(app, adapters=adapter_routes.is_allowed(), develops=develops)
+    profiles = llm.config.profile_folder is not None
+    add_routes(app, adapters=adapter_routes.is_allowed(), develops=develops, profiles=profiles)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)
@@ -175,31 +177,6 @@ def create_app(
     return app
 
 
-async def complete(request: Request) -> Response:
-    """Go on from prompts."""
-    return await answered(request, CompletionRequest, completions.ask, "prompt")
-
-
-async def converse(request: Request) -> Response:
-    """Answer a conversation."""
-    return await answered(request, ChatCompletionRequest, chat.ask, "messages")
-
-
-async def generate(request: Request) -> Response:
-    """vLLM's plain endpoint: a prompt and sampling parameters in, texts with the prompt out."""
-    state = state_of(request)
-    body = await read_admitted(request, demo.GenerateRequest)
-    try:
-        params, extras = demo.ask(body, request.headers, state.defaults)
-        stream = state.llm.generate(body.prompt, params, **extras.arguments)
-    except (ActorLLMError, RecursionError) as error:
-        raise error_of(error, {*demo.GenerateRequest.model_fields, *(body.model_extra or {})}, "prompt") from error
-    shape = demo.DemoShape(stream.request_id, body.prompt, params.n)
-    answer = StreamedAnswer if body.stream else WholeAnswer
-    told = {"x-request-id": shape.id, **extras.headers()}
-    return answer(state, shape, [stream], demo.GenerateRequest.model_fields, "prompt", told)
-
-
 # What goes wrong outside of an Answer
 
 
@@ -208,13 +185,18 @@ async def _tell(request: Request, error: Exception) -> Response:
     state = state_of(request)
     if state.tracing is not None:
         state.tracing.record_refusal(request.scope, state.model_names[0], told, error)
-    return JSONResponse(told.body(route_path(request.scope)), told.status, told.headers())
+    return _error_response(request, told, told.headers())
 
 
 async def _tell_of_routing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
-    return JSONResponse(told.body(route_path(request.scope)), told.status, {**(error.headers or {}), **told.headers()})
+    return _error_response(request, told, {**(error.headers or {}), **told.headers()})
+
+
+def _error_response(request: Request, told: ApiError, headers: dict[str, str]) -> Response:
+    error_format = state_of(request).defaults.answers.error_format
+    return JSONResponse(told.body(route_path(request.scope), error_format), told.status, headers)
 
 
 def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:
@@ -237,7 +219,7 @@ _ERROR_SCHEMA = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string", "null"]},
             },
         }
     },

@@ -8,17 +8,23 @@ them, because the process that owns an engine alone can let it sleep.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
+from actorllm import __version__
 from actorllm.errors import ActorLLMError, CollectiveCallError, ConfigError, InvalidParameterError, shown
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import JSONResponse, read_body, state_of, takes
 from actorllm.server.protocol import Body
 
 VARIABLE = "VLLM_SERVER_DEV_MODE"
+SECRET = ("VLLM_API_KEY",)
+"""Variables of vLLM that `/server_info` does not show."""
 
 router = APIRouter()
 
@@ -175,6 +181,24 @@ async def update_weight_version(request: Request) -> Response:
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
     return JSONResponse({"weight_version": state_of(request).llm.weight_version})
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """How the engine is configured. Query: config_format=text, as one line, or json, as an object."""
+    form = request.query_params.get("config_format", "text")
+    if form not in ("text", "json"):
+        raise InvalidParameterError(f"config_format={shown(form)} must be 'text' or 'json'")
+    config = state_of(request).engine.config
+    told = (
+        repr(config)
+        if form == "text"
+        else orjson.loads(orjson.dumps(config, default=str, option=orjson.OPT_NON_STR_KEYS))
+    )
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in SECRET}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    system = {"python": platform.python_version(), "platform": platform.platform(), "actorllm": __version__, **versions}
+    return JSONResponse({"vllm_config": told, "vllm_env": variables, "system_env": system})
 
 
 @router.get("/get_world_size")

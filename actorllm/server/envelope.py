@@ -1,7 +1,8 @@
 """Errors as clients expect them: a status, and OpenAI's `{"error": {"message", "type", "param", "code"}}` or their API's form.
 
-Owns which exception is which status, and which field of the body an error is about. Called by everything in this package
-that answers.
+`code` has one value: the status as a number, as in vLLM, or a name such as "context_length_exceeded", as in OpenAI. The server's
+`error_format` says which. Owns which exception is which status, and which field of the body an error is about. Called by
+everything in this package that answers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import re
 import reprlib
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import orjson
 from pydantic import ValidationError
@@ -48,6 +49,13 @@ ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+OPENAI_KINDS = {429: "requests", 500: "server_error", 501: "server_error", 503: "server_error"}
+"""OpenAI's `type` by status; others are "invalid_request_error"."""
+OPENAI_CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
+TOO_LONG = "maximum context length"
+"""What every message about a prompt that is too long says."""
+ErrorFormat: TypeAlias = Literal["vllm", "openai"]
+
 RETRY_AFTER_S = 1
 """What a client is told that comes when there is too much to do, or when the engine is about to end."""
 
@@ -66,7 +74,9 @@ class ApiError(Exception):
         self.message = message
         self.param = param
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self, error_format: ErrorFormat = "vllm") -> dict[str, Any]:
+        if error_format == "openai":
+            return {"error": self._of_openai()}
         return {
             "error": {
                 "message": self.message[:MAX_MESSAGE],
@@ -76,10 +86,20 @@ class ApiError(Exception):
             }
         }
 
-    def body(self, path: str = "") -> bytes:
+    def body(self, path: str = "", error_format: ErrorFormat = "vllm") -> bytes:
         """path: of the request, since APIs have forms of their own."""
-        form = next((form for prefix, form in FORMS if path.startswith(prefix)), ApiError.tree)
-        return orjson.dumps(form(self))
+        form = next((form for prefix, form in FORMS if path.startswith(prefix)), None)
+        return orjson.dumps(self.tree(error_format) if form is None else form(self))
+
+    def _of_openai(self) -> dict[str, Any]:
+        """As the description of OpenAI's API has it: the code is text or null."""
+        code = OPENAI_CODES.get(self.status)
+        if self.status == 404 and self.param == "model":
+            code = "model_not_found"
+        elif self.status == 400 and TOO_LONG in self.message:
+            code = "context_length_exceeded"
+        kind = OPENAI_KINDS.get(self.status, "invalid_request_error")
+        return {"message": self.message[:MAX_MESSAGE], "type": kind, "param": self.param, "code": code}
 
     def _of_anthropic(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")

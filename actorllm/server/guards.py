@@ -18,7 +18,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.envelope import ApiError, ErrorFormat, error_of
 from actorllm.server.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Guards:
                 logger.exception("%s %r failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
-            await send_error(told, send, route_path(scope))
+            await send_error(told, send, route_path(scope), scope["app"].state.server.defaults.answers.error_format)
 
     @staticmethod
     def _trace(scope: Scope, told: ApiError, error: Exception) -> None:
@@ -168,8 +168,8 @@ def route_path(scope: Mapping[str, Any]) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-async def send_error(error: ApiError, send: Send, path: str = "") -> None:
-    body = error.body(path)
+async def send_error(error: ApiError, send: Send, path: str, error_format: ErrorFormat) -> None:
+    body = error.body(path, error_format)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

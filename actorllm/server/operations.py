@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -23,6 +24,9 @@ router = APIRouter()
 
 B = TypeVar("B", bound=Body)
 
+BODY = "actorllm.body"
+"""Where in the scope the body is, as a tree, if it has been read before its endpoint was known."""
+
 
 class JSONResponse(Response):
     media_type = "application/json"
@@ -38,7 +42,10 @@ def state_of(request: Request) -> ServerState:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The body, checked against the types of its fields. Raises ApiError."""
-    return checked(model, await state_of(request).bodies.read(request, model.TOKEN_FIELDS))
+    tree = request.scope.pop(BODY, None)
+    if tree is None:
+        tree = await state_of(request).bodies.read(request, model.TOKEN_FIELDS)
+    return checked(model, tree)
 
 
 async def read_admitted(request: Request, model: type[B]) -> B:
@@ -122,8 +129,9 @@ OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template
 """Fields of `/tokenize` that say how messages become a prompt."""
 
 
-def _tokenizer(state: ServerState) -> Tokenizer:
-    return state.engine.prompts.tokenizer
+async def _tokenizer(state: ServerState, named: Mapping[str, Any]) -> Tokenizer:
+    """named: what `ServedModels.arguments_of` says of the model of a request."""
+    return await HostLoop.current().result_of(state.engine.tokenizer_of(named.get("lora_request")))
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
@@ -147,7 +155,8 @@ async def tokenize(request: Request) -> Response:
         ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds, **named))
         strings = None
         if body.return_token_strs:
-            strings = await to_thread.run_sync(lambda: _tokenizer(state).tokens_of(ids))
+            tokenizer = await _tokenizer(state, named)
+            strings = await to_thread.run_sync(tokenizer.tokens_of, ids)
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
@@ -160,21 +169,26 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
     body = await read_body(request, DetokenizeRequest)
-    state.check_model(body.model)
+    named = state.models.arguments_of(state.check_model(body.model))
     extras = extras_of(body, request.headers)
     vocab_size = state.engine.config.model.vocab_size
     for i in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= i < vocab_size:
             raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
-    text = await to_thread.run_sync(lambda: _tokenizer(state).decode(body.tokens))
+    try:
+        tokenizer = await _tokenizer(state, named)
+    except ActorLLMError as error:  # of the files of an adapter
+        raise error_of(error, DetokenizeRequest.model_fields, "model") from error
+    text = await to_thread.run_sync(tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text}, headers=extras.headers())
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """tokenizer_config.json, which has the chat template too."""
+    """tokenizer_config.json, which has the chat template too. Query: model=NAME is an adapter that may bring its own."""
     state = state_of(request)
-    tokenizer = await to_thread.run_sync(_tokenizer, state)
+    name = state.check_model(request.query_params.get("model"))
+    tokenizer = await _tokenizer(state, state.models.arguments_of(name))
     return JSONResponse({"tokenizer_class": None, **tokenizer.config})
 
 

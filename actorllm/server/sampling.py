@@ -88,6 +88,7 @@ OLDER_CONSTRAINTS = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
 """What fields of structured_outputs were called when each stood in the body by itself."""
@@ -255,7 +256,10 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
     if decided.get("structured_outputs") is None:
         decided["structured_outputs"] = response_format_of(body)
     extra = body.model_extra or {}
-    older = {name: extra[name] for name in OLDER_CONSTRAINTS if extra.get(name) is not None}
+    # false, too, asks for nothing: it is what clients send in guided_json_object where they want no JSON.
+    older = {
+        name: extra[name] for name in OLDER_CONSTRAINTS if extra.get(name) is not None and extra[name] is not False
+    }
     if older:
         decided["structured_outputs"] = _older_constraint(older, decided["structured_outputs"])
     return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})

@@ -1,10 +1,17 @@
-"""What the columns of public profiles of steps are called, and in what unit they are: the one place to add a name.
+"""What the columns of public profiles are called, and in what unit they are: the one place to add a name.
 
-A profile is a CSV file with a row for each measured step. LLMServingSim's `step.csv` has prefill_chunk, n_decode, kv_decode and
-step_us (github.com/casys-kaist/LLMServingSim, profiler/perf). Our own names are those of `cost_model.FEATURES`, with seconds.
+A profile of steps is a CSV file with a row for each measured step. LLMServingSim's `step.csv` has prefill_chunk, n_decode,
+kv_decode and step_us (github.com/casys-kaist/LLMServingSim, profiler/perf). Our own names are those of `cost_model.FEATURES`,
+with seconds.
+
+A profile of kernels has a row for each kernel and size, in one file or in several of a folder. LLMServingSim has dense.csv,
+per_sequence.csv and attention.csv, before them layers.csv. Vidur has mlp.csv and attention.csv with a column for each kernel
+(github.com/microsoft/vidur, data/profiling/compute).
 """
 
 from __future__ import annotations
+
+import re
 
 PROMPT_TOKENS = ("p", "prefill_chunk", "num_prefill_tokens", "prefill_tokens", "num_prompt_tokens")
 DECODE_ROWS = ("d", "n_decode", "num_decode_tokens", "decode_tokens", "num_decode_seqs")
@@ -28,3 +35,30 @@ DURATION = {
     "latency_ns": 1e-9,
 }
 """Seconds of one unit."""
+
+# Kernels -----------------------------------------------------------------------------------------------------------------
+
+KERNEL = ("layer", "layer_name", "kernel", "op_name")
+"""Has the name of a kernel."""
+KERNEL_TOKENS = ("tokens", "num_tokens", "input")
+"""Tokens of a step that the kernel is computed for."""
+KERNEL_ROWS = ("sequences", "num_sequences", "num_seqs")
+"""Rows of a step that get logits."""
+KERNEL_DURATION = DURATION | {"time_us": 1e-6, "duration_us": 1e-6, "duration_ms": 1e-3}
+SHARDS = ("tp_size", "num_tensor_parallel_workers")
+"""GPUs that share the kernel."""
+WIDE = re.compile(r"time_stats\.(?P<kernel>\w+)\.median")
+"""Vidur has a column of this name for each kernel, in milliseconds."""
+WIDE_UNIT = 1e-3
+ATTENTION_CHUNK = ("prefill_chunk", "prefill_chunk_size")
+ATTENTION_BEFORE = ("kv_prefill", "kv_cache_size", "kv_cache")
+ATTENTION_ROWS = ("n_decode", "batch_size")
+ATTENTION_CONTEXT = ("kv_decode", "kv_cache_size", "kv_cache")
+PREFILL_KERNELS, DECODE_KERNELS = ("attn_prefill",), ("attn_decode",)
+ATTENTION_KERNELS = ("attn", "attention")
+"""Of a chunk of so many tokens, after so many in the cache."""
+LOGITS = ("lm_head", "sampler")
+"""Once in a step, for the rows that get logits."""
+ONCE = ("embedding", "emb", "final_layernorm", "final_norm")
+"""Once in a step, for all tokens. All others are in every layer."""
+TIMES_IN_A_LAYER = {"layernorm": 2}

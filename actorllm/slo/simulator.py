@@ -24,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -59,6 +60,7 @@ from actorllm.slo.rescheduling import Move, Rescheduler, Rescheduling
 from actorllm.slo.residual_memory import SlowUniforms
 from actorllm.slo.scaling import SimulatedScaling
 from actorllm.slo.stages import StageClocks
+from actorllm.slo.tiers import SimulatedTiers, TierMoves, TierShape
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
@@ -139,10 +141,12 @@ class EngineShape:
     """What the hidden states of a step take from one stage to the next."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`types.kv_groups`); None: there is one group."""
+    tiers: tuple[TierShape, ...] = ()
+    """Where KV is kept besides (`slo.tiers`), the fastest first. Without effect where prefixes are not cached."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
-        """That of a live engine. Its KV blocks must be known, which they are once it has started."""
+        """That of a live engine, without its KV tiers. Its KV blocks must be known, which they are once it has started."""
         if config.cache.num_blocks is None:
             raise ConfigError("the engine's number of KV blocks is not known yet: start it, or give num_blocks")
         return cls(
@@ -182,13 +186,15 @@ class EngineShape:
             **({} if self.window is None else {"window": self.window}),
         }
 
-    def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
+    def scheduler(
+        self, policy: PlanPolicy, *, has_plans: bool = True, tiers: SimulatedTiers | None = None
+    ) -> Scheduler:
         """For simulated requests: they end by their length, so that token ids and what ends a text do not matter.
 
-        has_plans: False: the simulation does not look at its plans, which makes it faster.
+        has_plans: False: the simulation does not look at its plans, which makes it faster. tiers: of its replica.
         """
         is_simulated = not has_plans and not self.enable_prefix_caching
-        return Scheduler(policy=policy, is_simulated=is_simulated, **self.scheduler_arguments())
+        return Scheduler(policy=policy, is_simulated=is_simulated, tiers=tiers, **self.scheduler_arguments())
 
 
 # Workers -----------------------------------------------------------------------------------------------------------------
@@ -523,6 +529,26 @@ class ScriptedWorker:
 # A replica ---------------------------------------------------------------------------------------------------------------
 
 
+class Aside(Protocol):
+    """What happens at a replica beside its steps."""
+
+    @property
+    def next_at(self) -> float:
+        """When something happens next."""
+        ...
+
+    @property
+    def next_deadline(self) -> float:
+        """When the scheduler is to look again at the latest."""
+        ...
+
+    def before_plan(self, now: float) -> None: ...
+
+    def happen(self) -> float:
+        """Let happen what is next. Returns when it does."""
+        ...
+
+
 class SimulatedReplica:
     """The loop of `SchedulerActor` in virtual time. `run_until` does everything that happens before a time."""
 
@@ -548,6 +574,8 @@ class SimulatedReplica:
         """`run_until` stops here at the latest; what is told of ends may bring it forward."""
         self._worker = worker
         self._lost_worker: Worker | None = None
+        self.aside: Aside | None = None
+        """None: nothing happens beside its steps."""
         self.on_ends = on_ends
         self._on_plan = on_plan
         self._can_skip = skip and on_plan is None
@@ -677,7 +705,11 @@ class SimulatedReplica:
             until = min(latest, self.horizon)
             at = worker.next_result_at
             turn_at = min(self._turn_at, self._timer_at)
-            if aborts and aborts[0][0] <= min(at, turn_at):
+            if self.aside is not None and self.aside.next_at <= min(at, turn_at, self._next_abort()):
+                if self.aside.next_at >= until:
+                    return
+                self._happened(self.aside.happen())
+            elif aborts and aborts[0][0] <= min(at, turn_at):
                 if aborts[0][0] >= until:
                     return
                 when, key = heapq.heappop(aborts)
@@ -695,13 +727,16 @@ class SimulatedReplica:
     def next_event_at(self) -> float:
         """When something happens next, if nothing arrives."""
         aborted_at = self._aborts[0][0] if self._aborts else math.inf
-        return min(self._worker.next_result_at, self._turn_at, self._timer_at, aborted_at)
+        aside_at = math.inf if self.aside is None else self.aside.next_at
+        return min(self._worker.next_result_at, self._turn_at, self._timer_at, aborted_at, aside_at)
 
     def _turn(self, now: float, until: float) -> None:
         """Plan what there is room for."""
         scheduler, worker = self.scheduler, self._worker
         is_timer = self._timer_at <= self._turn_at
         self._turn_at = self._timer_at = math.inf
+        if self.aside is not None:
+            self.aside.before_plan(now)
         # Steady decode steps in one call, up to the next event that may change them.
         if self._can_skip and not scheduler.num_waiting:
             ends = worker.skip(scheduler, now, min(until, self._next_abort()))
@@ -723,6 +758,8 @@ class SimulatedReplica:
             has_launched = True
             if self._on_plan is not None:
                 self._on_plan(plan)
+        if self.aside is not None:
+            self._timer_at = min(self._timer_at, self.aside.next_deadline)
         # A policy that only asks to be woken would make virtual time stand still.
         self._num_idle_wakes = self._num_idle_wakes + 1 if is_timer and not has_launched else 0
         if self._num_idle_wakes > MAX_IDLE_WAKES:
@@ -1074,6 +1111,7 @@ class _Built:
         self._new_policy = new_policy
         self._make_scheduler = make_scheduler
         self._has_plans = on_plan is not None
+        self._tiers = [SimulatedTiers(one.tiers) if one.tiers and one.enable_prefix_caching else None for one in shapes]
         for number, (shape, model) in enumerate(zip(shapes, models, strict=True)):
             policy = new_policy(number)
             kind = MeteredWorker if metered else ModelledWorker
@@ -1095,10 +1133,16 @@ class _Built:
                     number=number,
                     on_ends=on_ends,
                     on_plan=tell,
-                    skip=skip and shape.drafts is None,
+                    skip=skip and shape.drafts is None and not shape.tiers,
                     step_seconds=model.seconds,
                 )
             )
+            tiers = self._tiers[number]
+            if tiers is not None:
+                self.replicas[-1].aside = TierMoves(tiers, partial(self._scheduler_of, number))
+
+    def _scheduler_of(self, number: int) -> Scheduler:
+        return self.replicas[number].scheduler
 
     def new_scheduler(self, number: int) -> Scheduler:
         """With a fresh policy, for the worker that is there."""
@@ -1111,7 +1155,7 @@ class _Built:
             worker.policy = policy
         if self._make_scheduler is not None:
             return self._make_scheduler(number, policy)
-        return self._shapes[number].scheduler(policy, has_plans=self._has_plans)
+        return self._shapes[number].scheduler(policy, has_plans=self._has_plans, tiers=self._tiers[number])
 
 
 def _one_each(given: T | Sequence[T], num: int, name: str) -> list[T]:

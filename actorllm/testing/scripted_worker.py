@@ -72,6 +72,7 @@ class BatchState:
     weight_bytes = 0
     block_bytes = 0
     cache_window: int | None = None
+    num_snapshots: int | None = None
     scheme = None
 
     def __init__(self, script: Script, time: RealTime | VirtualTime) -> None:

@@ -1,4 +1,4 @@
-"""KV groups: layers that share a block table. How large that of the layers with a sliding window is."""
+"""KV groups: layers that share a block table. How large that of the layers with a sliding window is, and what workers tell."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 def window_of(facts: Mapping[str, Mapping[str, Any]]) -> int | None:
     """The window of the layers that have a group of their own, as a worker tells it (`CacheConfig.window`); None: none has."""
     return next((fact["window"] for fact in facts.values() if fact.get("window")), None)
+
+
+def snapshots_of(facts: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """How many states of prefixes a worker can keep (`CacheConfig.snapshots`); None: its model has no recurrent layers."""
+    return next((fact["snapshots"] for fact in facts.values() if "snapshots" in fact), None)
 
 
 def num_window_blocks(

@@ -220,6 +220,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Share of the requests whose objectives max_replicas is to let be kept, above 0 and below 1."""
     autoscaling: Annotated[Mapping[str, float] | None, None]
     """When the number changes: fields of `actorllm.scheduling.autoscaler.ScalingPolicy`, such as {'window_s': 120}."""
+    roles: Annotated[str | None, None]
+    """How many replicas compute prompts and how many decode, such as '1P2D': these are the replicas then. None: each does both."""
     router: Annotated[str, "seconds"]
     """Which replica a request goes to: 'seconds', 'round-robin', 'least-load', 'power-of-two', 'prefix-aware', or the path of a
     class, 'module:Class'."""

@@ -102,8 +102,10 @@ class RequestOutput(_Sparse):
     """Whether every sequence has ended."""
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
+    encoder_prompt: str | None = None
+    """The text that the encoder got, of a model with an encoder and a decoder."""
+    encoder_prompt_token_ids: list[int] | None = None
+    """Its token ids."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was in the cache."""
     num_cache_creation_tokens: None = None
@@ -122,8 +124,8 @@ class RequestOutput(_Sparse):
         finished: bool = False,
         metrics: RequestMetrics | None = None,
         lora_request: LoRARequest | None = None,
-        encoder_prompt: None = None,
-        encoder_prompt_token_ids: None = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
         num_cached_tokens: int = 0,
         num_cache_creation_tokens: None = None,
         prompt_token_id_logprobs: None = None,

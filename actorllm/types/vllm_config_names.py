@@ -14,6 +14,7 @@ from actorllm.types.model_files import overridden, read_object
 
 if TYPE_CHECKING:
     from actorllm.types.drafter import Speculation
+    from actorllm.types.encoder_decoder import EncoderDecoder
     from actorllm.types.lent_module import LentModule
     from actorllm.types.media_rules import MediaRules
     from actorllm.types.pooling_params import Pooler
@@ -33,13 +34,13 @@ class ModelNames:
         sampling_defaults: dict[str, Any]
         impl: Literal["auto", "vllm", "transformers"]
         media: MediaRules | None
+        encoder_decoder: EncoderDecoder | None
         pooler: Pooler | None
         overrides: dict[str, Any]
         module: LentModule | None
 
     trust_remote_code = False
     """No code of a model is run."""
-    is_encoder_decoder = False
     tokenizer_mode = "auto"
 
     @property
@@ -71,6 +72,11 @@ class ModelNames:
     def is_multimodal_model(self) -> bool:
         """Prompts may have images or audio."""
         return self.media is not None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """The model has an encoder beside its decoder."""
+        return self.encoder_decoder is not None
 
     @property
     def hf_config(self) -> Any:

@@ -41,6 +41,7 @@ class ScriptedRunner:
     weight_bytes = 0
     block_bytes = 0
     cache_window = None
+    num_snapshots = None
     scheme = None
 
     def __init__(self, config: EngineConfig, rank: int) -> None:

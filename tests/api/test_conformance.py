@@ -9,8 +9,10 @@ server/test_operations.py dead engines.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +197,9 @@ async def test_extras_of_vllm(engine: AsyncLLM) -> None:
 
 async def test_what_programs_ask_of_the_engine(engine: AsyncLLM) -> None:
     assert engine.get_tokenizer().encode(PROMPT) == (await engine.complete(PROMPT)).prompt_token_ids
+    tokenizer = await engine.get_tokenizer()  # a coroutine in older releases of vLLM
+    assert tokenizer is engine.get_tokenizer()
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(PROMPT) == copy.deepcopy(tokenizer).encode(PROMPT)
     assert (await engine.get_model_config()).max_model_len == engine.model_config.max_model_len == 1024
     assert await engine.get_supported_tasks() == ("generate",)
     assert await engine.get_vllm_config() is engine.vllm_config is engine.config

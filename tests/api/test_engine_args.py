@@ -138,6 +138,32 @@ def test_short_options_of_a_program_are_its_own() -> None:
         parser.parse_args(["--num.prompts", "4"])
 
 
+def test_a_file_of_options_is_read_and_the_command_line_counts_first(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: storyteller\nmax_model_len: 2k\nmax-num-seqs: 3\nenable-prefix-caching: false\nhf_overrides: {a: [1]}\n"
+        "logits_processors: ['m:A', 'm:B']\nprompts: [one, two]\nloud: false\nseed: null\ntag: [x, y]\n"
+    )
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--prompts", nargs="+")
+    parser.add_argument("--loud", action="store_true")
+    parser.add_argument("--tag", action="append")
+    found = parser.parse_args(["--config", str(file), "--max_num_seqs", "5"])
+    assert (found.prompts, found.loud, found.tag) == (["one", "two"], False, ["x", "y"])
+    args = EngineArgs.from_cli_args(found)
+    assert (args.model, args.max_model_len, args.max_num_seqs) == ("storyteller", "2k", 5)
+    assert (args.enable_prefix_caching, args.hf_overrides) == (False, {"a": [1]})
+    assert args.logits_processors == ["m:A", "m:B"]
+    with pytest.raises(ConfigError, match="there is no such file"):
+        parser.parse_args(["--config", str(tmp_path / "none.yaml")])
+    file.write_text("no-such-option: 1")
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--config={file}"])
+    own = FlexibleArgumentParser()
+    own.add_argument("--config")
+    assert own.parse_args(["--config", "mine"]).config == "mine"
+
+
 def test_llm_takes_it() -> None:
     with LLM.from_engine_args(EngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)) as llm:
         assert llm.config.scheduler.max_num_seqs == 3

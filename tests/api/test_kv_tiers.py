@@ -265,7 +265,7 @@ def test_host_memory_outlives_workers_and_is_shared_by_replicas(expected: list[l
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "several ranks"),
         ({"kv_offloading_size": 1, "record": "/tmp/x"}, "record="),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "'NixlConnector' is not"),
+        ({"kv_transfer_config": {"kv_connector": "LMCache", "kv_role": "kv_both"}}, "'LMCache' is not"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}}, "kv_role"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "cpu_bytes_to_use=None"),
         ({"kv_transfer_config": "{"}, "no JSON"),

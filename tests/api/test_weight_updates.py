@@ -401,3 +401,15 @@ def test_no_stale_prefix_over_random_requests_with_updates_between(folders: list
             num_cached += sum(output.num_cached_tokens for output in outputs)
             assert [output.outputs[0].token_ids for output in outputs] == [wanted[number][i] for i in chosen]
     assert num_cached > 10_000
+
+
+def test_a_trainer_finds_the_model_where_vllm_has_it(llm: LLM, expected: list[list[int]]) -> None:
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    tensors = changed(1)
+    assert model.load_weights(iter(tensors.items())) == set(tensors)
+    assert tell(llm).outputs[0].token_ids == expected[1]
+    for pair in changed(2).items():  # as trainers do that gather one parameter at a time
+        model.load_weights([pair])
+    assert tell(llm).outputs[0].token_ids == expected[2]
+    with pytest.raises(AttributeError, match="no 'named_parameters' here: call a function on it by apply_model"):
+        _ = model.named_parameters

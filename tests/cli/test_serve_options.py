@@ -11,9 +11,9 @@ import pytest
 
 from actorllm import AsyncLLM
 from actorllm.cli import main, serve
-from actorllm.cli.config_file import with_config
 from actorllm.errors import ConfigError
 from actorllm.server import launcher
+from actorllm.types.config_file import with_config
 from actorllm.types.options import DEFAULTS
 from actorllm.types.serve_options import SERVE_OPTIONS, VLLMServeOptions
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
@@ -155,7 +155,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path) -> None:
         ("a: &x {b: *x}", "has an alias"),
         ("port: 2024-13-45", "month must be in"),
         ("port: " + "1" * 5000, "4300 digits"),
-        ("hf_overrides: {2024-01-01: 1}", "hf_overrides has a name that is no text"),
+        ("hf_overrides: {2024-01-01: 1}", "--hf-overrides has a name that is no text"),
         ("port=3: 1", "is no option's name"),
         (None, "there is no such file"),
         ("[" * 100_000, "cannot be read"),

@@ -154,6 +154,28 @@ def test_token_ids_are_read_back_across_blocks() -> None:
     assert kv.read_token_ids(1, 5, 5).size == 0
 
 
+@pytest.mark.parametrize("block_size", [3, 4])
+def test_runs_of_token_ids_are_where_one_by_one_would_put_them(block_size: int) -> None:
+    rng = np.random.default_rng(block_size)
+    one, runs = (KVCacheManager(60, block_size, 5, 36) for _ in range(2))
+    for kv in (one, runs):
+        for slot in (3, 0, 4, 1, 2):
+            kv.fill([(slot, kv.blocks_for(36))])
+    known = rng.integers(0, 8, 5).astype(np.int32)
+    for slots in (np.array([4, 0, 3], np.int32), np.array([1, 0, 2, 4], np.int32)):
+        for _ in range(3):
+            counts = rng.integers(0, 5, slots.size).astype(np.int32)
+            tokens = rng.integers(1, 1000, counts.sum()).astype(np.int32)
+            ends = counts.cumsum(dtype=np.int32)
+            runs.write_runs(slots, counts, ends, known[slots] + counts, tokens)
+            for slot, count, end in zip(slots.tolist(), counts.tolist(), ends.tolist(), strict=True):
+                for token in tokens[end - count : end].tolist():
+                    one.write_token_id(slot, int(known[slot]), token)
+                    known[slot] += 1
+    assert one.token_ids.any()
+    assert np.array_equal(one.token_ids, runs.token_ids)
+
+
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks=0"):
         BlockPool(0)

@@ -174,6 +174,27 @@ def test_cached_blocks_do_not_count_twice_when_room_is_short() -> None:
     sequences.kv.check_integrity()
 
 
+def test_blocks_that_were_held_go_out_of_order_and_the_rest_is_found() -> None:
+    """A transfer held one in the middle, and those before it were used since: so it is evicted after the one before it."""
+    made = Sequences(num_blocks=12)
+    prompt = [1, 1, 2, 2, 3, 3, 4, 4]
+    slot, _ = made.start(prompt) or (0, 0)
+    first, second, third, last = made.kv.tables[0, slot, :4].tolist()
+    made.end(slot)
+    made.kv.hold(np.array([third]))
+    made.kv.let_go(np.array([third]))
+    slot, found = made.start([1, 1]) or (0, 0)
+    assert found == 1
+    made.end(slot)
+    assert made.kv.pool.next_evictions(3).tolist() == [last, second, third]
+    made.kv.reserve(made.kv.pool.num_unkept)
+    for evicted, left in ((last, [first, second, third]), (second, [first]), (third, [first])):
+        assert made.kv.reserve(1).tolist() == [evicted]
+        assert made.index.find(hashes_of(prompt), 4).tolist() == left
+        made.index.check_integrity()
+        made.kv.pool.check_integrity()
+
+
 def test_output_is_found_although_nobody_hashed_it_before(sequences: Sequences) -> None:
     sequences.run([1, 2, 3, 40, 50, 60, 70], num_prompt=3)
     sequences.run([1, 2, 3, 40, 51, 61, 71], num_prompt=3)

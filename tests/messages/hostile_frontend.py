@@ -22,6 +22,7 @@ from actorllm.messages import (
     Abort,
     Ask,
     Begun,
+    KvOffer,
     LateInputs,
     Message,
     Outputs,
@@ -53,6 +54,7 @@ MESSAGE_TYPES = (
     WeightsChanged,
     ProbeGroup,
     Begun,
+    KvOffer,
 )
 
 

@@ -28,7 +28,7 @@ from actorllm.messages.schema import (
     violation,
 )
 
-ALIASES = {"i4": messages.I32, "u1": messages.U8, "u4": messages.U32, "f4": messages.F32}
+ALIASES = {"i4": messages.I32, "i8": messages.I64, "u1": messages.U8, "u4": messages.U32, "f4": messages.F32}
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 EVERY = [(cls, name) for cls in KINDS.values() for name in SCHEMA[cls.__name__].fields]
 NESTED = orjson.loads("[" * 1000 + "]" * 1000)
@@ -269,7 +269,7 @@ def test_the_bytes_of_known_messages() -> None:
         [1 << 15 | 1 << 18, 1 << 14, 4, 0],
     )
     kind, scalars, _ = pack(Submit(rid=1, arrival=0.5, prompt=i4, max_tokens=8))
-    assert (kind, scalars[:5], len(scalars)) == (1, [1, 0, 1, 0.5, 8], 2 + 45)
+    assert (kind, scalars[:5], len(scalars)) == (1, [1, 0, 1, 0.5, 8], 2 + 46)
 
 
 @pytest.mark.parametrize("masks", [(-1, 0), (0, -1), (1 << 13, 0), (0, 1 << 13), (1, 1)])

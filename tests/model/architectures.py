@@ -8,6 +8,6 @@ from typing import Any
 
 
 def table(kind: str) -> list[Any]:
-    """kind: "fused", "transformers", "media", "encoders" or "refused"."""
+    """kind: "fused", "transformers", "media", "encoder-decoder", "encoders" or "refused"."""
     found: list[Any] = json.loads(Path(__file__).with_suffix(".json").read_text())[kind]
     return found

@@ -184,6 +184,11 @@ def test_what_is_not_supported_is_said(folder: Path, change: dict[str, Any], mes
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": "48"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, 4096 at most are known"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 10**9},
+            "num_nextn_predict_layers is 1000000000, a number of layers up to 64 is needed",
+        ),
         ({"hidden_size": 50, "head_dim": None}, "hidden_size=50"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
     ],

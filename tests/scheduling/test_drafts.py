@@ -191,7 +191,7 @@ def test_models_of_step_times_see_a_draft_as_a_row() -> None:
     for number in range(60):
         drafts = 6 * (number % 2)
         ended = 0.001 + 0.0005 * (2 + drafts)
-        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, ended, drafts), scheduler)
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, ended, np.array([drafts], np.int32)), scheduler)
     assert pace.step_time.seconds(0, 2, 0) == pytest.approx(0.002, rel=0.01)
     assert pace.step_time.seconds(0, 8, 0) == pytest.approx(0.005, rel=0.01)
 
@@ -212,10 +212,10 @@ def test_steps_are_planned_with_the_drafts_that_they_will_have() -> None:
     pace = Pace(Milliseconds(), safety=1.0)
     assert pace.largest(view, until=0.3) == 256
     for number in range(60):
-        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2, 120), view)
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2, np.full(40, 3, np.int32)), view)
     assert pace.largest(view, until=0.3) == 128
     for number in range(60):
-        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2, 0), view)
+        pace.on_step(StepDone(number, slots, 0, 0.0, 0.0, 0.2), view)
     assert pace.largest(view, until=0.3) == 256
 
 

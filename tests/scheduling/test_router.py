@@ -223,6 +223,8 @@ def test_a_name_that_is_no_router_is_refused() -> None:
         make_router("second")
     with pytest.raises(ConfigError, match=r"router='no\.such:Router' cannot be made: ModuleNotFoundError"):
         make_router("no.such:Router")
+    with pytest.raises(ConfigError, match=r"router='\.a:b' is none of .* and no 'module:Class'"):
+        make_router(".a:b")
     with pytest.raises(ConfigError, match=r"has no method route\(request, views\)"):
         make_router("collections:OrderedDict")
 

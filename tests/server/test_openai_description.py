@@ -10,7 +10,10 @@ import orjson
 import pytest
 from jsonschema import ValidationError
 
-from tests.server.conftest import events_of
+from actorllm import AsyncLLM
+from actorllm.errors import ConfigError
+from actorllm.server import create_app
+from tests.server.conftest import client_of, events_of
 from tests.server.openai_description.description import check, check_event, check_published
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +112,39 @@ async def test_a_status_is_a_number_for_clients_of_vllm_and_a_text_for_those_of_
     check_published("Error", {"message": read.message, "type": read.type, "param": read.param, "code": read.code})
     with pytest.raises(ValidationError, match="400 is not valid"):
         check_published("Error", told)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "told"),
+    [
+        ({"prompt": 3}, {}, (400, "invalid_request_error", "prompt", None)),
+        ({"prompt": [5] * 2000}, {}, (400, "invalid_request_error", "prompt", "context_length_exceeded")),
+        ({"prompt": "a", "model": "gpt-4o"}, {}, (404, "invalid_request_error", "model", "model_not_found")),
+        ({"prompt": "a"}, {"authorization": "Bearer x"}, (401, "invalid_request_error", None, "invalid_api_key")),
+        ({"prompt": "a" * 5000}, {}, (413, "invalid_request_error", None, "request_too_large")),
+    ],
+)
+async def test_errors_are_named_as_by_openai_where_the_server_is_told_so(
+    llm: AsyncLLM, fields: dict[str, Any], headers: dict[str, str], told: tuple[Any, ...]
+) -> None:
+    app = create_app(llm, error_format="openai", api_key="k", max_body_bytes=4500)
+    async with client_of(app) as client:
+        body = {"prompt": fields["prompt"], **fields}
+        response = await client.post("/v1/completions", json=body, headers={"authorization": "Bearer k", **headers})
+    error = response.json()["error"]
+    check_published("ErrorResponse", response.json())
+    assert (response.status_code, error["type"], error["param"], error["code"]) == told
+
+
+async def test_the_format_of_errors_holds_for_routes_and_responses(llm: AsyncLLM) -> None:
+    async with client_of(create_app(llm, error_format="openai")) as client:
+        for path, body in (("/v1/nothing", {}), ("/v1/responses", {"n": 2}), ("/v1/chat/completions", {})):
+            check_published("ErrorResponse", (await client.post(path, json=body)).json())
+        theirs = (await client.post("/v1/messages", json={})).json()
+        assert theirs["error"]["type"] == "invalid_request_error"
+        assert theirs["type"] == "error", "protocols with a form of their own keep it"
+    with pytest.raises(ConfigError, match="error_format='http' must be 'vllm' or 'openai'"):
+        create_app(llm, error_format="http")
 
 
 async def test_what_asks_for_another_effort_is_taken_with_a_warning(client: httpx.AsyncClient) -> None:

@@ -295,9 +295,12 @@ async def test_an_adapter_with_a_tokenizer_counts_by_it(llm: AsyncLLM, folders: 
     config = json.loads((base / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}Bear:"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tree, "decoder": {"type": "Fuse"}}))  # writes "Ġ" as it is
     app = create_app(llm, lora_modules=[f"own={folder}"])
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
     ids: dict[str, list[int]] = {}
+    texts: dict[str, str] = {}
     async with client_of(app) as client:
         for model in ("storyteller", "own"):
             asked = {**body, "model": model}
@@ -309,4 +312,11 @@ async def test_an_adapter_with_a_tokenizer_counts_by_it(llm: AsyncLLM, folders: 
             assert rendered["token_ids"] == ids[model]
             counted = (await client.post("/v1/messages/count_tokens", json=asked)).json()
             assert counted["input_tokens"] == len(ids[model])
+            info = (await client.get("/tokenizer_info", params={"model": model})).json()
+            assert (info["chat_template"] == template) is (model == "own")
+            told = (await client.post("/detokenize", json={"model": model, "tokens": ids["storyteller"]})).json()
+            texts[model] = told["prompt"]
+        assert (await client.get("/tokenizer_info", params={"model": "other"})).status_code == 404
     assert ids["storyteller"] != ids["own"]
+    assert PROMPT in texts["storyteller"]
+    assert PROMPT.replace(" ", "Ġ") in texts["own"]

@@ -210,6 +210,8 @@ async def test_response_formats(client: httpx.AsyncClient) -> None:
         ({"guided_choice": ["red", "blue"]}, "red|blue"),
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"guided_json": {"type": "integer"}, "guided_decoding_backend": "outlines"}, "-?[0-9]+"),
+        ({"guided_json_object": True}, r"\s*\{"),
+        ({"guided_json_object": False, "guided_choice": ["red"]}, "red"),
     ],
 )
 async def test_constraints_as_older_clients_of_vllm_give_them(

@@ -54,8 +54,14 @@ class BlockMover:
         return self._run(era, keys, blocks, self._write)
 
     def load(self, era: int, keys: NDArray[np.uint64], blocks: Sequence[int]) -> tuple[int, float]:
-        """How many of these blocks were filled, from the first on without a gap; and seconds. The next one holds anything."""
+        """How many of these blocks were filled, from the first on without a gap; and seconds. The next one is zeros."""
         return self._run(era, keys, blocks, self._read, is_chain=True)
+
+    def pull(self, era: int, copy: Callable[[], tuple[int, float]]) -> tuple[int, float]:
+        """As `load`, by a function that fills blocks with what another replica has."""
+        with self._lock:
+            self.num_jobs += 1
+            return copy() if era == self._era and not self._is_closed else (0, 0.0)
 
     def _run(
         self,
@@ -83,4 +89,9 @@ class BlockMover:
         return any(is_there)
 
     def _read(self, key: NDArray[np.uint64], views: Views) -> bool:
-        return any(file.read(key, views) for file in self._files)
+        if any(file.read(key, views) for file in self._files):
+            return True
+        # What was read may be no finite numbers. The scheduler that would have it cleared may be gone by then.
+        for view in views:
+            np.frombuffer(view, np.uint8)[:] = 0
+        return False

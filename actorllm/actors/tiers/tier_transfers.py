@@ -17,7 +17,7 @@ from actorllm.actors.tiers.tier_files import TierDirectory
 from actorllm.clock import now
 from actorllm.errors import PeerLostError
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.tiers.transfers import BlockLoad, BlockStore
+from actorllm.scheduling.tiers.transfers import BlockLoad, BlockStore, Borrowed
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,10 @@ class TransferHost(Protocol):
 class TierTransfers(LoopPart):
     """See the module docstring."""
 
-    def __init__(self, host: TransferHost, gate: StepGate, directory: TierDirectory, link: Callable[[], Link]) -> None:
-        """link: to the workers of the time."""
+    def __init__(
+        self, host: TransferHost, gate: StepGate, directory: TierDirectory | None, link: Callable[[], Link]
+    ) -> None:
+        """directory: None: KV comes from other replicas alone. link: to the workers of the time."""
         self._host = host
         self._gate = gate
         self._directory = directory
@@ -50,15 +52,39 @@ class TierTransfers(LoopPart):
             return
         while jobs := transfers.next(now(), self._host.scheduler.is_idle):
             for job in jobs:
+                if isinstance(job, BlockLoad) and job.source is not None:
+                    self._host.start_soon(self._pull, job, job.source, self._link())
+                    continue
+                assert self._directory is not None
                 # The keys of now: after `forget_all` there are others.
                 keys = self._directory.keys(job.wanted if isinstance(job, BlockLoad) else job.hashes)
                 self._host.start_soon(self._move, job, keys, self._link())
             if transfers.is_moving:  # else there is no loop, and all was done at once
                 return
 
+    async def _pull(self, job: BlockLoad, source: Borrowed, link: Link) -> None:
+        """Copy what another replica has leased."""
+        try:
+            ((number, seconds),) = await self._host.ask_all(
+                link,
+                "pull_blocks",
+                math.inf,
+                lease=source.lease.tolist(),
+                first=job.found.size,
+                blocks=job.blocks.tolist(),
+                data=np.frombuffer(source.digest, np.uint8),
+            )
+        except PeerLostError:  # the scheduler is told of it
+            return
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        transfers.loaded(job, number, seconds, now())
+        self._host.wake()
+
     async def _move(self, job: BlockLoad | BlockStore, keys: NDArray[np.uint64], link: Link) -> None:
         transfers = self._host.scheduler.transfers
         assert transfers is not None
+        assert self._directory is not None
         try:
             answers = await self._host.ask_all(
                 link,

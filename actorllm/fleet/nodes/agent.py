@@ -61,7 +61,7 @@ from actorllm.supervision.health import EngineHealth
 from actorllm.supervision.renewal import MeetingPlace
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
-from actorllm.types.kv_groups import window_of
+from actorllm.types.kv_groups import snapshots_of, window_of
 from actorllm.types.kv_tiers import tier_of
 from actorllm.types.quantization import scheme_of
 from actorllm.types.speculation import draft_costs_of
@@ -421,7 +421,12 @@ class Tenant:
         self._facts = next((fact for fact in facts.values() if "arithmetic" in fact), {})
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
         return config.resolved(
-            num_blocks, *draft_costs_of(facts), scheme=scheme_of(facts), window=window_of(facts), tier=tier_of(facts)
+            num_blocks,
+            *draft_costs_of(facts),
+            scheme=scheme_of(facts),
+            window=window_of(facts),
+            snapshots=snapshots_of(facts),
+            tier=tier_of(facts),
         )
 
     # What the owner says

@@ -38,9 +38,9 @@ def tower_of(config: str) -> Any:
     import torch
 
     from actorllm.config import EngineConfig
-    from actorllm.model.hf.tower import MediaTower
+    from actorllm.intake.media.media_encoder import new_tower
 
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    return MediaTower(EngineConfig.from_json(config).model)
+    return new_tower(EngineConfig.from_json(config).model)

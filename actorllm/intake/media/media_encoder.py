@@ -28,7 +28,7 @@ from actorllm.intake.media import encoder_program
 from actorllm.messages import U8
 
 if TYPE_CHECKING:
-    from actorllm.config import EngineConfig
+    from actorllm.config import EngineConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +213,12 @@ class MediaEncoder:
                     raise EngineShutdownError("the engine was shut down") from error
                 self._counts["restarts"] += 1
                 logger.warning("the encoder %s; it is started again", error)
-        raise InvalidPromptError(f"the encoder ended {MAX_TRIES} times while it encoded this image; send another one")
+        raise InvalidPromptError(f"the encoder ended {MAX_TRIES} times while it encoded this item; send another one")
 
     def _loaded(self) -> Tower:
         if self._tower is None:
             if self._config.topology == "inline":
-                from actorllm.model.hf.tower import MediaTower
-
-                self._tower = MediaTower(self._config.model)
+                self._tower = new_tower(self._config.model)
             else:
                 tower = TowerProcess(self._config)
                 with self._lock:
@@ -228,6 +226,17 @@ class MediaEncoder:
                     if self._is_closed:  # which looked for a process before
                         tower.kill()
         return self._tower
+
+
+def new_tower(model: ModelConfig) -> Tower:
+    """What encodes for this model, with its weights. Raises ModelError."""
+    if model.encoder_decoder is not None:
+        from actorllm.model.encoder_decoder.encoder import EncoderTower
+
+        return EncoderTower(model)
+    from actorllm.model.hf.tower import MediaTower
+
+    return MediaTower(model)
 
 
 class TowerEndedError(Exception):
@@ -241,7 +250,7 @@ class TowerProcess:
         try:
             self._process = IntakeProcess(MAX_ROW_BYTES, encoder_program.__name__, LOAD_TIMEOUT_S)
         except OSError as error:
-            raise RequestFailedError(f"no process can be started that encodes images: {error}") from error
+            raise RequestFailedError(f"no process can be started that encodes items: {error}") from error
         self._config = config.to_json().decode()
 
     @property

@@ -27,8 +27,9 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,16 +64,64 @@ SMALL_TILE_PRODUCTS = 64 << 20
 """Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
 
 
+class SharedPages(mmap.mmap):
+    """Memory of a file, which other processes map as well."""
+
+
+def shared_pages(path: str) -> Callable[[int], mmap.mmap]:
+    """As `zero_pages`, in a file that has no name: the first call gives its beginning, the next one what is behind that.
+
+    Processes that have the file mapped see zeros from here on. It never becomes smaller, since they may read all that there was.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if size := os.fstat(fd).st_size:
+            with SharedPages(fd, size) as before:
+                before.madvise(mmap.MADV_REMOVE)
+    finally:
+        os.close(fd)
+    start = 0
+
+    def pages(num_bytes: int) -> mmap.mmap:
+        nonlocal start
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
+            taken = SharedPages(fd, num_bytes, offset=start)
+        finally:
+            os.close(fd)
+        start += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        ask_for_large_pages(taken)
+        return taken
+
+    return pages
+
+
 def zero_pages(num_bytes: int) -> mmap.mmap:
     """Zeros that take no memory before they are written; `torch.zeros` writes them all.
 
     Large pages, where the system has them: a first write costs one fault for 2 MiB instead of 512.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ask_for_large_pages(pages)
+    return pages
+
+
+def ask_for_large_pages(pages: mmap.mmap) -> None:
+    """Where the system has them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+
+
+def empty_pages(pages: mmap.mmap) -> None:
+    """Let them be zeros that take no memory."""
+    pages.madvise(mmap.MADV_REMOVE if isinstance(pages, SharedPages) else mmap.MADV_DONTNEED)
+
+
+def blocks_in(pages: mmap.mmap, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:
+    """Pages whose layers have all blocks one after the other, as [num_layers, num_blocks, bytes of a block in a layer]."""
+    return np.frombuffer(pages, np.uint8).reshape(num_layers, num_blocks, -1)
 
 
 def views_of_block(pages: mmap.mmap, num_layers: int, num_blocks: int, block: int) -> list[memoryview]:
@@ -103,6 +152,10 @@ class PagedCache(ABC):
     @abstractmethod
     def block_views(self, block: int) -> list[memoryview]:
         """The memory of a full block, in pieces: what it holds is what these bytes are, in a cache of the same shape."""
+
+    @abstractmethod
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        """The memory of all blocks, in the order in which it was taken: [num_layers, blocks, bytes] each (`blocks_in`)."""
 
     @abstractmethod
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
@@ -141,8 +194,9 @@ class KVCache(PagedCache):
         *,
         keeps_output_apart: bool = False,
         has_fixed_tiles: bool = False,
+        pages: Callable[[int], mmap.mmap] = zero_pages,
     ) -> None:
-        """keeps_output_apart, has_fixed_tiles: how rows of prompts attend (see the module)."""
+        """keeps_output_apart, has_fixed_tiles: how rows of prompts attend (see the module). pages: where its memory is from."""
         self.keeps_output_apart, self.has_fixed_tiles = keeps_output_apart, has_fixed_tiles
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         self.num_blocks = num_blocks
@@ -150,7 +204,7 @@ class KVCache(PagedCache):
         self.zero_block = num_blocks
         self.padding_block = num_blocks + 1
         shape = (num_layers, num_blocks + 2, 2 * num_kv_heads, block_size * head_dim)
-        self._pages = zero_pages(math.prod(shape) * dtype.itemsize)
+        self._pages = pages(math.prod(shape) * dtype.itemsize)
         self.pool = torch.frombuffer(self._pages, dtype=torch.uint8).view(dtype).view(shape)
         self.layers = [KVLayer(blocks, num_kv_heads, head_dim, block_size) for blocks in self.pool.unbind(0)]
         rows_per_layer = shape[1] * shape[2] * max(head_dim, block_size)
@@ -161,10 +215,13 @@ class KVCache(PagedCache):
         """By sliding window."""
 
     def release(self) -> None:  # what points to them still does
-        self._pages.madvise(mmap.MADV_DONTNEED)
+        empty_pages(self._pages)
 
     def block_views(self, block: int) -> list[memoryview]:
         return views_of_block(self._pages, self.pool.shape[0], self.num_blocks + 2, block)
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        return [blocks_in(self._pages, self.pool.shape[0], self.num_blocks + 2)]
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
@@ -369,7 +426,9 @@ class PrefillTile:
     end: int
     first: int
     last: int
-    bias: torch.Tensor  # [end - start, keys]: 0 or -inf, for the last `keys` of them; they look at all before those
+    bias: torch.Tensor
+    """[end - start, keys], or by head [num_kv_heads, 1, end - start, keys]: what is added to scores, -inf to hide, for the last
+    `keys` of them; they look at all before those."""
     is_small: bool
     """Computed in float32 although the model is bfloat16 or float16."""
     num_before: int = 0
@@ -439,13 +498,17 @@ class AttentionBatch:
         """
         scoring = scoring or self._cache.scoring
         self._writes.store(layer, key_value)
+        fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
+        return self._attended(layer, query, fresh, scoring)
+
+    def _attended(self, layer: int, query: torch.Tensor, fresh: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
+        """fresh: this step's keys and values, [2 * num_kv_heads, num_tokens, head_dim], where a row sees no others."""
         if len(self.groups) == 1 and not self.rows and self.groups[0].end - self.groups[0].start == query.shape[0]:
             return self._decode(layer, query, self.groups[0], scoring)
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
             rows = slice(group.start, group.end)
             out[rows] = self._decode(layer, query[rows], group, scoring)
-        fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
         for row in self.rows:
             self._prefill(layer, query, fresh, row, scoring, out)
         return out
@@ -511,7 +574,7 @@ class AttentionBatch:
             if scoring.softcap is not None:
                 scores = capped_(scores, scoring.softcap)
             by_head = scores.view(heads, fold, num_tokens, length)
-            by_head[..., -tile.bias.shape[1] :].add_(tile.bias)
+            by_head[..., -tile.bias.shape[-1] :].add_(tile.bias)
             attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
             if scoring.sinks is not None:
                 attended.mul_(share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))

@@ -18,6 +18,9 @@ from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.latent import LatentAttention
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
+from actorllm.model.cpu.recurrent.cache import RecurrentCache
+from actorllm.model.cpu.recurrent.mamba2 import Mamba2Mixer
+from actorllm.model.cpu.recurrent.states import StateRows, States
 from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
@@ -51,6 +54,13 @@ SWITCHES = frozenset(
         "experts",
         "has_sinks",
         "latent",
+        "recurrent",
+        "has_mlp",
+        "residual_scale",
+        "logits_scale",
+        "mlp_scales",
+        "attention_output_scale",
+        "rotates",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -72,6 +82,13 @@ class DecoderLayer:
     ) -> None:
         """config: of the whole model. targets: what of the layer `adapters` adapt, by product. linear: makes the products."""
         self.index = index
+        self.has_mlp, self._rotates, self._scale = config.has_mlp, config.rotates, config.residual_scale
+        self._gate_scale, self._mlp_scale = config.mlp_scales
+        self._attended_scale = config.attention_output_scale
+        self._recurrent_scale = 1.0 if config.recurrent is None else config.recurrent.output_scale
+        cached = config.attention_layers
+        self._place = cached.index(index) if index in cached else -1
+        """In the cache, among the layers that attend."""
         self._ranks = ranks
         self._is_shared = ranks.size > 1
         self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, config.head_dim
@@ -89,7 +106,17 @@ class DecoderLayer:
 
         outputs = torch.arange(tensors.qkv.out_features)
         self.latent: LatentAttention | None = None
-        if tensors.latent is not None:
+        self.recurrent: Mamba2Mixer | None = None
+        self.beside: tuple[Linear, Linear] | None = None
+        """The products of a recurrent mixer beside attention."""
+        if tensors.recurrent is not None:
+            assert config.recurrent is not None
+            self.recurrent = Mamba2Mixer(config.recurrent, tensors.recurrent)
+            if config.mixer(index) == "both":
+                self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
+        if config.mixer(index) == "recurrent":
+            self.qkv = linear(tensors.qkv)
+        elif tensors.latent is not None:
             self.latent = LatentAttention(config, tensors.latent, share, linear)
             self.qkv = linear(tensors.qkv)
         else:
@@ -101,9 +128,7 @@ class DecoderLayer:
         if tensors.experts is not None:
             assert config.experts is not None
             self.experts = Experts(config.experts, tensors.experts, self.activation)
-        else:
-            assert tensors.gate_up is not None
-            assert tensors.down is not None
+        elif tensors.gate_up is not None and tensors.down is not None:
             self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
         if adapters is not None and targets is not None:
             self.qkv = adapters.adapt(self.qkv, [target.reordered(outputs) for target in targets["qkv"]])
@@ -125,38 +150,68 @@ class DecoderLayer:
         self,
         x: torch.Tensor,
         rotations: torch.Tensor,
-        attention: AttentionBatch,
+        attention: AttentionBatch | None,
         seen: torch.Tensor | None = None,
+        rows: StateRows | None = None,
+        states: States | None = None,
     ) -> torch.Tensor:
         """What the layer makes of the residual stream.
 
         Arguments:
             x: [num_tokens, hidden_size].
             rotations: [num_tokens, 1, rotary_dim / 2].
+            attention: None: no layer attends.
             seen: what attention reads, [num_tokens, inputs of qkv]; None: x, after the layer's norm.
+            rows, states: of a recurrent layer: which states the tokens go on from, and its states.
         """
         if seen is None:
             seen = x if self.input_norm is None else self.input_norm(x)
-        if self.latent is None:
-            heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
-            self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
-            attended = attention.attend(
-                self.index, heads[:, : self.num_heads], heads[:, self.num_heads :], self.scoring
-            )
-        else:
-            attended = self.latent(self.index, self.qkv(seen), rotations, attention)
-        part = self.output(attended)
+        if self.recurrent is None or self.beside is not None:
+            assert attention is not None
+            part = self.output(self._attend(seen, rotations, attention))
+        if self._attended_scale != 1:
+            part.mul_(self._attended_scale)
+        if self.recurrent is not None:
+            assert rows is not None
+            assert states is not None
+            if self.beside is None:
+                part = self.output(self.recurrent(self.qkv(seen), states, rows))
+            else:
+                first, last = self.beside
+                part.add_(last(self.recurrent(first(seen), states, rows)), alpha=self._recurrent_scale)
         if self._is_shared:
             self._ranks.sum_(part)
+        if self._scale != 1:
+            part.mul_(self._scale)
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
+        return self._add_mlp(x) if self.has_mlp else x
+
+    def _attend(self, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        """What heads have attended to, [num_tokens, inputs of the output product]."""
+        if self.latent is None:
+            heads = self.qkv(seen).view(seen.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
+            if self._rotates:
+                self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
+            query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
+            return attention.attend(self._place, query, key_value, self.scoring)
+        return self.latent(self._place, self.qkv(seen), rotations, attention)
+
+    def _add_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """x: the residual stream behind the mixer. Returns that behind the layer."""
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
         if self.experts is None:
             gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
+            if self._gate_scale != 1:
+                gate = gate * self._gate_scale
             part = self.down(self.activation(gate).mul_(up))
+            if self._mlp_scale != 1:
+                part.mul_(self._mlp_scale)
         else:
             part = self.experts(seen)
         if self._is_shared:
             self._ranks.sum_(part)
+        if self._scale != 1:
+            part.mul_(self._scale)
         return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
 
     @property
@@ -165,8 +220,12 @@ class DecoderLayer:
         attention = self.qkv.num_bytes + self.output.num_bytes
         if self.latent is not None:
             attention += self.latent.num_bytes
+        if self.beside is not None:
+            attention += sum(one.num_bytes for one in self.beside)
         if self.experts is not None:
             return attention + self.experts.num_bytes
+        if not self.has_mlp:
+            return attention
         return attention + self.gate_up.num_bytes + self.down.num_bytes
 
     def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
@@ -252,6 +311,8 @@ class Decoder:
             if rope is not None
         ]
         self._windows = tuple(dict.fromkeys(config.windows))
+        self._recurrent = config.recurrent_layers
+        self._no_states: dict[int, States] = {}
         self._vocab_part = self.ranks.part(config.vocab_size)
         is_first, is_last = self._stage.is_first, self._stage.is_last
         self.embedding = torch.empty(0)
@@ -299,7 +360,7 @@ class Decoder:
             for name, held in list(vars(layer).items()):
                 if isinstance(held, Adapted):
                     held.drop_base()
-                elif isinstance(held, Linear | Experts | LatentAttention):
+                elif isinstance(held, Linear | Experts | LatentAttention | Mamba2Mixer) or name == "beside":
                     delattr(layer, name)
 
     @property
@@ -332,11 +393,15 @@ class Decoder:
             self._adapters.begin(inputs)
         if self._kinds is not None:
             self._kinds.begin(inputs)
+        rows, states = None, self._no_states
+        if isinstance(cache, RecurrentCache):
+            rows, states = StateRows(inputs), dict(zip(self._recurrent, cache.states.layers, strict=True))
         for layer in self.layers:
             inputs.between_layers()
             if layer.index in self.taps:
                 self.tapped[layer.index] = x
-            x = layer(x, rotations[layer.rope], attention[layer.window])
+            seen = attention.get(layer.window)
+            x = layer(x, rotations[layer.rope], seen, rows=rows, states=states.get(layer.index))
         return x
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -363,4 +428,6 @@ class Decoder:
         """The same in the type of the model; with several ranks widened, for the way between them."""
         assert self.lm_head is not None
         logits = self.lm_head(hidden)
+        if self.config.logits_scale != 1:
+            logits.mul_(self.config.logits_scale)
         return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

@@ -21,7 +21,7 @@ from actorllm.errors import ModelError, UnsupportedModelError
 from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_passes import I64, DraftingModel, newest
+from actorllm.model.cpu.draft_passes import I64, DraftingModel, model_in, newest
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
@@ -199,7 +199,4 @@ def draft_config(target: ModelConfig, folder: str) -> tuple[ModelConfig, Decoder
         raise UnsupportedModelError(
             f"speculative_config: model={folder!r} needs {', '.join(unknown)}, which draft models must do without"
         )
-    model = replace(
-        target, name=folder, path=folder, architecture=architecture, overrides={}, quantization=None, module=None
-    )
-    return model, shape
+    return replace(model_in(target, folder), architecture=architecture), shape

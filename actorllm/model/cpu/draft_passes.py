@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.inputs import PADDING, PersistentBatch, StepInputs, padded
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.histories import Histories
+from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,15 @@ class DraftingModel(ABC):
     def load(self, target: Decoder, show_progress: bool | None) -> None:
         """Read the weights, or draw them. Raises ModelError."""
 
-    def take_target(self, target: Decoder) -> None:
-        """The target has other weights from here on."""
+    def stage(self, target: Decoder, source: WeightSource) -> Any:
+        """Read what this model has in the target's checkpoint; nothing changes. None: it has nothing there, and keeps its weights.
+
+        target: with the weights of `source`. Raises ModelError.
+        """
+        return None
+
+    def take_target(self, target: Decoder, staged: Any = None) -> None:
+        """The target has other weights from here on. staged: what `stage` returned."""
         return
 
     @property
@@ -213,6 +223,13 @@ class DraftingModel(ABC):
         if self.num_failures == 1:
             logger.warning("the draft model's states are not finite; such rows are computed without drafts")
         return False
+
+
+def model_in(target: ModelConfig, folder: str) -> ModelConfig:
+    """Of a model in a folder of its own. An update of the target's weights is none of that model's."""
+    return replace(
+        target, name=folder, path=folder, weights=FIRST_WEIGHTS, overrides={}, quantization=None, module=None
+    )
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

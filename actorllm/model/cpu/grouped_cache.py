@@ -80,6 +80,9 @@ class GroupedKVCache(PagedCache):
     def block_views(self, block: int) -> list[memoryview]:
         raise UnsupportedModelError("blocks of two KV groups are kept by no KV tier yet")
 
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        raise UnsupportedModelError("blocks of two KV groups are not copied between replicas yet")
+
     def pair(self, pairs: I32) -> None:
         """Blocks of the first group get partners. pairs: [2 * n], a block and its partner in turns, in their order.
 

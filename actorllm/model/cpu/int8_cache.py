@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,9 @@ from actorllm.model.cpu.attention import (
     RowsOfBlocks,
     Scoring,
     TokenPlaces,
+    blocks_in,
     capped_,
+    empty_pages,
     share_beside_sinks,
     views_of_block,
     zero_pages,
@@ -86,8 +88,10 @@ class Int8KVCache(PagedCache):
         *,
         num_slots: int,
         tails_per_slot: int = 1,
+        pages: Callable[[int], mmap.mmap] = zero_pages,
     ) -> None:
-        """num_slots: slots of rows are below this. tails_per_slot: 2 where a step may store drafts of the next block."""
+        """num_slots: slots of rows are below this. tails_per_slot: 2 where a step may store drafts of the next block. pages: where
+        its memory is from."""
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         self.num_blocks, self.block_size = num_blocks, block_size
         self.zero_block, self.padding_block = num_blocks, num_blocks + 1
@@ -98,6 +102,7 @@ class Int8KVCache(PagedCache):
         )
         # One more slot for padding, behind all others.
         tails = (num_layers, (num_slots + 1) * tails_per_slot, 2 * num_kv_heads, block_size * head_dim)
+        self._new_pages = pages
         self._pages: list[mmap.mmap] = []
         keys, values = (self._mapped(shape, torch.uint8) for shape in shapes)
         self.tails = self._mapped(tails, dtype)
@@ -112,16 +117,19 @@ class Int8KVCache(PagedCache):
         self.decodes: dict[int | None, DecodeContext] = {}
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self._pages.append(zero_pages(math.prod(shape) * dtype.itemsize))
+        self._pages.append(self._new_pages(math.prod(shape) * dtype.itemsize))
         return torch.frombuffer(self._pages[-1], dtype=torch.uint8).view(dtype).view(shape)
 
     def release(self) -> None:
         for pages in self._pages:
-            pages.madvise(mmap.MADV_DONTNEED)
+            empty_pages(pages)
 
     def block_views(self, block: int) -> list[memoryview]:
         of_layers = len(self.layers), self.num_blocks + 2, block
         return [view for pages in self._pages[:2] for view in views_of_block(pages, *of_layers)]
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        return [blocks_in(pages, len(self.layers), self.num_blocks + 2) for pages in self._pages[:2]]
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         where = torch.from_numpy(block_ids.astype(np.int64))

@@ -36,6 +36,8 @@ from actorllm.model.cpu.attention import (
     PrefillTile,
     RowsOfBlocks,
     Scoring,
+    blocks_in,
+    empty_pages,
     views_of_block,
     zero_pages,
 )
@@ -159,14 +161,15 @@ class LatentCache(PagedCache):
         dtype: torch.dtype,
         *,
         keeps_output_apart: bool = False,
+        pages: Callable[[int], mmap.mmap] = zero_pages,
     ) -> None:
-        """keeps_output_apart: output that is computed once more attends as decode rows do."""
+        """keeps_output_apart: output that is computed once more attends as decode rows do. pages: where its memory is from."""
         self.shape, self.dtype, self.keeps_output_apart = shape, dtype, keeps_output_apart
         self.num_kv_heads, self.head_dim = 1, shape.width
         self.num_blocks, self.block_size = num_blocks, block_size
         self.zero_block, self.padding_block = num_blocks, num_blocks + 1
         sizes = (num_layers, num_blocks + 2, block_size, shape.width)
-        self._pages = zero_pages(math.prod(sizes) * dtype.itemsize)
+        self._pages = pages(math.prod(sizes) * dtype.itemsize)
         self.pool = torch.frombuffer(self._pages, dtype=torch.uint8).view(dtype).view(sizes)
         self.layers = list(self.pool.unbind(0))
         self.rows = [layer.view(-1, shape.width) for layer in self.layers]
@@ -175,10 +178,13 @@ class LatentCache(PagedCache):
         self.decodes: dict[int | None, DecodeContext] = {}
 
     def release(self) -> None:  # what points to them still does
-        self._pages.madvise(mmap.MADV_DONTNEED)
+        empty_pages(self._pages)
 
     def block_views(self, block: int) -> list[memoryview]:
         return views_of_block(self._pages, len(self.layers), self.num_blocks + 2, block)
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        return [blocks_in(self._pages, len(self.layers), self.num_blocks + 2)]
 
     def zero(self, block_ids: I32, slots: I32 | None = None) -> None:
         self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cpu import invariance
-from actorllm.model.cpu.attention import KVCache, PagedCache
+from actorllm.model.cpu.attention import KVCache, PagedCache, shared_pages, zero_pages
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.draft_heads import drafting_model
 from actorllm.model.cpu.draft_passes import DraftingModel
@@ -33,9 +34,13 @@ from actorllm.model.cpu.latent import LatentCache, check_latent, working_bytes
 from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
+from actorllm.model.cpu.recurrent.cache import RecurrentCache
+from actorllm.model.cpu.recurrent.limits import check_recurrent, check_states
+from actorllm.model.cpu.recurrent.states import SlotStates
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
+from actorllm.model.families.recurrent_shapes import state_bytes
 from actorllm.model.heads import read_linear
 from actorllm.model.inputs import Drafts, PersistentBatch, StepInputs
 from actorllm.model.linear import Linear, LinearWeight
@@ -63,6 +68,7 @@ from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
+    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
     from actorllm.model.hf.transformers_backend import TransformersDecoder
@@ -134,6 +140,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._whole_plan = self.model_config
         if self._latent is not None:
             check_latent(config)
+        if self.is_recurrent:
+            check_recurrent(config)
         self.stage = Stage(config, rank)
         if isinstance(self.model_config, DecoderConfig):
             self.model_config = self.stage.part.shape_of(self.model_config)
@@ -142,6 +150,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """From pooled states, float32 [num_vectors, hidden_size], to scores, float32 [num_vectors, num_labels]."""
         self.cache: PagedCache
+        self._new_pages: Callable[[int], mmap.mmap] = zero_pages
+        """Where the memory of the cache is from."""
         self._team: Team
         self.num_threads = threads.num_threads(self.config)
         """What torch computes with. A step sets it, from the size of its products."""
@@ -249,6 +259,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     ) -> tuple[CausalLM, Callable[[torch.Tensor], torch.Tensor] | None]:
         """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
         plan, model = self.model_config, self._computed(model)
+        if model.encoder_decoder is not None:
+            from actorllm.model.encoder_decoder import loading
+
+            return loading.load(cast("EncoderDecoderPlan", plan), model, self.dtype, self._show_progress), None
         if self._is_encoder:
             from actorllm.model.hf import encoder
 
@@ -296,27 +310,30 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         source.check_unchanged()
         check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
-            staged = self._read_decoder(plan, weights, None)
+            decoder, head = self._read_decoder(plan, weights, None)
+        drafts = None if self._draft_model is None else self._draft_model.stage(decoder, source)
         source.check_unchanged()  # else it was written while it was read
-        return staged
+        return decoder, head, drafts
 
     def _stage_modules(self, source: WeightSource) -> StagedWeights:
         """As `stage_weights`, of a model that runs through transformers."""
-        if not source.is_first and (self._is_encoder or self.config.model.media is not None):
+        model = self.config.model
+        has_encoder = self._is_encoder or model.media is not None or model.encoder_decoder is not None
+        if not source.is_first and has_encoder:
             return super().stage_weights(source)
-        model = replace(self.config.model, weights=source)
+        model = replace(model, weights=source)
         source.check_unchanged()
         check_same_model(model, self.model_config, type(self))
         staged = self._read_modules(model)
         source.check_unchanged()
-        return staged
+        return *staged, None
 
     def commit_weights(self, staged: StagedWeights) -> None:
-        decoder, head = staged
+        decoder, head, drafts = staged
         if isinstance(decoder, Decoder) and isinstance(self.decoder, Decoder):
             decoder.take_adapters(self.decoder)
             if self._draft_model is not None:
-                self._draft_model.take_target(decoder)
+                self._draft_model.take_target(decoder, drafts)
         elif self._slots is not None:
             cast("TransformersDecoder", decoder).adapt(self._slots)
         self.decoder, self._head = decoder, head
@@ -338,6 +355,12 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def block_views(self, block: int) -> list[memoryview]:
         return self.cache.block_views(block)
+
+    def block_regions(self) -> list[NDArray[np.uint8]]:
+        return self.cache.block_regions()
+
+    def share_cache(self, path: str) -> None:
+        self._new_pages = shared_pages(path)
 
     def release_cache(self) -> None:
         self.cache.release()
@@ -375,7 +398,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def cache_window(self) -> int | None:
         """Where layers have a window, and blocks are as `KVCache` has them."""
         plan, config = self.model_config, self.config
-        if not isinstance(plan, DecoderConfig) or plan.latent is not None:
+        if not isinstance(plan, DecoderConfig) or plan.latent is not None or self.is_recurrent:
             return None
         is_plain = not (
             config.stages
@@ -383,7 +406,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             or config.speculation is not None
             or config.keeps_output_apart
             or self._has_int8_cache
-            or config.cache.has_tiers
+            or config.cache.has_transfers
         )
         window = max((window for window in plan.windows if window is not None), default=config.model.max_model_len)
         is_small = window < config.model.max_model_len
@@ -405,6 +428,23 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         return self.model_config.latent if isinstance(self.model_config, DecoderConfig) else None
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state of each sequence (`recurrent`)."""
+        return isinstance(self.model_config, DecoderConfig) and self.model_config.recurrent is not None
+
+    @property
+    def num_snapshots(self) -> int | None:
+        return 0 if self.is_recurrent else None
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of the states of one sequence."""
+        plan = self.model_config
+        assert isinstance(plan, DecoderConfig)
+        assert plan.recurrent is not None
+        return state_bytes(plan.recurrent, len(plan.recurrent_layers), self.dtype.itemsize)
+
+    @property
     def _has_int8_cache(self) -> bool:
         return self.config.cache.dtype == INT8
 
@@ -414,8 +454,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def fixed_cache_bytes(self) -> int:
-        """Of the second KV group; or of the tails of a cache of 8 bits, of which a page is mapped when a slot that has it is first
-        used."""
+        """Of the second KV group, of states, or of the tails of a cache of 8 bits: pages are mapped when a slot is first used."""
+        if self.is_recurrent:
+            return self._state_bytes * self.config.scheduler.max_num_seqs
         if self.cache_window is not None:
             return self._most_window_blocks * self._bytes_of_layers(windowed=True)
         if not self._has_int8_cache:
@@ -423,6 +464,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         return super().block_bytes * self._tails_per_slot * self.config.scheduler.max_num_seqs
 
     def cache_bytes_of(self, num_blocks: int) -> int:
+        if self.is_recurrent:
+            return super().cache_bytes_of(num_blocks) + self.fixed_cache_bytes
         window = self.cache_window
         if window is None:
             return super().cache_bytes_of(num_blocks)
@@ -435,6 +478,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         return self.config.window_blocks(self.cache_window, 1 << 40)
 
     def _blocks_within(self, num_bytes: int) -> int:
+        if self.is_recurrent:
+            check_states(self.config, num_bytes, self._state_bytes)
+            if not self.block_bytes:  # no layer attends: blocks are counted, and hold nothing
+                return self.config.scheduler.max_num_seqs * self._most_blocks_of_one
+            return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
         if self.cache_window is not None:  # each block has a partner, up to as many as the second group has at most
             both = self.block_bytes + self._bytes_of_layers(windowed=True)
             if num_bytes < self._most_window_blocks * both:
@@ -496,11 +544,17 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def allocate(self, num_blocks: int) -> None:
         """Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
-        shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
+        shape = (1, 1, 1) if self._is_encoder else (self._num_cached, self.decoder.num_kv_heads, c.head_dim)
         keeps_output_apart = self.config.batch_invariant or is_twin(self.scheme)
         if self._latent is not None:
             self.cache = LatentCache(
-                c.num_layers, self._latent, num_blocks, size, self.dtype, keeps_output_apart=keeps_output_apart
+                c.num_layers,
+                self._latent,
+                num_blocks,
+                size,
+                self.dtype,
+                keeps_output_apart=keeps_output_apart,
+                pages=self._new_pages,
             )
         elif self._has_int8_cache:
             self.cache = Int8KVCache(
@@ -510,16 +564,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 self.dtype,
                 num_slots=max(self.config.scheduler.max_num_seqs, costs.SIZES[-1], NUM_CHECK_ROWS),
                 tails_per_slot=self._tails_per_slot,
+                pages=self._new_pages,
             )
         else:
-            self.cache = KVCache(
-                *shape,
-                num_blocks,
-                size,
-                self.dtype,
-                keeps_output_apart=keeps_output_apart,
-                has_fixed_tiles=self.config.batch_invariant,
-            )
+            kv = self._new_kv(shape, num_blocks, keeps_output_apart) if shape[0] else None
+            if kv is None or self.is_recurrent:
+                self.cache = RecurrentCache(kv, self._new_states(), num_blocks, size)
+            else:
+                self.cache = kv
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()
@@ -528,6 +580,25 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self._draft_model is not None:
             self._draft_model.allocate(num_blocks)
         self._is_half_done = False
+
+    def _new_kv(self, shape: tuple[int, int, int], num_blocks: int, keeps_output_apart: bool) -> KVCache:
+        size, has_fixed_tiles = self.config.cache.block_size, self.config.batch_invariant
+        return KVCache(
+            *shape,
+            num_blocks,
+            size,
+            self.dtype,
+            keeps_output_apart=keeps_output_apart,
+            has_fixed_tiles=has_fixed_tiles,
+            pages=self._new_pages,
+        )
+
+    def _new_states(self) -> SlotStates:
+        plan = self.model_config
+        assert isinstance(plan, DecoderConfig)
+        assert plan.recurrent is not None
+        num_slots = max(self.config.scheduler.max_num_seqs, NUM_CHECK_ROWS)
+        return SlotStates(len(plan.recurrent_layers), plan.recurrent.states, num_slots, self.dtype)
 
     @torch.inference_mode()
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
@@ -562,7 +633,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
         num_blocks, plans = self._largest_steps()
         self.allocate(num_blocks)
-        size, seqs = self.config.cache.block_size, self.config.scheduler.max_num_seqs
+        seqs = self.config.scheduler.max_num_seqs
         before = memory.resident_bytes()
         memory.reset_peak()
         for plan in plans:
@@ -570,7 +641,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         peak = max(0, memory.peak_bytes() - before)
         samples = seqs * (1 + self.config.scheduler.num_lookahead_tokens)
         logits = min(samples * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
-        context = self.config.model.max_model_len * super().block_bytes // (size * self.model_config.num_layers)
+        c = self.model_config
+        context = self.config.model.max_model_len * 2 * self.num_kv_heads * c.head_dim * self.dtype.itemsize
         if self._latent is not None:
             context = working_bytes(self._latent, self.num_kv_heads, self.config.model.max_model_len)
         if self._has_int8_cache:  # read as float32, and in the type of the model

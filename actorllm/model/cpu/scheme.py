@@ -190,7 +190,12 @@ def _number_of_weights(plan: Plan) -> int:
     if not isinstance(plan, DecoderConfig):
         return 0
     attention = plan.head_dim * (2 * plan.num_heads + 2 * plan.num_kv_heads)
-    return plan.num_layers * plan.hidden_size * (attention + 3 * plan.intermediate_size)
+    recurrent = 0
+    if plan.recurrent is not None:
+        recurrent = sum(out * into for _, out, into in plan.recurrent.products(plan.hidden_size)) // plan.hidden_size
+    mlp = 3 * plan.intermediate_size * plan.has_mlp
+    attends, recurs = len(plan.attention_layers), len(plan.recurrent_layers)
+    return plan.hidden_size * (attends * attention + recurs * recurrent + plan.num_layers * mlp)
 
 
 def product_times(sides: Sequence[Linear], dtype: torch.dtype) -> list[tuple[float, ...]]:

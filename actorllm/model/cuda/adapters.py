@@ -1,10 +1,11 @@
 """Adapters on a device: `model.adapters` by two kernels for each adapted product, `lora_shrink` and `lora_expand`.
 
 Every adapted product has room for `max_loras` adapters there. A token's adapter is found through the state table, by the row of
-its request. So a recorded step serves requests with any adapters. What is launched does not depend on whether there are any.
+its request. So a recorded step serves requests with any adapters.
 
 Adapters read what was normed, and add to the product itself. So the launch of a product with adapters takes neither the norm
-in front of it nor what comes behind. Slots are filled in order with the steps that were launched before.
+in front of it nor what comes behind. A step in which no row has an adapter launches what it would launch without any. Slots are
+filled in order with the steps that were launched before.
 """
 
 from __future__ import annotations
@@ -55,16 +56,18 @@ class DeviceAdapted(DeviceLinear):
         return self.base.ahead
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
-        return False
+        return self._slots.step is None and self.base.fuses(num_rows, is_gated)
 
     def launch(self, x: torch.Tensor, out: torch.Tensor, **around: Any) -> None:
-        raise AssertionError("a product with adapters is never one launch")
+        assert self._slots.step is None, "a product with adapters is never one launch"
+        self.base.launch(x, out, **around)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         step = self._slots.step
-        assert step is not None, "no step has begun"
+        if step is None:
+            return self.base(x, out)
         if self.base.fuses(len(x), False):
             self.base.launch(x, out, scratch=self._scratch, pdl=step.pdl)
         else:
@@ -114,7 +117,7 @@ class DeviceSlots(Slots):
         """What all adapters are filled up to."""
         self.device = device
         self.step: StepAdapters | None = None
-        """The step whose launches are being made."""
+        """The step whose launches are being made, where some row of it may have an adapter."""
         self._layers: list[DeviceAdapted] = []
         self._targets: list[Sequence[AdaptedLayer]] = []
 

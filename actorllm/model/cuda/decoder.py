@@ -127,7 +127,7 @@ class StepTokens:
     embedded: tuple[torch.Tensor, torch.Tensor] | None = None
     """Which tokens have an embedding that the prompt brought, and those embeddings."""
     token_rows: torch.Tensor | None = None
-    """int32 [num_tokens]: of each token the row of its request in the state table, or -1. Where there are adapters."""
+    """int32 [num_tokens]: of each token the row of its request in the state table, or -1; None: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,18 @@ class DeviceModel(Protocol):
         """Make room for decode steps of up to so many rows."""
 
     def decode(
-        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+        self,
+        rows: DeviceDecodeRows,
+        cache: DeviceCache,
+        state: StateTable,
+        *,
+        is_adapted: bool = False,
+        pdl: bool = False,
     ) -> torch.Tensor:
-        """One token of every row. Returns their hidden states, [num_rows, hidden_size], in memory of the model's own."""
+        """One token of every row. Returns their hidden states, [num_rows, hidden_size], in memory of the model's own.
+
+        is_adapted: some row may have an adapter.
+        """
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         """Hidden states of any step, [num_tokens, hidden_size]."""
@@ -430,9 +439,16 @@ class DeviceDecoder:
         self.vocabulary.allocate(num_rows, self.device.torch_device)
 
     def decode(
-        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+        self,
+        rows: DeviceDecodeRows,
+        cache: DeviceCache,
+        state: StateTable,
+        *,
+        is_adapted: bool = False,
+        pdl: bool = False,
     ) -> torch.Tensor:
-        tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None, token_rows=rows.rows)
+        token_rows = rows.rows if is_adapted else None
+        tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None, token_rows=token_rows)
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
@@ -454,7 +470,9 @@ class DeviceDecoder:
 
     def kinds_of_forward(self) -> list[int]:
         layer = self.layers[0]
-        products = ((layer.qkv, False), (layer.output, False), (layer.gate_up, True))
+        products = [(layer.qkv, False), (layer.output, False), (layer.gate_up, True)]
+        if self._slots is not None:  # a product with adapters is plain, and its activation a launch of its own
+            products.append((layer.gate_up, False))
 
         def kind(num_tokens: int) -> tuple[int, list[bool]]:
             # kernels for few rows are compiled for the next power of two
@@ -481,12 +499,20 @@ class DeviceDecoder:
         self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool
     ) -> torch.Tensor:
         """All layers; the residual stream is `a.h`."""
-        config, attention = self.config, self._attention
-        scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
-        if self._slots is not None:
-            assert tokens.token_rows is not None
+        if self._slots is not None and tokens.token_rows is not None:
             assert a.hidden is not None
             self._slots.step = StepAdapters(tokens.token_rows, state.adapters, a.hidden, pdl)
+        try:
+            return self._run_layers(a, tokens, cache, state, pdl=pdl)
+        finally:
+            if self._slots is not None:
+                self._slots.step = None
+
+    def _run_layers(
+        self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool
+    ) -> torch.Tensor:
+        config, attention = self.config, self._attention
+        scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
         self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)

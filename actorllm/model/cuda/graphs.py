@@ -6,6 +6,9 @@ two steps once it has been launched kernel by kernel for MAX_MISSES times. Recor
 time. Every kernel must have been compiled before, so a part is launched once, for rows of no slot, before it is recorded.
 What cannot be recorded is launched kernel by kernel for good.
 
+Where rows may have adapters, each part that has layers is there twice: for steps in which some row has one, and for the others,
+which launch what they would launch without adapters.
+
 Owned by the runner, which says what the launches are.
 """
 
@@ -40,6 +43,32 @@ class GraphPart(Enum):
     """From there to the tokens."""
     MIXED = "mixed"
     """The forward of a step with prompts; its size is a number of tokens (`mixed`)."""
+    ADAPTED_HEAD = "head, adapters"
+    ADAPTED_LOGITS = "logits, adapters"
+    ADAPTED_FORWARD = "forward, adapters"
+    ADAPTED_MIXED = "mixed, adapters"
+
+    def of_step(self, is_adapted: bool) -> GraphPart:
+        """This part, plain, of a step in which some row has an adapter or none has."""
+        return _ADAPTED.get(self, self) if is_adapted else self
+
+    @property
+    def is_adapted(self) -> bool:
+        return self in _PLAIN
+
+    @property
+    def plain(self) -> GraphPart:
+        """The part without adapters."""
+        return _PLAIN.get(self, self)
+
+
+_ADAPTED = {
+    GraphPart.HEAD: GraphPart.ADAPTED_HEAD,
+    GraphPart.LOGITS: GraphPart.ADAPTED_LOGITS,
+    GraphPart.FORWARD: GraphPart.ADAPTED_FORWARD,
+    GraphPart.MIXED: GraphPart.ADAPTED_MIXED,
+}
+_PLAIN = {adapted: part for part, adapted in _ADAPTED.items()}
 
 
 Key = tuple[GraphPart, int]

@@ -5,6 +5,8 @@ Decode attention is launched for as many rows as there may be. Prefill attention
 cut into. Rows of no slot have no keys, and pieces of no chunk no queries. So the grids are fixed, and lengths are read from the
 device. One upload says everything: a packet of integers, which is copied to the place that the graph reads.
 
+Where rows may have adapters, a step in which none has one is another graph than one in which some has.
+
 A graph holds the forward, up to the hidden states and the clearing of what is not finite. What is sampled from them differs from
 step to step, and is launched behind it. A step that does not fit is launched kernel by kernel, without padding.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -158,10 +160,10 @@ class MixedSteps:
             tiles[: len(found)] = found
         return [kv_slots.view(np.int32), ids, positions, token_rows, rows, slots, seq_lens, starts, tiles.reshape(-1)]
 
-    def launch(self, size: int, *, pdl: bool) -> None:
-        """All launches of the step that is in place. This is what a graph holds."""
+    def launch(self, size: int, *, is_adapted: bool, pdl: bool) -> None:
+        """All launches of the step that is in place. This is what a graph holds. is_adapted: some token may have an adapter."""
         step, state = self.step(size), self._state
-        tokens, rows = step.tokens, step.tokens.decodes
+        tokens, rows = step.tokens if is_adapted else replace(step.tokens, token_rows=None), step.tokens.decodes
         assert rows is not None
         ops.step_prep(
             rows.rows,

@@ -111,6 +111,9 @@ WARM_TOKENS = 256
 MEASURED_STEPS = 1024
 """How many steps `steady_step` has room for."""
 
+_PART_OF = {Way.HEAD: GraphPart.HEAD, Way.LOGITS: GraphPart.LOGITS, Way.EDITED: GraphPart.FORWARD}
+"""What a decode step launches before its tokens are chosen, or with that."""
+
 NEVER_SORTED = 1 << 62
 """Decode rows stay in the order of the plan: the kernels balance lengths themselves."""
 
@@ -348,8 +351,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             twin._allocate(REHEARSED_BLOCKS)
             for part, size in twin._decode_parts():
                 twin._launch_part(part, size)
-            for size in twin._mixed_sizes:
-                twin._launch_part(GraphPart.MIXED, size)
+            for key in twin._mixed_parts:
+                twin._launch_part(*key)
             twin.warm_prefill()
 
     @torch.inference_mode()
@@ -361,17 +364,18 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
         for count in dict.fromkeys(min(most, count) for count in (*self.model.kinds_of_forward(), WARM_TOKENS)):
             with self.collectives.alone():  # which kinds there are may differ between ranks
-                states = self._states_of_none(count)
+                for is_adapted in self._kinds:
+                    states = self._states_of_none(count, is_adapted)
                 if not self._decodes:
                     self.model.select(states, self.device.upload(np.zeros(1, np.int64)))
 
-    def _states_of_none(self, count: int) -> torch.Tensor:
-        """Of a prompt of so many tokens, of which nothing is written."""
+    def _states_of_none(self, count: int, is_adapted: bool = False) -> torch.Tensor:
+        """Of a prompt of so many tokens, of which nothing is written. is_adapted: launch what adapters take."""
         counts = np.array([count], np.int32)
         zeros = np.zeros(count, np.int64)
         ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
         chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
-        token_rows = None if self._slots is None else self.device.upload(zeros.astype(np.int32))
+        token_rows = self.device.upload(zeros.astype(np.int32)) if is_adapted else None
         tokens = StepTokens(ids, positions, nowhere, None, chunks, token_rows=token_rows)
         states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
         ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
@@ -415,7 +419,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             of_step = max(0, peak - before) * min(rows, SIZES[-1]) // tokens
             room -= 2 * logits + of_step if self._records else logits
         if self._records:
-            room -= GRAPH_BYTES
+            room -= GRAPH_BYTES * len(self._kinds)
         return room - self._logprobs_bytes
 
     @property
@@ -441,9 +445,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._try_recording()
         smallest, *others = self.graphs.sizes
         for size in (smallest, *reversed(others)) if self._decodes else ():
-            self.graphs.want(self._way_part(size), size)
-        for size in self._mixed_sizes:
-            self.graphs.want(GraphPart.MIXED, size)
+            for is_adapted in self._kinds:
+                self.graphs.want(self._way_part(size).of_step(is_adapted), size)
+        for key in self._mixed_parts:
+            self.graphs.want(*key)
         if self.collectives.size > 1:  # the same at all ranks, whatever their loops find time for later
             while self.record_next():
                 pass
@@ -456,16 +461,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
         So no request waits for a compiler. The other sizes are recorded when there is time.
         """
-        for _ in range(2):
+        for _ in range(2 * len(self._kinds)):
             self.record_next()
         with self.device.active():
             for part, size in self._decode_parts():
                 if (part, size) not in self.graphs:
                     self._load_rows(NO_I32, -1, size)
                     self._launch_part(part, size)
-            for size in self._mixed_sizes:
-                if (GraphPart.MIXED, size) not in self.graphs:
-                    self._launch_part(GraphPart.MIXED, size)
+            for key in self._mixed_parts:
+                if key not in self.graphs:
+                    self._launch_part(*key)
             self.warm_prefill()
             ops.kv_copy(self._pool.pool, self.device.upload(np.zeros((1, 2), np.int32)))  # zeros to where zeros are
 
@@ -516,13 +521,22 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if not self._decodes:
             return []
         smallest = self.graphs.sizes[0]
-        others = ((part, smallest) for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE))
-        return [*((self._way_part(size), size) for size in self.graphs.kinds), *others]
+        parts = [(self._way_part(size), size) for size in self.graphs.kinds]
+        parts += [(GraphPart.LOGITS, smallest), (GraphPart.FORWARD, smallest)]
+        return [(part.of_step(kind), size) for kind in self._kinds for part, size in parts] + [
+            (GraphPart.CHOICE, smallest)
+        ]
 
     @property
-    def _mixed_sizes(self) -> tuple[int, ...]:
-        """Tokens of steps with prompts that may be graphs."""
-        return self.mixed.sizes if self.mixed is not None and self.graphs.is_on else ()
+    def _kinds(self) -> tuple[bool, ...]:
+        """Of steps, whether some row has an adapter: each kind has graphs of its own."""
+        return (False,) if self._slots is None else (False, True)
+
+    @property
+    def _mixed_parts(self) -> list[tuple[GraphPart, int]]:
+        """Of steps with prompts that may be graphs: their tokens."""
+        sizes = self.mixed.sizes if self.mixed is not None and self.graphs.is_on else ()
+        return [(GraphPart.MIXED.of_step(kind), size) for kind in self._kinds for size in sizes]
 
     @property
     def _max_rows(self) -> int:
@@ -628,12 +642,12 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 prefill_counts=counts,
             )
         )
-        part, size = GraphPart.FORWARD, self.graphs.size_for(num_rows)
+        size = self.graphs.size_for(num_rows)
         with self._on_device():
             self._load_rows(slots, -1, size)
             state, blocks = self.state.snapshot(), self._pool.pool[:, :num_rows].clone()
 
-            def logits_of(launch: Callable[[GraphPart, int], None]) -> torch.Tensor:
+            def logits_of(part: GraphPart, launch: Callable[[GraphPart, int], None]) -> torch.Tensor:
                 self.state.restore(state)
                 self._pool.pool[:, :num_rows].copy_(blocks)
                 found = []
@@ -643,24 +657,25 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                     found.append(self.sampler.logits[:num_rows].clone())
                 return torch.cat(found)
 
-            expected = logits_of(self._launch_part)
-            self.graphs.record((part, size))
-            if (part, size) not in self.graphs:
-                raise EngineError("it cannot be captured")
-            found = torch.stack(
-                (logits_of(self.graphs.run), logits_of(self._launch_part))
-            )  # and what it left is harmless
-            error = ((found - expected).square().mean(2).sqrt() / expected.std(1)).max()
-            errors = torch.stack((error, self._mixed_error(len(prompts), error)))
-            return float(self.device.download([errors]).wait()[0].max())
+            errors = []
+            for part in (GraphPart.FORWARD.of_step(kind) for kind in self._kinds):
+                expected = logits_of(part, self._launch_part)
+                self.graphs.record((part, size))
+                if (part, size) not in self.graphs:
+                    raise EngineError("it cannot be captured")
+                found = torch.stack(
+                    (logits_of(part, self.graphs.run), logits_of(part, self._launch_part))
+                )  # and what it left is harmless
+                errors.append(((found - expected).square().mean(2).sqrt() / expected.std(1)).max())
+            sizes = [size for _, size in self._mixed_parts if size >= len(prompts)]
+            if sizes:
+                errors += [self._mixed_error(kind, min(sizes), len(prompts)) for kind in self._kinds]
+            return float(self.device.download([torch.stack(errors)]).wait()[0].max())
 
-    def _mixed_error(self, num_tokens: int, none: torch.Tensor) -> torch.Tensor:
-        """The same of the hidden states of the step with prompts that was made last; `none` where it is no graph."""
-        size = next((size for size in self._mixed_sizes if size >= num_tokens), None)
-        if size is None:
-            return none
+    def _mixed_error(self, is_adapted: bool, size: int, num_tokens: int) -> torch.Tensor:
+        """The same of the hidden states of the step with prompts that was made last, which is a graph of this size."""
         assert self.mixed is not None
-        part, states = GraphPart.MIXED, self.mixed.step(size).states[:num_tokens]
+        part, states = GraphPart.MIXED.of_step(is_adapted), self.mixed.step(size).states[:num_tokens]
         self._launch_part(part, size)  # it writes the keys that are there
         expected = states.clone()
         self.graphs.record((part, size))
@@ -677,7 +692,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if key is None:
             return False
         with self._on_device():
-            if key[0] is GraphPart.MIXED:
+            if key[0].plain is GraphPart.MIXED:
                 assert self.mixed is not None
                 self.mixed.clear(key[1])
             else:
@@ -705,14 +720,15 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _launch_part(self, part: GraphPart, size: int) -> None:
         """All launches of a part, for the rows that are in place. This is what a graph holds."""
+        is_adapted, part = part.is_adapted, part.plain
         if part is GraphPart.MIXED:
             assert self.mixed is not None
-            self.mixed.launch(size, pdl=self.device.uses_pdl)
+            self.mixed.launch(size, is_adapted=is_adapted, pdl=self.device.uses_pdl)
             return
         rows, pdl = self._rows_for(size), self.device.uses_pdl
         if part is not GraphPart.CHOICE:
             self._prepare_rows(rows)
-            hidden = self.model.decode(rows, self._pool, self.state, pdl=pdl)
+            hidden = self.model.decode(rows, self._pool, self.state, is_adapted=is_adapted, pdl=pdl)
             if part is GraphPart.HEAD:
                 assert self.model.head is not None
                 self.sampler.from_hidden(hidden, self.model.head, rows.rows, pdl=pdl)
@@ -850,13 +866,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         size = handle.size = self.graphs.size_for(inputs.num_decodes)
         self._load_rows(inputs.decode_slots, inputs.decode_version, size)
         handle.rows = self._decode_rows.rows[:size]
-        match sampling.how:
-            case Way.HEAD:
-                self.graphs.run(GraphPart.HEAD, size)
-            case Way.LOGITS:
-                self.graphs.run(GraphPart.LOGITS, size)
-            case Way.EDITED:
-                self.graphs.run(GraphPart.FORWARD, size)
+        part = _PART_OF[sampling.how]
+        self.graphs.run(part.of_step(inputs.adapter_ids is not None), size)
 
     def _launch_prefill(self, handle: CudaHandle) -> None:
         """Of a step with prompts: everything up to the logits, or to the hidden states where no logits are needed."""
@@ -895,7 +906,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if size is not None:
             assert self.mixed is not None
             step = self.mixed.load(size, inputs)
-            self.graphs.run(GraphPart.MIXED, size)
+            self.graphs.run(GraphPart.MIXED.of_step(inputs.adapter_ids is not None), size)
             # A copy: the step may wait for its sampling while the next one runs.
             return step.states, step.is_finite[inputs.num_decodes : len(inputs.token_ids)].clone()
         tokens = self._tokens(inputs)
@@ -919,7 +930,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if inputs.embedded is not None:
             vectors = self.device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
             embedded = (self.device.upload(inputs.embedded), vectors)
-        token_rows = None if self._slots is None else self.device.upload(rows_of_tokens(inputs))
+        token_rows = None if inputs.adapter_ids is None else self.device.upload(rows_of_tokens(inputs))
         return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded, token_rows)
 
     def _chunks(self, inputs: StepInputs) -> PrefillRows:

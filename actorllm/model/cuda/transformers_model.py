@@ -122,7 +122,13 @@ class DeviceTransformers:
         self.attention = attention
 
     def decode(
-        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+        self,
+        rows: DeviceDecodeRows,
+        cache: DeviceCache,
+        state: StateTable,
+        *,
+        is_adapted: bool = False,
+        pdl: bool = False,
     ) -> torch.Tensor:
         return self.forward(StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None), cache, state)
 

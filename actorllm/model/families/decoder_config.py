@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.families.recurrent_shapes import RecurrentShape
 from actorllm.model.rope import ROPE_TYPES
 from actorllm.types.quantization import read_checkpoint
 
@@ -21,9 +22,18 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
+Mixer: TypeAlias = Literal["attention", "recurrent", "both"]
+"""both: side by side, each of what the layer reads."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What the parts of a layer are called in a checkpoint, behind `model.layers.N.`."""
+
+    model: str = "model"
+    """What the names of all tensors but the head begin with."""
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One name: the three are one tensor, one below the other."""
@@ -65,6 +75,8 @@ class ExpertShape:
     down: str = "down_proj"
     is_stacked: bool = False
     """A tensor has a dimension more, for the experts, and inputs before outputs."""
+    has_halves: bool = False
+    """Of stacked experts: outputs before inputs, all gates before the first up, and no biases."""
     has_bias: bool = False
     has_router_bias: bool = False
     swiglu: tuple[float, float] | None = None
@@ -82,6 +94,8 @@ class ExpertShape:
     shared_size: int | None = None
     """Intermediate size of an MLP beside the experts that every token takes; None: there is none."""
     shared: str = "mlp.shared_experts"
+    shared_names: tuple[tuple[str, ...], str] | None = None
+    """Its products, as `gate_up` and `down`; None: they are called as those of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +167,43 @@ class DecoderConfig:
     """What attention and MLP add to the residual stream goes through a norm."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what mixer and MLP add to the residual stream."""
+    logits_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Of the gate, before its activation, and of what the MLP adds to the stream."""
+    attention_output_scale: float = 1.0
+    """Of what attention adds to the stream."""
+    rotates: bool = True
+    """False: queries and keys of attention say nothing of positions."""
     experts: ExpertShape | None = None
     """Of the layers that have experts in the place of the MLP."""
     has_sinks: bool = False
     """Each head has a score that takes part in the softmax and has no value."""
     latent: LatentShape | None = None
     """In the place of keys and values of heads. `head_dim` is then that of a query."""
+    recurrent: RecurrentShape | None = None
+    """Of the layers that keep a state of a sequence in the place of its keys and values."""
+    mixers: tuple[Mixer, ...] = ()
+    """What mixes the tokens of each layer; none: attention in all of them."""
+    has_mlp: bool = True
+    """False: a layer is its mixer alone."""
     num_draft_layers: int = 0
     """Layers of the checkpoint behind the others that guess tokens; they are not read."""
+
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of a layer."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values, in their order in the cache."""
+        return tuple(i for i in range(self.num_layers) if self.mixer(i) != "recurrent")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers with a state, in their order among states."""
+        return tuple(i for i in range(self.num_layers) if self.mixer(i) != "attention")
 
     @property
     def rotary_dim(self) -> int:
@@ -221,7 +264,7 @@ class DecoderConfig:
         return cls(**(common | differences))
 
 
-NO_SWITCHES = {"names", "has_head", "num_draft_layers"}
+NO_SWITCHES = {"names", "has_head", "num_draft_layers", "mixers"}
 """Fields with defaults that are the same to every backend."""
 
 

@@ -21,6 +21,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+MAX_DRAFT_LAYERS = 64
+
+
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     method = hf.get("topk_method") or "greedy"
@@ -90,9 +93,9 @@ def latent_decoder(hf: Mapping[str, Any], *, is_interleaved: bool, **experts: An
             **experts,
         )
     drafts = hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
-    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
+    if isinstance(drafts, bool) or not isinstance(drafts, int) or not 0 <= drafts <= MAX_DRAFT_LAYERS:
         raise CorruptModelError(
-            f"config.json: num_nextn_predict_layers is {drafts!r:.80}, a number of layers is needed"
+            f"config.json: num_nextn_predict_layers is {drafts!r:.80}, a number of layers up to {MAX_DRAFT_LAYERS} is needed"
         )
     heads = positive(hf, "num_attention_heads")
     return DecoderConfig.from_hugging_face(

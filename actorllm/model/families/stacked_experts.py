@@ -1,4 +1,4 @@
-"""Experts whose weights are one tensor for all of a layer, as gpt-oss has them: in floats or in mxfp4.
+"""Experts whose weights are one tensor for all of a layer, as gpt-oss and Granite have them: in floats or in mxfp4.
 
 Weights in mxfp4 (`model.quantization.float4`) are read to floats, exactly. Called by `tensors`.
 """
@@ -32,6 +32,13 @@ class StackedExperts:
         """
         shape, size = self._shape, self._shape.intermediate_size
         (pairs,) = shape.gate_up
+        if shape.has_halves:
+            both, weight = (
+                self._whole(pairs, number, 2 * size, self._hidden_size),
+                self._whole(shape.down, number, self._hidden_size, size),
+            )
+            gate_up = form.of(torch.cat([half[part] for half in (both[:size], both[size:])]))
+            return gate_up, form.of(weight[:, part].contiguous())
         both, bias = self._layer(pairs, number, 2 * size, self._hidden_size)
         halves = [slice(start, None, 2) for start in (0, 1)]  # gate and up take turns
         gate_up = form.of(
@@ -39,6 +46,11 @@ class StackedExperts:
         )
         weight, bias = self._layer(shape.down, number, self._hidden_size, size)
         return gate_up, form.of(weight[:, part].contiguous(), bias if adds_bias else None)
+
+    def _whole(self, name: str, number: int, out_features: int, in_features: int) -> torch.Tensor:
+        """[out_features, in_features] of one expert."""
+        count, one = self._shape.num_experts, slice(number, number + 1)
+        return self._weights.take(f"{self._prefix}{name}.weight", count, out_features, in_features, rows=one)[0]
 
     def _layer(self, name: str, number: int, out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[out_features, in_features] and [out_features] of one expert."""

@@ -15,6 +15,7 @@ import torch
 
 from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
+from actorllm.model.families.recurrent_tensors import RecurrentTensors, recurrent_tensors
 from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
@@ -63,7 +64,9 @@ class LayerTensors:
     """One layer, as the checkpoint has it; a norm that the shape does not have is None."""
 
     qkv: LinearWeight
+    """The first product of the layer, of a recurrent one as well. Where a layer has both, that of attention."""
     output: LinearWeight
+    """What the mixer adds to the stream is made by it."""
     gate_up: LinearWeight | None
     down: LinearWeight | None
     experts: ExpertTensors | None
@@ -77,6 +80,7 @@ class LayerTensors:
     sinks: torch.Tensor | None
     """float32, of this rank's heads."""
     latent: LatentTensors | None = None
+    recurrent: RecurrentTensors | None = None
 
 
 class DecoderTensors:
@@ -94,7 +98,8 @@ class DecoderTensors:
         """Rows of the ids that are this rank's."""
         size = self._config.vocab_size
         rows = self._part(self._ranks.part(size))
-        return self._weights.take("model.embed_tokens.weight", size, self._config.hidden_size, rows=rows)
+        names = self._config.names
+        return self._weights.take(f"{names.model}.{names.embedding}.weight", size, self._config.hidden_size, rows=rows)
 
     @property
     def embedding_scale(self) -> float:
@@ -110,7 +115,8 @@ class DecoderTensors:
         return self._form.sharded(self._weights, "lm_head", c.vocab_size, c.hidden_size, rows=rows)
 
     def norm(self) -> torch.Tensor:
-        return self._norm("model.norm", self._config.hidden_size)
+        names = self._config.names
+        return self._norm(f"{names.model}.{names.final_norm}", self._config.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         c, share, names = self._config, self.share, self._config.names
@@ -122,8 +128,12 @@ class DecoderTensors:
             self._ranks.part(c.intermediate_size),
         )
         out_size, out_part = q_size, q_part
-        latent = None
-        if c.latent is not None:
+        latent = recurrent = None
+        if c.recurrent is not None and c.mixer(index) != "attention":
+            recurrent = recurrent_tensors(prefix, c.recurrent, self._weights, self._form, c.hidden_size)
+        if recurrent is not None and c.mixer(index) == "recurrent":
+            qkv, output = recurrent.first, recurrent.last
+        elif c.latent is not None:
             out_size, out_part = c.num_heads * c.latent.value_dim, _times(share.heads, c.latent.value_dim)
             qkv, latent = self._latent(prefix, c.latent)
         else:
@@ -134,8 +144,12 @@ class DecoderTensors:
         def norm(name: str, is_there: bool) -> torch.Tensor | None:
             return self._norm(prefix + name, c.hidden_size) if is_there else None
 
+        if c.mixer(index) != "recurrent":
+            output = self._summed(prefix + names.output, out_size, out_part, c.has_output_bias)
         qk_norms = None
-        if c.qk_norm == "head":
+        if c.mixer(index) == "recurrent":
+            pass
+        elif c.qk_norm == "head":
             qk_norms = (
                 self._norm(prefix + names.qk_norms[0], c.head_dim),
                 self._norm(prefix + names.qk_norms[1], c.head_dim),
@@ -146,24 +160,25 @@ class DecoderTensors:
         gate_up = down = experts = None
         if self._has_experts(index):
             experts = self._experts(prefix)
-        else:
+        elif c.has_mlp:
             gate_up = self._side_by_side(
                 prefix, names.gate_up, (c.intermediate_size,) * 2, (inner_part,) * 2, c.has_mlp_bias
             )
             down = self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias)
         return LayerTensors(
             qkv=qkv,
-            output=self._summed(prefix + names.output, out_size, out_part, c.has_output_bias),
+            output=output,
             gate_up=gate_up,
             down=down,
             experts=experts,
             input_norm=norm(names.input_norm, c.norms_inputs),
             output_norm=norm(names.output_norm, c.norms_outputs),
-            mlp_norm=norm(names.mlp_norm, c.norms_inputs),
+            mlp_norm=norm(names.mlp_norm, c.norms_inputs and c.has_mlp),
             mlp_output_norm=norm(names.mlp_output_norm, c.norms_outputs),
             qk_norms=qk_norms,
             sinks=self._sinks(prefix) if c.has_sinks else None,
             latent=latent,
+            recurrent=recurrent,
         )
 
     def _latent(self, prefix: str, shape: LatentShape) -> tuple[LinearWeight, LatentTensors]:
@@ -200,7 +215,7 @@ class DecoderTensors:
 
     def _prefix(self, index: int) -> str:
         """index: of a layer within the part."""
-        return f"model.layers.{self._model_part.first_layer + index}."
+        return f"{self._config.names.model}.layers.{self._model_part.first_layer + index}."
 
     def _sinks(self, prefix: str) -> torch.Tensor:
         heads = self._part(self.share.heads)
@@ -307,9 +322,10 @@ class DecoderTensors:
             correction = self._weights.take(name, shape.num_experts, dtype=torch.float32).float()
         if shape.shared_size is not None:
             base, inner = f"{prefix}{shape.shared}.", ranks.part(shape.shared_size)
+            gate_up, down = shape.shared_names or (shape.gate_up, shape.down)
             shared = (
-                self._side_by_side(base, shape.gate_up, (shape.shared_size,) * 2, (inner, inner), False),
-                self._summed(base + shape.down, shape.shared_size, inner, False),
+                self._side_by_side(base, gate_up, (shape.shared_size,) * 2, (inner, inner), False),
+                self._summed(base + down, shape.shared_size, inner, False),
             )
         return ExpertTensors(router.float(), bias, correction, shared, numbers, read)
 

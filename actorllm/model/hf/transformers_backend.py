@@ -62,6 +62,7 @@ from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
 from actorllm.model.weights import UPDATE, tensors_of_version
+from actorllm.types.encoder_decoder import ARCHITECTURES as ENCODER_DECODERS
 from actorllm.types.media_rules import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,9 @@ def _twin_to_trace(module: Any, architecture: str) -> Any:
 def _check_config(config: Any, architecture: str) -> None:
     """What needs no look at the model."""
     if getattr(config, "is_encoder_decoder", False):
-        raise refused(architecture, "it is an encoder with a decoder; only decoders are served")
+        raise refused(
+            architecture, f"it is an encoder with a decoder; of such models served are {', '.join(ENCODER_DECODERS)}"
+        )
     parts = [name for name in MEDIA_PARTS if getattr(config, name, None) is not None]
     if parts and architecture in ARCHITECTURES:
         return

@@ -12,6 +12,7 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.cpu.latent import check_latent
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.recurrent_shapes import state_bytes
 from actorllm.model.linear import Form
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of, open_weights
@@ -60,15 +61,19 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     layers: list[tuple[str, int, int]] = []
     wide: list[tuple[tuple[str, ...], tuple[int, ...]]]
     for index in range(c.num_layers):
-        prefix = f"model.layers.{index}."
-        wide = [(names.qkv, (q_size, kv_size, kv_size))]
-        narrow = [(names.output, q_size)]
+        prefix = f"{names.model}.layers.{index}."
+        wide, narrow = [], []
+        if c.mixer(index) != "recurrent":
+            wide, narrow = [(names.qkv, (q_size, kv_size, kv_size))], [(names.output, q_size)]
+        if c.recurrent is not None and c.mixer(index) != "attention":
+            products = c.recurrent.products(c.hidden_size)
+            layers += [(prefix + name, outputs, inputs) for name, outputs, inputs in products]
         if c.experts is not None and c.experts.layers[index]:
             for number in range(c.experts.num_experts):
                 base, size = f"{c.experts.experts}.{number}.", c.experts.intermediate_size
                 wide.append((tuple(base + name for name in c.experts.gate_up), (size, size)))
                 narrow.append((base + c.experts.down, size))
-        else:
+        elif c.has_mlp:
             wide.append((names.gate_up, (c.intermediate_size,) * 2))
             narrow.append((names.down, c.intermediate_size))
         for found, sizes in wide:
@@ -95,11 +100,11 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
 def described_changes(plan: Plan, model: ModelConfig) -> str | None:
     """How far the weights of the first layer are from those of the files, by what they become. Reads that layer.
 
-    None: no weight is quantized, or the layer has experts. Raises ModelError.
+    None: no weight is quantized, or the layer has experts, or layers are recurrent. Raises ModelError.
     """
     if model.quantization is None or not isinstance(plan, DecoderConfig):
         return None
-    if plan.experts is not None and plan.experts.layers[0]:
+    if (plan.experts is not None and plan.experts.layers[0]) or plan.recurrent is not None:
         return None  # whose names a rank reads by itself
     form, c, names = form_of(model), plan, plan.names
     q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
@@ -136,6 +141,10 @@ def described_cache(plan: Plan, config: EngineConfig) -> str:
     if isinstance(plan, DecoderConfig) and plan.latent is not None:
         check_latent(config)
         plain = plan.num_layers * plan.latent.width * width
+    if isinstance(plan, DecoderConfig) and plan.recurrent is not None:
+        plain = plain // plan.num_layers * len(plan.attention_layers)
+        size = state_bytes(plan.recurrent, len(plan.recurrent_layers), width)
+        return f"{config.model.dtype}, {plain:,} bytes a token, and {size:,} bytes a sequence for states"
     if config.cache.dtype == "auto":
         return f"{config.model.dtype}, {plain:,} bytes a token"
     small = plan.num_layers * block_bytes(plan.num_kv_heads, plan.head_dim, size) / size

@@ -73,6 +73,18 @@ class TransferStatistics:
     num_stores: int
     num_stored_blocks: int
     store_s: float
+    num_handed_off: int
+    """Prompts whose blocks were leased to another replica."""
+    num_leases: int
+    num_expired_leases: int
+    """Leases that no reader has said it needs no more."""
+    num_pulls: int
+    num_pulled_blocks: int
+    """That were copied from another replica."""
+    num_lost_leases: int
+    """Leases that were over before all was copied."""
+    pull_s: float
+    """Time that copying took."""
     costs: TransferCostStatistics
 
 

@@ -11,8 +11,14 @@ cache. After that the request waits for a slot like any other, and finds them th
 blocks the first loads it; the others find it, too. Preempted requests come first, then priority and arrival decide. A request
 waits for no longer than computing would take. A load that fails, or finds less than was promised, makes its requests compute.
 
+Blocks that are reserved may be those of a request that has just ended, and steps that are under way may still write to them. So
+they are filled once every step that was launched before is answered, also those that are void.
+
+*Hand-offs.* A request that another replica has computed the prompt of comes with a lease on its blocks there (`leases`). It is
+loaded in the same way, from the memory of that replica. A lease that is over costs a prompt that is computed here.
+
 What was forgotten (`PrefixCache.forget`, `reset`) while a transfer was under way is not published, and is removed from the
-tiers.
+tiers. Leases of it end.
 
 Pure: what is to be moved is returned by `next`, and the caller says what became of it. Invariants (`check_integrity`): a
 request that waits for a load is blocked or preempted. The blocks of every transfer under way are held. Owned by Scheduler.
@@ -31,12 +37,13 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES
-from actorllm.messages import I32
+from actorllm.messages import I32, I64
 from actorllm.scheduling.batch import Batch
-from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import FINISHED, Sequence, State
 from actorllm.scheduling.telemetry.statistics import TransferStatistics
+from actorllm.scheduling.tiers.leases import Leases, LeaseTable
 from actorllm.scheduling.tiers.transfer_costs import TransferCosts
 
 MAX_LOADS = 2
@@ -67,6 +74,30 @@ class Directory(Protocol):
         """Nothing that they have now is found any more."""
 
 
+class NoTiers:
+    """A directory of nothing: KV comes from other replicas alone."""
+
+    def count(self, hashes: bytes) -> int:
+        return 0
+
+    def missing(self, hashes: bytes) -> list[bool]:
+        return [False] * (len(hashes) // HASH_BYTES)
+
+    def remove(self, hashes: bytes) -> None: ...
+    def forget_all(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Borrowed:
+    """What a request may take of another replica's memory."""
+
+    lease: I64
+    num_blocks: int
+    """That the lease has: the first ones of the prompt."""
+    digest: bytes = b""
+    """The hash of the last of them, as the request has it."""
+
+
 @dataclass(slots=True, eq=False)
 class BlockLoad:
     """Blocks that are being filled."""
@@ -80,6 +111,11 @@ class BlockLoad:
     began: float
     is_void: bool = False
     """Everything was forgotten meanwhile."""
+    source: Borrowed | None = None
+    """Where they are copied from; None: a tier."""
+    after: int = 0
+    """The last step that may still write to them."""
+    is_begun: bool = False
 
     @property
     def wanted(self) -> bytes:
@@ -115,22 +151,32 @@ class Transfers:
         kv: KVCacheManager,
         cache: PrefixCache,
         batch: Batch,
+        ledger: Ledger,
         go_on: Callable[[Sequence], None],
         *,
         max_load_blocks: int = 256,
         max_store_blocks: int = 64,
+        lends: LeaseTable | None = None,
     ) -> None:
-        """go_on: what becomes of a request that waits for no load any more. It may ask `holds` again, and is told no once."""
+        """lends: where other replicas see what they may copy of this one; None: nothing. go_on: what becomes of a request that
+        waits for no load any more. It may ask `holds` again, and is told no once."""
         if kv.index is None:
             raise ValueError("tiers keep what a prefix cache finds, and there is none")
         self._directory = directory
         self._kv, self._index = kv, kv.index
         self._cache = cache
         self._batch = batch
+        self._ledger = ledger
+        self._last_answered = self._last_void = 0
         self._go_on = go_on
         self._max_load = max_load_blocks
         # Blocks that are held are missing elsewhere: a small part of the pool.
         self._max_store = max(1, min(max_store_blocks, kv.pool.num_blocks // 16))
+        self.leases = None if lends is None else Leases(lends, kv, batch)
+        """What other replicas copy; None: nothing."""
+        self._borrowed: dict[Sequence, Borrowed] = {}
+        self.given_back: list[I64] = []
+        """Leases that are needed no more; the caller empties it, and tells their lenders."""
         self.costs = TransferCosts(kv.block_size)
         self.waiting: dict[Sequence, LoadWait] = {}
         self._passed: set[Sequence] = set()
@@ -145,10 +191,23 @@ class Transfers:
         self._num_loads = self._num_loaded = self._num_short = self._num_given_up = self._num_stores = 0
         self._num_stored = 0
         self._load_s = self._store_s = 0.0
+        self._num_pulls = self._num_pulled = self._num_lost_leases = 0
+        self._pull_s = 0.0
         kv.on_evict = self._on_evict
         cache.on_forget = self._on_forget
 
     # What the scheduler tells
+
+    def borrow(self, sequence: Sequence) -> None:
+        """A request comes with a lease on blocks of another replica."""
+        lease = sequence.submit.kv_lease
+        if lease.size == 4 and 0 < lease.item(3) <= len(sequence.hashes) // HASH_BYTES:
+            self._borrowed[sequence] = Borrowed(lease[:3], lease.item(3))
+
+    def _give_back(self, sequence: Sequence) -> None:
+        borrowed = self._borrowed.pop(sequence, None)
+        if borrowed is not None:
+            self.given_back.append(borrowed.lease)
 
     def reused(self, blocks: I32) -> None:
         """A request takes over these blocks of the prefix cache."""
@@ -158,6 +217,14 @@ class Transfers:
     def preempted(self, blocks: I32) -> None:
         """A request that comes back leaves these, its first ones."""
         self._urgent.append(blocks)
+
+    def answered(self, step: int) -> None:
+        """The workers are through with this step."""
+        self._last_answered = step
+
+    def void(self, step: int) -> None:
+        """Steps up to this one do not count. The workers may be at them still."""
+        self._last_void = step
 
     def observe_step(self, record: StepRecord, seconds: float) -> None:
         self.costs.observe_step(record.num_tokens - record.num_decode, record.num_tokens, seconds)
@@ -175,6 +242,8 @@ class Transfers:
             self._store.is_void = True
         self._is_worthy[:] = False
         self._urgent.clear()
+        if self.leases is not None:
+            self.leases.drop_all()
 
     def lose_workers(self) -> None:
         """The workers are gone, and what was under way. Until `end_loss`, requests are only noted."""
@@ -186,6 +255,10 @@ class Transfers:
             self._store = None
         for wait in self.waiting.values():
             wait.until = math.inf
+        if self.leases is not None:
+            self.leases.era = None
+            self.leases.drop_all()
+        self._last_void = 0
         self._is_losing = True
 
     def end_loss(self) -> None:
@@ -198,6 +271,8 @@ class Transfers:
 
     def _on_forget(self, hashes: bytes) -> None:
         self._directory.remove(hashes)
+        if self.leases is not None:
+            self.leases.forget(hashes[:HASH_BYTES])
         for load in self._loads:
             load.is_void |= load.hashes[:HASH_BYTES] == hashes[:HASH_BYTES]
 
@@ -214,7 +289,9 @@ class Transfers:
             self.waiting[sequence] = LoadWait(MAX_WAIT_S)
             return True
         num_blocks = self._num_loadable(sequence)
-        if not num_blocks or not self.costs.is_load_faster(num_blocks):
+        is_borrowed = sequence in self._borrowed  # its frontend has found that this is sooner
+        if not num_blocks or not (is_borrowed or self.costs.is_load_faster(num_blocks)):
+            self._give_back(sequence)
             return False
         self.waiting[sequence] = LoadWait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
         return True
@@ -226,6 +303,9 @@ class Transfers:
         self._cache.look_up(sequence)
         most = min(len(sequence.hashes) // HASH_BYTES, (sequence.known.size - 1) // self._kv.block_size)
         first = sequence.hits.size
+        borrowed = self._borrowed.get(sequence)
+        if borrowed is not None and borrowed.num_blocks > first:
+            return min(borrowed.num_blocks, most) - first
         return self._directory.count(
             sequence.hashes[HASH_BYTES * first : HASH_BYTES * min(most, first + self._max_load)]
         )
@@ -233,6 +313,7 @@ class Transfers:
     def _pass(self, sequence: Sequence) -> None:
         """A request waits no more."""
         del self.waiting[sequence]
+        self._give_back(sequence)
         if sequence.slot < 0 and sequence.num_preemptions:
             self._passed.add(sequence)
         self._go_on(sequence)
@@ -240,8 +321,9 @@ class Transfers:
 
     @property
     def next_deadline(self) -> float:
-        """When a request has waited long enough; infinity: none waits."""
-        return min((wait.until for wait in self.waiting.values()), default=math.inf)
+        """When a request has waited long enough, or a lease is over; infinity: there is neither."""
+        first = min((wait.until for wait in self.waiting.values()), default=math.inf)
+        return first if self.leases is None else min(first, self.leases.next_deadline)
 
     @property
     def is_moving(self) -> bool:
@@ -255,7 +337,16 @@ class Transfers:
 
         is_idle: there is nothing to compute.
         """
-        jobs: list[BlockLoad | BlockStore] = list(self._next_loads(now)) if self.waiting else []
+        if self.leases is not None and self.leases.num_leases:
+            self.leases.sweep(now)
+        if self.waiting:
+            self._next_loads(now)
+        jobs: list[BlockLoad | BlockStore] = []
+        if self._last_answered >= self._last_void:
+            for load in self._loads:
+                if not load.is_begun and load.after <= self._ledger.last_done:
+                    load.is_begun = True
+                    jobs.append(load)
         if self._store is None and (self._urgent or self._may_be_worthy):
             blocks = self._next_stored(is_idle)
             if blocks.size:
@@ -265,13 +356,13 @@ class Transfers:
                 jobs.append(self._store)
         return jobs
 
-    def _next_loads(self, now: float) -> list[BlockLoad]:
-        begun: list[BlockLoad] = []
+    def _next_loads(self, now: float) -> None:
         num_stuck = 0
         under_way = {load.wanted[:HASH_BYTES] for load in self._loads}
         for sequence in sorted(self.waiting, key=lambda s: (not s.has_started, s.priority, s.arrival_index)):
             if sequence.state is FINISHED:
                 del self.waiting[sequence]
+                self._give_back(sequence)
                 continue
             wait = self.waiting[sequence]
             if wait.until == math.inf:
@@ -298,12 +389,16 @@ class Transfers:
                 continue
             self._kv.hold(found)
             blocks = self._kv.reserve(num_blocks)
-            load = BlockLoad(sequence.hashes[: HASH_BYTES * (found.size + num_blocks)], found, blocks, now)
+            source = self._borrowed.get(sequence)
+            if source is not None and source.num_blocks <= found.size:
+                source = None
+            elif source is not None:  # of now: the weights may have changed since it came
+                source.digest = sequence.hashes[HASH_BYTES * (source.num_blocks - 1) : HASH_BYTES * source.num_blocks]
+            hashes = sequence.hashes[: HASH_BYTES * (found.size + num_blocks)]
+            load = BlockLoad(hashes, found, blocks, now, source=source, after=self._ledger.last_step)
             self._loads.append(load)
             under_way.add(first)
-            begun.append(load)
             num_stuck += 1
-        return begun
 
     def _num_unheld(self, blocks: I32) -> int:
         """How many of these are free now."""
@@ -364,19 +459,29 @@ class Transfers:
             return  # the workers were lost meanwhile
         self._loads.remove(load)
         num_good = max(0, min(num_good, load.blocks.size))
-        self._num_loads += 1
-        self._load_s += seconds
+        self._count(load, num_good, seconds, now)
         good, bad = load.blocks[:num_good], load.blocks[num_good:]
         blocks = np.concatenate((load.found, good))
         if num_good and not load.is_void:
+            self._cache.publish_loaded(load.hashes[: HASH_BYTES * blocks.size], blocks)
+        self._kv.let_go(np.concatenate((bad, blocks)))
+        if bad.size:
+            self._give_up(load.wanted[HASH_BYTES * num_good :][:HASH_BYTES])
+
+    def _count(self, load: BlockLoad, num_good: int, seconds: float, now: float) -> None:
+        is_short = num_good < load.blocks.size
+        if load.source is not None:
+            self._num_pulls += 1
+            self._num_pulled += num_good
+            self._num_lost_leases += is_short
+            self._pull_s += seconds
+            return
+        self._num_loads += 1
+        self._num_short += is_short
+        self._load_s += seconds
+        if num_good and not load.is_void:
             self._num_loaded += num_good
             self.costs.observe_load(num_good, seconds, now - load.began)
-            self._cache.publish_loaded(load.hashes[: HASH_BYTES * blocks.size], blocks)
-        self._kv.let_go(bad, zero=True)
-        self._kv.let_go(blocks)
-        if bad.size:
-            self._num_short += 1
-            self._give_up(load.wanted[HASH_BYTES * num_good :][:HASH_BYTES])
 
     def _give_up(self, lacking: bytes) -> None:
         """The block of this hash cannot be loaded: those that it comes next for compute it."""
@@ -416,6 +521,13 @@ class Transfers:
             num_stores=self._num_stores,
             num_stored_blocks=self._num_stored,
             store_s=self._store_s,
+            num_handed_off=0 if self.leases is None else self.leases.num_granted,
+            num_leases=0 if self.leases is None else self.leases.num_leases,
+            num_expired_leases=0 if self.leases is None else self.leases.num_expired,
+            num_pulls=self._num_pulls,
+            num_pulled_blocks=self._num_pulled,
+            num_lost_leases=self._num_lost_leases,
+            pull_s=self._pull_s,
             costs=self.costs.statistics(),
         )
 
@@ -426,5 +538,6 @@ class Transfers:
             assert may_wait, f"{sequence.key} waits for a load and is {sequence.state}"
         held = [load.found for load in self._loads] + [load.blocks for load in self._loads]
         held += [] if self._store is None else [self._store.blocks]
+        held += [] if self.leases is None else [self.leases.held]
         counts = np.bincount(np.concatenate(held), minlength=self._kv.pool.num_blocks) if held else 0
         assert np.all(self._kv.num_held == counts), "blocks are held for no transfer, or not held for one"

@@ -23,6 +23,12 @@ from actorllm.types.outputs import CompletionOutput
 
 DELTA_HEAD = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":'  # and the number
 
+FAILURES = {
+    **dict.fromkeys(("BadRequestError", "invalid_request_error"), "invalid_prompt"),
+    **dict.fromkeys(("RateLimitError", "requests"), "rate_limit_exceeded"),
+}
+"""The code of a failed response, by the type of the error in either format of the envelope."""
+
 
 class ResponsesShape(ItemShape):
     CONTENT_TYPE = b"text/event-stream; charset=utf-8"
@@ -67,8 +73,7 @@ class ResponsesShape(ItemShape):
     def failure(self, body: bytes) -> bytes:
         """body: the error as in OpenAI's envelope."""
         error = orjson.loads(body)["error"]
-        kind = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error["code"], "server_error")
-        told = {"code": kind, "message": error["message"]}
+        told = {"code": FAILURES.get(error["type"], "server_error"), "message": error["message"]}
         tree = self.response("failed", error=told)
         if self.on_end is not None:
             self.on_end(tree)

@@ -34,6 +34,7 @@ from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
 from actorllm.slo.sessions import SESSION_WORKLOADS
 from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
+from actorllm.slo.tiers import TierShape
 from actorllm.slo.traces import FORMATS, SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
     Workload,
@@ -134,13 +135,16 @@ class Scenario:
             del values["max_concurrency"]
         if not self.shape.stages:
             del values["shape"]["stages"], values["shape"]["hop_s"]
+        if not self.shape.tiers:
+            del values["shape"]["tiers"]
         return values
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scenario:
         values = _known(cls, given)
         shape = _known(EngineShape, values["shape"])
-        values["shape"] = EngineShape(**shape | {"stages": tuple(shape.get("stages", ()))})
+        tiers = tuple(TierShape(**_known(TierShape, one)) for one in shape.get("tiers", ()))
+        values["shape"] = EngineShape(**shape | {"stages": tuple(shape.get("stages", ())), "tiers": tiers})
         values["tenants"] = tuple(values["tenants"])
         return cls(**values)
 

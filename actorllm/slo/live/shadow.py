@@ -13,8 +13,10 @@ What it decides differently, and what becomes of promises, is told beside what w
 is that of the policies. What the engine's own policy gives in the simulation differs from the measurement by the error of the
 simulation.
 
-A thread of this process does it, in at most `budget` of one core. It keeps MAX_PENDING requests; those beyond, and failed ones,
-are left out and counted. Without a shadow the engine keeps nothing. One replica.
+Of several replicas each has two simulations of its own, on the requests that its router gave it: the router decides as it did.
+
+A thread of this process does it, in at most `budget` of one core. It keeps MAX_PENDING requests of a replica; those beyond, and
+failed ones, are left out and counted. Without a shadow the engine keeps nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -51,6 +55,8 @@ MAX_NUMBERS = 1 << 15
 """Requests of a simulation that are under way at a time; the numbers of those that have ended are used again."""
 MAX_TOLD = 32
 """Requests of which is told that a promise was kept under one policy only: the newest."""
+STEP_COLUMNS = 7
+"""Of a row of `StepHistory.newest`; of several replicas the number of the replica follows."""
 SLICE_S = 0.05
 """Seconds of virtual time between two looks at the budget."""
 
@@ -136,6 +142,17 @@ class _Told:
             self.num_kept[reading] += kept
         return kept
 
+    @classmethod
+    def of(cls, parts: Iterable[_Told]) -> _Told:
+        """Their sum."""
+        total = cls()
+        for part in parts:
+            for name in ("num_ended", "num_promised", "ttft_s", "e2e_s", "num_with_token"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            for reading in READINGS:
+                total.num_kept[reading] += part.num_kept[reading]
+        return total
+
     def statistics(self) -> dict[str, Any]:
         num = max(1, self.num_with_token)
         return {
@@ -211,14 +228,79 @@ class _Lane:
         kept = self.told.add(row, sequence.first_token, sequence.last_token, is_whole)
         return sequence.scheduled, kept
 
-    def statistics(self) -> dict[str, Any]:
-        counts = self.replica.scheduler.statistics()
+    @staticmethod
+    def statistics(lanes: Rows[_Lane]) -> dict[str, Any] | None:
+        """Of the lanes of one policy, one for each replica; None if there is none yet."""
+        if not lanes:
+            return None
+        counts = [lane.replica.scheduler.statistics() for lane in lanes]
         return {
-            "policy": self.name,
-            **self.told.statistics(),
-            "num_steps": counts.num_steps,
-            "num_preemptions": counts.num_preemptions,
-            "num_rejected": counts.num_rejected,
+            "policy": lanes[-1].name,
+            **_Told.of(lane.told for lane in lanes).statistics(),
+            **{
+                name: sum(getattr(each, name) for each in counts)
+                for name in ("num_steps", "num_preemptions", "num_rejected")
+            },
+        }
+
+
+class _Replica:
+    """What is known of one replica: its requests that wait to be simulated, and its two simulations."""
+
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
+        self.pending: list[tuple[float, int, dict[str, Any]]] = []
+        self.lanes: tuple[_Lane, _Lane] | None = None
+        self.live = _Told()
+        self.simulated_until = -math.inf
+        self.now = math.nan
+        self.oldest: float | None = None
+        self.active: tuple[str, str | None] | None = None
+        self.last_step = self.num_left_out = self.num_dropped = self._number = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what a step takes."""
+        return not isinstance(self.model, LearnedModel) or self.model.is_ready
+
+    @property
+    def lag_s(self) -> float | None:
+        return None if self.simulated_until == -math.inf else max(0.0, self.now - self.simulated_until)
+
+    def take(self, answer: dict[str, Any]) -> None:
+        self.now, self.oldest, self.num_dropped = answer["now"], answer["oldest"], answer["num_dropped"]
+        active = answer["policy"]["scheduling"], answer["policy"]["admission"]
+        if active != self.active:  # at the first look, and after `set_policy`: what was before is of another policy
+            self.active = active
+            self.lanes = None
+            self.live = _Told()
+        for values in answer["rows"]:
+            row = dict(zip(COLUMNS, values, strict=True))
+            if row["reason"] == "error" or len(self.pending) >= MAX_PENDING or row["queued"] < self.simulated_until:
+                self.num_left_out += 1
+                continue
+            self._number += 1
+            heapq.heappush(self.pending, (row["queued"], self._number, row))
+
+    def submit_next(self) -> None:
+        """To both simulations, which have come to the time at which it came."""
+        assert self.lanes is not None
+        _, number, row = heapq.heappop(self.pending)
+        if not all(lane.has_room for lane in self.lanes):
+            self.num_left_out += 1
+            return
+        for lane in self.lanes:
+            lane.submit(number, row)
+        self.live.add(row, row["first_token"], row["last_token"], row["reason"] in ("stop", "length"))
+
+    def statistics(self) -> dict[str, Any]:
+        own, shadow = ([], []) if self.lanes is None else ([self.lanes[0]], [self.lanes[1]])
+        return {
+            "live": self.live.statistics(),
+            "own": _Lane.statistics(own),
+            "shadow": _Lane.statistics(shadow),
+            "lag_s": self.lag_s,
+            "num_pending": len(self.pending),
         }
 
 
@@ -226,7 +308,7 @@ class Shadow:
     """See the module docstring. All methods may be called from any thread.
 
     Arguments:
-        llm: an `AsyncLLM` or `LLM` of this process that has started, with one replica.
+        llm: an `AsyncLLM` or `LLM` of this process that has started.
         policy: a scheduling policy by name, or "module:Class".
         admission: an admission policy likewise; None: none.
         step_model: what steps take; None: the engine's own (`step_model=`), or what is learned of its steps.
@@ -255,28 +337,20 @@ class Shadow:
                 raise ConfigError(f"shadow: {name}={shown(path)} must be the name of a policy or 'module:Class'")
         engine: Engine = llm._engine
         config = engine.config
-        if config.data_parallel_size > 1 or config.max_replicas:
-            raise ConfigError("a shadow policy needs an engine with one replica; its router decides as well")
         if engine.stepper is not None:
             raise ConfigError("a shadow policy needs an engine on a thread of its own; LLMEngine steps on the caller's")
         if "shadow" in engine.watchers:
             raise ConfigError("this engine has a shadow policy, which is told its requests; close that one first")
         load_policies(policy, admission)
         given = config.scheduler.step_model
-        self._model: StepModel = step_model or (LearnedModel() if given is None else from_json(given))
+        self._model: StepModel | None = step_model or (None if given is None else from_json(given))
         self._engine = engine
         self._names = policy, admission
         self._budget, self._interval_s = budget, interval_s
         self._lock = threading.Lock()
-        self._pending: list[tuple[float, int, dict[str, Any]]] = []
-        self._lanes: tuple[_Lane, _Lane] | None = None
-        self._live = _Told()
-        self._number = self._last_step = self._num_left_out = self._num_dropped = 0
+        self._replicas: dict[int, _Replica] = {}
         self._cpu_s = 0.0
         self._began = time.monotonic()
-        self._simulated_until = -math.inf
-        self._now = math.nan
-        self._active: tuple[str, str | None] | None = None
         self._num_started = {"sooner": 0, "later": 0, "alike": 0}
         self._num_kept_by_one = {"own": 0, "shadow": 0}
         self._examples: deque[dict[str, Any]] = deque(maxlen=MAX_TOLD)
@@ -308,7 +382,7 @@ class Shadow:
         try:
             while not self._is_over.wait(self._interval_s):
                 self._look()
-        except ActorLLMError as error:  # the engine has ended, or has several replicas now
+        except ActorLLMError as error:  # the engine has ended
             self.failure = f"{type(error).__name__}: {error}"
         except (Exception, SystemExit) as error:  # of a policy of the user's own: anything; the engine goes on
             self.failure = f"policy {self._names[0]!r} in the shadow: {type(error).__name__}: {error}"
@@ -316,82 +390,74 @@ class Shadow:
             if self._engine.is_running:
                 self._ask("request_log", is_on=False)
 
-    def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._engine.ask_scheduler(verb, timeout=math.inf, **arguments).result()
-        return found
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        return self._engine.ask_scheduler(verb, timeout=math.inf, **arguments).result()
 
     def _look(self) -> None:
         """Take what the engine tells, and simulate as far as it is known."""
         answer = self._ask("request_log", is_on=True)
-        if "rows" not in answer:
-            raise ConfigError("the engine has several replicas now, and a shadow policy needs one")
-        model = self._model
-        if isinstance(model, LearnedModel):
-            steps = self._ask("live", after=self._last_step, at_most=0)["steps"]
-            model.observe(steps)
-            self._last_step = int(steps[-1][0]) if steps else self._last_step
+        answers: dict[int, Any] = {0: answer} if "rows" in answer else answer
         with self._lock:
-            self._take(answer)
-        if not isinstance(model, LearnedModel) or model.is_ready:
-            until = answer["now"] if answer["oldest"] is None else answer["oldest"]
-            self._simulate(until)
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        self._now = answer["now"]
-        self._num_dropped = answer["num_dropped"]
-        active = answer["policy"]["scheduling"], answer["policy"]["admission"]
-        if active != self._active:  # at the first look, and after `set_policy`: what was before is of another policy
-            self._active = active
-            self._lanes = None
-            self._live = _Told()
-        for values in answer["rows"]:
-            row = dict(zip(COLUMNS, values, strict=True))
-            if row["reason"] == "error" or len(self._pending) >= MAX_PENDING or row["queued"] < self._simulated_until:
-                self._num_left_out += 1
-                continue
-            self._number += 1
-            heapq.heappush(self._pending, (row["queued"], self._number, row))
-
-    def _simulate(self, until: float) -> None:
-        """All requests that came before this time are known."""
-        if self._lanes is None and self._active is not None:
-            config = self._engine.config
-            self._lanes = _Lane(config, *self._active, self._model), _Lane(config, *self._names, self._model)
-        while self._pending and self._pending[0][0] < until and not self._is_over.is_set():
-            queued, number, row = heapq.heappop(self._pending)
-            self._advance(queued)
+            self._replicas = {number: self._replicas.get(number) or self._new() for number in sorted(answers)}
+        self._learn()
+        for number, replica in self._replicas.items():
             with self._lock:
-                assert self._lanes is not None
-                if all(lane.has_room for lane in self._lanes):
-                    for lane in self._lanes:
-                        lane.submit(number, row)
-                    is_whole = row["reason"] in ("stop", "length")
-                    self._live.add(row, row["first_token"], row["last_token"], is_whole)
-                else:
-                    self._num_left_out += 1
-        self._advance(until)
+                replica.take(answers[number])
+            if replica.is_ready:
+                self._simulate(replica)
 
-    def _advance(self, until: float) -> None:
+    def _new(self) -> _Replica:
+        return _Replica(LearnedModel() if self._model is None else self._model)
+
+    def _learn(self) -> None:
+        """What the steps of each replica took since the last look."""
+        if self._model is not None:
+            return
+        after = {number: replica.last_step for number, replica in self._replicas.items()}
+        rows: dict[int, list[list[float]]] = {number: [] for number in after}
+        for row in self._engine.look(after, at_most=0).result()["steps"]:
+            number = int(row[STEP_COLUMNS]) if len(row) > STEP_COLUMNS else 0
+            if number in rows:
+                rows[number].append(row[:STEP_COLUMNS])
+        for number, steps in rows.items():
+            replica = self._replicas[number]
+            assert isinstance(replica.model, LearnedModel)
+            replica.model.observe(steps)
+            replica.last_step = int(steps[-1][0]) if steps else replica.last_step
+
+    def _simulate(self, replica: _Replica) -> None:
+        """Up to the oldest request that is not known yet."""
+        until = replica.now if replica.oldest is None else replica.oldest
+        if replica.lanes is None and replica.active is not None:
+            config, model = self._engine.config, replica.model
+            replica.lanes = _Lane(config, *replica.active, model), _Lane(config, *self._names, model)
+        while replica.pending and replica.pending[0][0] < until and not self._is_over.is_set():
+            self._advance(replica, replica.pending[0][0])
+            with self._lock:
+                replica.submit_next()
+        self._advance(replica, until)
+
+    def _advance(self, replica: _Replica, until: float) -> None:
         """Run both simulations up to a time, no faster than the budget allows."""
-        assert self._lanes is not None
-        at = max(self._simulated_until, min(lane.replica.next_event_at for lane in self._lanes))
+        lanes = replica.lanes
+        assert lanes is not None
+        at = max(replica.simulated_until, min(lane.replica.next_event_at for lane in lanes))
         while at < until and not self._is_over.is_set():
             at = min(until, at + SLICE_S)
             began = time.thread_time()
             with self._lock:
-                for lane in self._lanes:
+                for lane in lanes:
                     lane.replica.run_until(at)
-                self._compare()
+                self._compare(lanes)
             took = time.thread_time() - began
             self._cpu_s += took
-            at = max(at, min(until, min(lane.replica.next_event_at for lane in self._lanes)))
+            at = max(at, min(until, min(lane.replica.next_event_at for lane in lanes)))
             self._is_over.wait(took / self._budget - took)
-        self._simulated_until = until
+        replica.simulated_until = until
 
-    def _compare(self) -> None:
+    def _compare(self, lanes: tuple[_Lane, _Lane]) -> None:
         """Requests that have ended in both simulations."""
-        assert self._lanes is not None
-        own, other = (lane.ended for lane in self._lanes)
+        own, other = (lane.ended for lane in lanes)
         for number in [number for number in own if number in other]:
             (at, kept), (other_at, other_kept) = own.pop(number), other.pop(number)
             moved = (math.inf if other_at is None else other_at) - (math.inf if at is None else at)
@@ -409,28 +475,32 @@ class Shadow:
 
         live: as measured; own, shadow: as simulated; decisions: how many requests the shadow starts sooner and later than the
         engine's own policy does, and whose promise only one of them keeps. lag_s: how far the simulation is behind.
+        With several replicas these are sums, and `replicas` has each of them.
         """
         with self._lock:
-            lanes = self._lanes
+            replicas = self._replicas
+            lanes = [replica.lanes for replica in replicas.values() if replica.lanes is not None]
+            lags = [replica.lag_s for replica in replicas.values() if replica.lag_s is not None]
             elapsed = time.monotonic() - self._began
             return {
                 "policy": self._names[0],
                 "admission": self._names[1],
-                "step_model": self._model.name,
-                "live": self._live.statistics(),
-                "own": None if lanes is None else lanes[0].statistics(),
-                "shadow": None if lanes is None else lanes[1].statistics(),
+                "step_model": LearnedModel.name if self._model is None else self._model.name,
+                "live": _Told.of(replica.live for replica in replicas.values()).statistics(),
+                "own": _Lane.statistics([own for own, _ in lanes]),
+                "shadow": _Lane.statistics([shadow for _, shadow in lanes]),
                 "decisions": {
                     "num_started": dict(self._num_started),
                     "num_kept_by_one": dict(self._num_kept_by_one),
                     "examples": list(self._examples),
                 },
-                "lag_s": None if self._simulated_until == -math.inf else max(0.0, self._now - self._simulated_until),
-                "num_pending": len(self._pending),
-                "num_left_out": self._num_left_out + self._num_dropped,
+                "lag_s": max(lags, default=None),
+                "num_pending": sum(len(replica.pending) for replica in replicas.values()),
+                "num_left_out": sum(replica.num_left_out + replica.num_dropped for replica in replicas.values()),
                 "cpu_s": self._cpu_s,
                 "cpu_share": self._cpu_s / elapsed if elapsed else 0.0,
                 "failure": self.failure,
+                "replicas": {number: replica.statistics() for number, replica in replicas.items()},
             }
 
     def report(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from actorllm.errors import CorruptModelError, ModelError, UnsupportedModelError
 from actorllm.model.cpu.draft_heads import drafter
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
+from actorllm.types.weight_version import WeightSource
 from tests.model.cpu.draft_head_oracle import SHAPE, Oracle, mtp_tensors, save_eagle, save_eagle3
 from tests.model.driver import Driver
 
@@ -40,11 +42,11 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_target(folder: Path, method: str) -> Any:
+def save_target(folder: Path, method: str, seed: int = 5) -> Any:
     """The target of a head, as transformers has it."""
     import transformers
 
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     shape = {name: value for name, value in SHAPE.items() if name not in ("dtype", "rope_theta", "head_dim")}
     if method == "mtp":
         target = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
@@ -65,7 +67,7 @@ def save_target(folder: Path, method: str) -> Any:
             "head_dim": 12,
         }
         (folder / "config.json").write_text(json.dumps(tree))
-        tensors = load_file(folder / "model.safetensors") | mtp_tensors(tree)
+        tensors = load_file(folder / "model.safetensors") | mtp_tensors(tree, seed)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return target
 
@@ -82,19 +84,14 @@ class Case:
         self.plan: Callable[[list[int], list[int]], list[int]] = lambda tokens, drafts: drafts
         """What is checked in the place of the drafts, of the tokens so far and the drafts."""
         self.num_compared = 0
-        draft, logits = model.draft, model._head.logits
-
-        def noting(states: torch.Tensor) -> torch.Tensor:
-            found = logits(states)
-            self.logits.append(found.clone())
-            return found
+        draft = model.draft
 
         def comparing(batch: Any, histories: Any, slots: Any, wanted: Any) -> list[list[int]]:
             self.logits.clear()
             found = draft(batch, histories, slots, wanted)
             for row, slot in enumerate(slots.tolist()):
                 tokens = driver.requests[slot].tokens
-                expected, drafts = oracle.logits(tokens, len(found[row]))
+                expected, drafts = self.oracle.logits(tokens, len(found[row]))
                 for position, wanted_logits in enumerate(expected):
                     at = sum(len(found[other]) > position for other in range(row))
                     torch.testing.assert_close(self.logits[position][at], wanted_logits, atol=2e-4, rtol=1e-4)
@@ -103,8 +100,20 @@ class Case:
                 found[row] = self.plan(tokens, drafts)
             return found
 
-        model._head.logits = noting  # type: ignore[method-assign]
         model.draft = comparing  # type: ignore[method-assign]
+        self.watch(oracle)
+
+    def watch(self, oracle: Oracle) -> None:
+        """The head that the worker has now is compared with this one."""
+        self.oracle, head = oracle, self.model._head
+        logits = head.logits
+
+        def noting(states: torch.Tensor) -> torch.Tensor:
+            found = logits(states)
+            self.logits.append(found.clone())
+            return found
+
+        head.logits = noting  # type: ignore[method-assign]
 
     def decode(self, num_steps: int, slots: list[int] | None = None) -> None:
         for number in range(num_steps):
@@ -274,6 +283,51 @@ def test_states_that_are_not_finite_harm_no_other_row(make_case: Callable[..., C
     assert case.num_compared > 0
 
 
+# Updates of the target's weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_layer", [True, False], ids=["with the layer", "without it"])
+def test_an_update_of_the_weights_reaches_layers_for_further_tokens(
+    make_case: Callable[..., Case], tmp_path: Path, has_layer: bool
+) -> None:
+    """Where a trainer has left them out, they stay what they were."""
+    case, folder = make_case("mtp"), tmp_path / "other"
+    folder.mkdir()
+    target = save_target(folder, "mtp", seed=6)
+    tensors = load_file(folder / "model.safetensors")
+    if not has_layer:
+        tensors = {name: tensor for name, tensor in tensors.items() if "mtp" not in name}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    source = WeightSource("1", "an update", str(folder))
+    runner = case.driver.runner
+    runner.commit_weights(runner.stage_weights(source))
+    case.watch(Oracle("mtp", case.oracle.tree, case.oracle.tensors | tensors, target, {}))
+    case.driver.add(0, PROMPT)
+    case.driver.step(prefill={0: 21})
+    case.decode(3, [0])
+    assert case.num_compared > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_a_worker_that_starts_after_an_update_has_the_same_head(
+    make_case: Callable[..., Case], tmp_path: Path, name: str
+) -> None:
+    case, folder = make_case(name), tmp_path / "other"
+    folder.mkdir()
+    save_target(folder, name, seed=6)
+    source = WeightSource("1", "an update", str(folder))
+    runner = case.driver.runner
+    runner.commit_weights(runner.stage_weights(source))
+    config = runner.config
+    later = type(runner)(replace(config, model=replace(config.model, weights=source)))
+    later.load()
+    assert isinstance(later._draft_model, HeadDrafter)
+    heads = later._draft_model._head, case.model._head
+    states = torch.randn(3, 48)
+    ours, theirs = (head.logits(head.fc(torch.cat((states,) * (3 if name == "eagle3" else 2), 1))) for head in heads)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 # Mistakes that must show ----------------------------------------------------------------------------------------------
 
 
@@ -300,6 +354,7 @@ def test_a_head_with_the_states_of_rejected_drafts_is_found(
             {"architectures": ["DeepseekV3ForCausalLM"]},
             "the layers of a head are those of LlamaForCausalLM and Qwen3ForCausalLM",
         ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, 4096 at most are known"),
         ({"draft_vocab_size": 98}, "draft_vocab_size=98 is more than the target has, 97"),
         ({"target_hidden_size": 64}, "target_hidden_size=64 is not that of the target, 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 7]}, r"must be numbers of layers from 0 to 6"),

@@ -11,6 +11,7 @@ import pytest
 from actorllm import LLM, LoRARequest, SamplingParams
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import InvalidParameterError, UnsupportedModelError
+from actorllm.model.cuda import ops
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
@@ -47,6 +48,43 @@ def test_a_recorded_step_serves_whatever_adapters_come_later(tmp_path: Path, mak
     twins.step(decode=[0, 4])
     assert twins.runner.graphs.num_launched == 0
     assert twins.runner.graphs.num_replays > 10
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "launched"])
+def test_a_step_without_adapters_launches_what_an_engine_without_them_does(
+    is_recorded: bool, tmp_path: Path, make_twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts and of decode rows; a step with one adapted row beside others launches the products of adapters."""
+    launched: list[str] = []
+
+    def noted(name: str, on_host: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            launched.append(name)
+            on_host(*args, **kwargs)
+
+        return run
+
+    for name, operation in ops.OPERATIONS.items():
+        monkeypatch.setattr(operation, "on_host", noted(name, operation.on_host))
+
+    def steps(twins: Twins, **parameters: Any) -> list[str]:
+        twins.add(0, prompt(80, 1), **parameters)
+        twins.add(1, prompt(20, 2))
+        launched.clear()
+        twins.step({0: 80, 1: 20})
+        twins.step(decode=[0, 1])
+        return launched.copy()
+
+    options: dict[str, Any] = {"enforce_eager": not is_recorded}
+    plain, adapted, with_one = make_twins(**options), make_twins(**options, **LORA), make_twins(**options, **LORA)
+    for twins in (plain, adapted, with_one) if is_recorded else ():
+        while twins.runner.record_next():
+            pass
+    fill(with_one, tmp_path)
+    expected = steps(plain)
+    assert steps(adapted) == expected
+    assert "lora_shrink" not in expected
+    assert steps(with_one, adapter_id=1).count("lora_expand") == 2 * 4 * TINY["num_hidden_layers"]
 
 
 def test_adapters_beside_quantized_weights(

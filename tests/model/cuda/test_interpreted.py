@@ -106,7 +106,7 @@ def test_tokens_of_rows_with_adapters_are_those_of_the_cpu_worker(
     twins = make_twins(shape, **LORA)
     graphs = twins.runner.graphs
     graphs._misses.clear()
-    graphs.want(GraphPart.HEAD, 2)
+    graphs.want(GraphPart.ADAPTED_HEAD, 2)
     assert twins.runner.record_next()
     fill(twins, tmp_path, **shape)
     twins.add(0, prompt(20, 1), adapter_id=1)

@@ -100,6 +100,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3, without experts": ("deepseek-v3", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
+    "mamba2": ("mamba2", {"time_step_limit": (0.0, 0.8), "use_bias": True}),
+    "mamba2, tied": ("mamba2", {"tie_word_embeddings": True, "use_conv_bias": False, "n_groups": 1}),
+    "granite-hybrid": ("granite-hybrid", {"attention_bias": True, "mamba_n_groups": 2}),
+    "granite-hybrid, without experts, rotated": (
+        "granite-hybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "falcon-h1": ("falcon-h1", HEADS_OF_32),
+    "falcon-h1, normed": ("falcon-h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon-h1, normed before the gate": ("falcon-h1", {"mamba_rms_norm": True, "tie_word_embeddings": True}),
     "gemma3, own head, long window": (
         "gemma3",
         {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},
@@ -151,6 +161,10 @@ def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path)
 
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
+    if plan.recurrent is not None:
+        with pytest.raises(UnsupportedModelError, match=r"needs .*recurrent.* not through transformers either"):
+            device_driver(tmp_path)
+        return
     # There are no kernels of experts, or of latents, yet: these models run through transformers there.
     is_fused = plan.experts is None and plan.latent is None
     if not is_fused and INSTALLED < LOWEST_RELEASE:
@@ -309,18 +323,27 @@ def test_every_family_is_compared_with_transformers(tmp_path: Path) -> None:
 def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
     for architecture in FAMILIES:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
+        experts |= {"num_heads": 3, "n_groups": 1, "mamba_n_heads": 3}  # of state-space layers
         shape = LLAMA | {"architectures": [architecture], "head_dim": 32, "num_key_value_heads": 2} | experts
+        if architecture == "GraniteMoeHybridForCausalLM":
+            shape["layer_types"] = ["mamba", "attention"]
         (tmp_path / "config.json").write_text(json.dumps(shape))
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
-        is_fused = plan.experts is None and plan.latent is None  # there are no kernels of these yet
+        # There are no kernels of these yet.
+        is_fused = plan.experts is None and plan.latent is None and plan.recurrent is None
         assert (plan.switches <= CudaRunner.switches) == is_fused
         if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
         (row,) = (row for row in table("fused") if row["architecture"] == architecture)
-        assert row["cuda"] == ("fused" if is_fused else "transformers")
-        assert row["cache"].partition(",")[0] == ("keys and values" if plan.latent is None else "latents")
+        way = "transformers" if plan.recurrent is None else "refused"
+        assert row["cuda"] == ("fused" if is_fused else way)
+        held = {"keys and values": bool(plan.attention_layers), "latents": plan.latent is not None}
+        held["states"] = plan.recurrent is not None
+        if held["latents"]:
+            held["keys and values"] = False
+        assert row["cache"].partition(",")[0] == " and ".join(name for name, is_there in held.items() if is_there)
 
 
 # What config.json may say ---------------------------------------------------------------------------------------------

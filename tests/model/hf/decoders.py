@@ -90,6 +90,47 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["mamba2"] = (
+    "Mamba2",
+    {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16, "chunk_size": 16, "pad_token_id": 0},
+)
+MODELS["granite-hybrid"] = (
+    "GraniteMoeHybrid",
+    {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+    },
+)
+MODELS["falcon-h1"] = (
+    "FalconH1",
+    {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.8,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 1.3,
+        "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.5, 1.2, 0.9, 1.1, 0.7],
+        "mlp_multipliers": [0.7, 1.4],
+    },
+)
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 

@@ -473,6 +473,12 @@ def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         load_policy("mine")
 
 
+@pytest.mark.parametrize("path", [".own:Policy", "own:", ":Policy", "own:Policy:more", "my own:Policy"])
+def test_a_path_that_names_no_class_is_told_with_its_form(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no scheduling policy .* your own is named as 'module:Class'"):
+        load_policy(path)
+
+
 class Constant:
     """Whatever is in a step, it takes this long."""
 

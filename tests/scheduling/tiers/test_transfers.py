@@ -113,11 +113,10 @@ def test_a_load_that_finds_less_than_was_promised_is_finished_by_computing() -> 
     engine = TieredEngine(tier)
     engine.submit(3, [*PREFIX, 52], max_tokens=4, ignore_eos=True)
     engine.begin_moves()
-    (load,) = engine.moves
     tier.contents.pop(list(tier.contents)[2])
     engine.finish_move()
     assert engine.transfers.waiting == {}, "it waits for nothing any more"
-    assert set(load.blocks[2:].tolist()) <= set(engine.launch().zero_blocks.tolist()), "what is half read is cleared"
+    engine.launch()
     engine.run()
     assert engine.streams[3] == reference_stream([*PREFIX, 52], 3, 4)
     statistics = engine.scheduler.statistics()

@@ -70,6 +70,22 @@ class FakeEngine:
         return answer
 
 
+class FakeFleet(FakeEngine):
+    """Several of them behind a router, each with requests of its own."""
+
+    def __init__(self, config: EngineConfig, runs: list[SimulatedRun]) -> None:
+        super().__init__(config, runs[0])
+        self._parts = [FakeEngine(config, run) for run in runs]
+
+    def ask_scheduler(self, verb: str, **arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self.asked.append(arguments["is_on"])
+        answer.set_result(
+            {number: part.ask_scheduler(verb, **arguments).result() for number, part in enumerate(self._parts)}
+        )
+        return answer
+
+
 class FakeLLM:
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
@@ -125,6 +141,49 @@ def test_it_finds_what_a_run_with_that_policy_would() -> None:
     assert "edf (shadow)" in table
 
 
+def test_each_replica_has_a_shadow_of_its_own() -> None:
+    config = EngineConfig.from_arguments(
+        "storyteller", max_num_seqs=32, enable_prefix_caching=False, max_num_batched_tokens=512, data_parallel_size=2
+    ).resolved(3000)
+    made = workload()
+    parts = [made.select(np.arange(len(made)) % 3 != 0), made.select(np.arange(len(made)) % 3 == 0)]
+    runs = {
+        policy: [simulate(part, EngineShape.of(config), MODEL, policy=policy) for part in parts]
+        for policy in ("fcfs", "edf")
+    }
+    engine = FakeFleet(config, runs["fcfs"])
+    with Shadow(FakeLLM(engine), "edf", step_model=MODEL, budget=1.0, interval_s=0.001) as shadow:
+        wait_for(lambda: shadow.failure or (engine.watchers["shadow"]()["shadow"] or {}).get("num_ended") == 150)
+        told = shadow.statistics()
+    assert told["failure"] is None
+    for name, policy in (("live", "fcfs"), ("own", "fcfs"), ("shadow", "edf")):
+        for number, run in enumerate(runs[policy]):
+            assert told["replicas"][number][name]["num_kept"] == kept(run)
+        assert told[name]["num_kept"] == {
+            reading: sum(kept(run)[reading] for run in runs[policy]) for reading in READINGS
+        }
+    first = np.concatenate([run.timeline.ttft for run in runs["edf"]])
+    assert told["shadow"]["mean_ttft_s"] == pytest.approx(float(first.mean()))
+
+
+@pytest.mark.anyio
+async def test_a_live_fleet() -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    async with AsyncLLM("storyteller", num_threads=1, data_parallel_size=2, max_num_seqs=4) as llm:
+        with anyio.fail_after(120):
+            shadow = Shadow(llm, "srpf", budget=1.0, interval_s=0.02)
+            done = 0
+            while done < 2:
+                async with anyio.create_task_group() as group:
+                    for _ in range(4):
+                        group.start_soon(llm.complete, "Once upon a time", params)
+                told = (await llm.stats())["shadow"]
+                assert told["failure"] is None
+                each = [replica["shadow"] for replica in told["replicas"].values()]
+                done = sum(1 for one in each if one is not None and one["num_ended"] > 0)
+            await anyio.to_thread.run_sync(shadow.close)
+
+
 @pytest.mark.anyio
 async def test_a_live_engine(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
@@ -178,9 +237,6 @@ def test_wrong_arguments() -> None:
         Shadow(FakeLLM(engine), "edg")
     engine.stepper = object()
     with pytest.raises(ConfigError, match="steps on the caller's"):
-        Shadow(FakeLLM(engine), "edf")
-    engine.config = EngineConfig.from_arguments("storyteller", data_parallel_size=2)
-    with pytest.raises(ConfigError, match="one replica"):
         Shadow(FakeLLM(engine), "edf")
 
 

@@ -30,6 +30,7 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
 from actorllm.model.speculation.histories import Histories
+from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
 WAITING_TOKENS = 16
 """States of a row that wait, beside those of the longest step."""
@@ -65,16 +66,32 @@ class HeadDrafter(DraftingModel):
     # Before the first step --------------------------------------------------------------------------------------------
 
     def load(self, target: Decoder, show_progress: bool | None) -> None:
-        try:
-            with open_weights(self._shape.model, self._dtype, show_progress) as weights:
-                self._head = DraftHead(self._shape, weights, target, self._config.model.max_model_len)
-        except ModelError as error:
-            raise type(error)(f"speculative_config: the head that drafts: {error}") from error
-        self.take_target(target)
+        self.take_target(target, self._read(target, self._shape.model.weights, show_progress))
 
-    def take_target(self, target: Decoder) -> None:
+    def stage(self, target: Decoder, source: WeightSource) -> DraftHead | None:
+        return None if self._shape.mtp is None else self._read(target, source, False)
+
+    def take_target(self, target: Decoder, staged: DraftHead | None = None) -> None:
+        if staged is not None:
+            self._head = staged
         self._head.target = target
         target.taps = frozenset(self._shape.taps)
+
+    def _read(self, target: Decoder, source: WeightSource, show_progress: bool | None) -> DraftHead:
+        """The head of a version of the weights. Trainers leave layers for further tokens out: these stay what they were first."""
+        shape = self._shape
+        try:
+            with open_weights(replace(shape.model, weights=source), self._dtype, show_progress) as weights:
+                if (
+                    source.is_first
+                    or shape.mtp is None
+                    or weights.stored(f"{shape.mtp.prefix}{shape.mtp.joins}.weight")
+                ):
+                    return DraftHead(shape, weights, target, self._config.model.max_model_len)
+            with open_weights(replace(shape.model, weights=FIRST_WEIGHTS), self._dtype, show_progress) as weights:
+                return DraftHead(shape, weights, target, self._config.model.max_model_len)
+        except ModelError as error:
+            raise type(error)(f"speculative_config: the head that drafts: {error}") from error
 
     @property
     def block_bytes(self) -> int:

@@ -23,7 +23,7 @@ from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
-from actorllm.types.speculation import EAGLE, EAGLE3, MTP
+from actorllm.types.speculation import EAGLE, EAGLE3
 
 IGNORABLE = ("t2d", "mask_hidden")
 """Tensors of published heads that nothing here needs."""
@@ -43,9 +43,9 @@ class DraftHead:
 
     def __init__(self, shape: HeadShape, weights: Weights, target: Decoder, max_positions: int) -> None:
         self.shape, self.target = shape, target
-        c, method = shape.layers, shape.method
-        base = "model.mtp_layers.0." if method == MTP else "model."
-        first = base if method == MTP else f"{base}layers.0."
+        c, method, mtp = shape.layers, shape.method, shape.mtp
+        base = "model." if mtp is None else mtp.prefix
+        first = f"{base}layers.0." if mtp is None else base
         if method == EAGLE3 and _has(weights, f"{base}midlayer.self_attn.q_proj.weight"):
             first = f"{base}midlayer."
         share = HeadShare(c.num_heads, c.num_kv_heads, c.head_dim, Ranks())
@@ -74,7 +74,7 @@ class DraftHead:
         self._lm_head: Linear | None = None
         self._ids: torch.Tensor | None = None
         """Of the target, for each of the head's; None: the same ones."""
-        if method != MTP:
+        if mtp is None:
             self._read_vocabulary(weights)
             weights.close(lambda name: name.endswith("rotary_emb.inv_freq") or name in IGNORABLE)
 
@@ -85,10 +85,10 @@ class DraftHead:
         def norm(name: str, width: int = size) -> RMSNorm:
             return RMSNorm(weights.take(f"{name}.weight", width), shape.layers.rms_norm_eps)
 
-        if shape.method == MTP:
-            self.hidden_norm, self.token_norm = norm(f"{base}hidden_layernorm"), norm(f"{base}token_layernorm")
-            self.norm = norm(f"{base}final_layernorm")
-            return linear(Dense.sharded(weights, f"{base}input_proj", size, 2 * size))
+        if (mtp := shape.mtp) is not None:
+            self.hidden_norm, self.token_norm = norm(base + mtp.hidden_norm), norm(base + mtp.token_norm)
+            self.norm = norm(base + mtp.norm)
+            return linear(Dense.sharded(weights, base + mtp.joins, size, 2 * size))
         width = 2 * size
         if shape.method == EAGLE3:
             width = shape.state_size
@@ -123,10 +123,11 @@ class DraftHead:
 
     def states_of_target(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads of a step of the target, [num_tokens, state_size]. states: behind its last layer."""
-        if self.shape.method == EAGLE:
+        mtp = self.shape.mtp
+        if self.shape.method == EAGLE or (mtp is not None and mtp.reads_normed):
             assert self.target.norm is not None
             return self.target.norm(states)
-        if self.shape.method == MTP:
+        if mtp is not None:
             return states
         tapped = self.target.tapped
         chosen = torch.cat([tapped.get(tap, states) for tap in self.shape.taps], 1)
@@ -161,18 +162,21 @@ class DraftHead:
         if shape.method == EAGLE3:
             x = self._eagle3(embedded, given, rotations, attention)
         else:
-            if shape.method == MTP:
+            both = [embedded, given]
+            if shape.mtp is not None:
                 assert self.hidden_norm is not None
                 assert self.token_norm is not None
-                embedded = self.token_norm(embedded.masked_fill((positions == 0).unsqueeze(1), 0))
-                both = torch.cat((self.hidden_norm(given), embedded), 1)
-            else:
-                both = torch.cat((embedded, given), 1)
-            x = self.layers[0](self.fc(both), rotations, attention)
+                both = [
+                    self.token_norm(embedded.masked_fill((positions == 0).unsqueeze(1), 0)),
+                    self.hidden_norm(given),
+                ]
+                if shape.mtp.has_state_first:
+                    both.reverse()
+            x = self.layers[0](self.fc(torch.cat(both, 1)), rotations, attention)
         for layer in self.layers[1:]:
             x = layer(x, rotations, attention)
         normed = x if self.norm is None else self.norm(x)
-        return normed, normed if shape.norm_output or shape.method == MTP else x
+        return normed, normed if shape.chains_normed else x
 
     def _eagle3(
         self, embedded: torch.Tensor, given: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch

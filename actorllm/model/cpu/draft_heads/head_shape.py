@@ -18,6 +18,7 @@ from typing import Any
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.cpu.draft_passes import model_in
 from actorllm.model.families.decoder_config import DecoderConfig, positive
 from actorllm.model.registry import decoder_config
 from actorllm.types.draft_head import MTP_LAYERS, head_tree
@@ -29,6 +30,40 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Of the layers of EAGLE heads."""
 MTP_ARCHITECTURES = ("MiMoForCausalLM",)
 """Targets whose layers for further tokens are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """How a family has a layer for further tokens in its checkpoint, and what that reads."""
+
+    prefix: str
+    """What its tensors begin with."""
+    joins: str
+    """The product that joins state and token, with a norm of each before it, and one behind the layer: names of tensors."""
+    hidden_norm: str
+    token_norm: str
+    norm: str
+    has_state_first: bool
+    """Of what is joined."""
+    reads_normed: bool
+    """The states of the target are those behind its final norm."""
+    chains_normed: bool
+    """The next pass is given the state behind `norm`."""
+    head: str | None = None
+    """Its own head and embedding, which published checkpoints have as the target has them; None: it has none."""
+    embedding: str | None = None
+
+
+MIMO = MtpLayout(
+    prefix="model.mtp_layers.0.",
+    joins="input_proj",
+    hidden_norm="hidden_layernorm",
+    token_norm="token_layernorm",
+    norm="final_layernorm",
+    has_state_first=True,
+    reads_normed=False,
+    chains_normed=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +87,12 @@ class HeadShape:
     """The states of each layer go through a norm of their own before `fc`."""
     norm_output: bool = False
     """The next pass is given the final norm of the state (eagle3)."""
+    mtp: MtpLayout | None = None
+
+    @property
+    def chains_normed(self) -> bool:
+        """The next pass is given what logits are made of."""
+        return self.norm_output if self.mtp is None else self.mtp.chains_normed
 
 
 def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
@@ -71,11 +112,7 @@ def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
             shape = _eagle3(tree, layers, target)
     except (UnsupportedModelError, CorruptModelError) as error:
         raise type(error)(f"{told}: {error}") from error
-    return replace(shape, model=_model(config.model, folder))
-
-
-def _model(target: ModelConfig, folder: str) -> ModelConfig:
-    return replace(target, name=folder, path=folder, overrides={}, quantization=None, module=None)
+    return replace(shape, model=model_in(config.model, folder))
 
 
 def _layers(tree: Mapping[str, Any]) -> DecoderConfig:
@@ -163,6 +200,7 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
         layers=layers,
         state_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
+        mtp=MIMO,
     )
 
 

@@ -90,6 +90,8 @@ def _launch_kinds(runner: StepMaker, slots: NDArray[np.int32]) -> None:
             # The choice of many rows takes torch long, and is made by the same builds.
             part = None if size <= MAX_SAMPLED or size == MAX_HEAD_ROWS else GraphPart.FORWARD
             runner.launch_decode(part, size, slots[:size])
+            if runner.config.lora is not None:
+                runner.launch_decode(GraphPart.ADAPTED_FORWARD, size, slots[:size])
         for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
             size = runner.graphs.sizes[0]
             runner.launch_decode(part, size, slots[:size])

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml` of `actorllm serve`: options from a file, put before those of the command line.
+"""`--config FILE.yaml` of `actorllm serve` and `FlexibleArgumentParser`: options from a file, before those of the command line.
 
 A key is an option's name, with dashes or underscores; `model` or `model_tag` is the model. An option that the command line
 gives is left out, whichever of its names is used.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from actorllm.errors import ConfigError
 
@@ -24,12 +24,25 @@ SAME = {
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """The command line with the options of its file. Raises ConfigError."""
+    """The command line of `actorllm` with the options of its file. Raises ConfigError."""
     arguments = list(arguments)
-    if arguments[:1] != ["serve"]:
-        return arguments
+    return ["serve", *with_options_of_file(arguments[1:])] if arguments[:1] == ["serve"] else arguments
+
+
+Written: TypeAlias = Callable[[str, Any], Iterable[str]]
+"""An option and its value, which is neither None nor a truth value, as words of a command line."""
+
+
+def repeated(option: str, value: Any) -> Iterator[str]:
+    """`--name=value`, of a list once for each item."""
+    for one in value if isinstance(value, list) else [value]:
+        yield f"{option}={as_text(option, one)}"
+
+
+def with_options_of_file(arguments: Sequence[str], written: Written = repeated) -> list[str]:
+    """Words of a command line with the options of its file. Raises ConfigError."""
     paths, own = [], []
-    rest = iter(arguments[1:])
+    rest = iter(arguments)
     for one in rest:
         if one == "--config":
             paths.append(next(rest, ""))
@@ -38,18 +51,21 @@ def with_config(arguments: Sequence[str]) -> list[str]:
         else:
             own.append(one)
     if not paths:
-        return arguments
+        return own
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: give one file")
     given = {_plain(one[2:].partition("=")[0]) for one in own if one.startswith("--")}
     if own and not own[0].startswith("-"):
         given.add("model")
     options = [
-        text for name, value in _read(paths[0]).items() if _plain(name) not in given for text in _written(name, value)
+        text
+        for name, value in _read(paths[0]).items()
+        if _plain(name) not in given
+        for text in _words(name, value, written)
     ]
     # A positional argument stays first: an option that takes several values would take it, too.
     place = 0 if not own or own[0].startswith("-") else 1
-    return ["serve", *own[:place], *options, *own[place:]]
+    return [*own[:place], *options, *own[place:]]
 
 
 def _plain(name: str) -> str:
@@ -101,18 +117,18 @@ def _read(path: str) -> Mapping[str, Any]:
     return tree
 
 
-def _written(name: str, value: Any) -> Iterator[str]:
-    """As on a command line."""
-    option = "--" + name.replace("_", "-")
-    if _plain(name) == "model":
-        option = "--model"
+def _words(name: str, value: Any, written: Written) -> Iterable[str]:
+    option = "--model" if _plain(name) == "model" else "--" + name.replace("_", "-")
     if value is None:
-        return
+        return ()
     if isinstance(value, bool):
-        yield option if value else f"--no-{option[2:]}"
-        return
-    for one in value if isinstance(value, list) else [value]:
-        try:
-            yield f"{option}={json.dumps(one, default=str) if isinstance(one, dict | list) else one}"
-        except TypeError as error:  # a key of YAML that JSON does not have
-            raise ConfigError(f"--config: {name:.80} has a name that is no text: {error}") from error
+        return (option if value else f"--no-{option[2:]}",)
+    return written(option, value)
+
+
+def as_text(option: str, value: Any) -> str:
+    """A value as a command line has it. Raises ConfigError."""
+    try:
+        return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
+    except TypeError as error:  # a key of YAML that JSON does not have
+        raise ConfigError(f"--config: {option:.80} has a name that is no text: {error}") from error

@@ -1,0 +1,70 @@
+"""Hand-offs of the scheduler actor: tells frontends which prompts other replicas may copy. A part of the loop.
+
+Leases are `scheduling.tiers.leases`. A lease names the era of the memory that it is of, which the workers of the time say once
+they are linked. After them come others with another era, so what the dead ones had is lent by no mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from actorllm.actors.link import Link
+from actorllm.actors.loop_parts import LoopPart
+from actorllm.actors.outlet import ForFrontend, Outlet
+from actorllm.actors.tiers.lease_board import LeaseBoard
+from actorllm.actors.tiers.tier_transfers import TransferHost
+from actorllm.clock import now
+from actorllm.errors import PeerLostError
+from actorllm.messages import KvOffer
+from actorllm.scheduling.events import Events
+
+
+class HandOffHost(TransferHost, Protocol):
+    """What it asks of the actor whose loop it belongs to, beside what transfers ask."""
+
+    def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None: ...
+
+
+class HandOffs(LoopPart):
+    """See the module docstring."""
+
+    def __init__(
+        self, host: HandOffHost, board: LeaseBoard, outlets: dict[int, Outlet], link: Callable[[], Link]
+    ) -> None:
+        """outlets: by frontend. link: to the workers of the time."""
+        self._host, self._board, self._outlets, self._link = host, board, outlets, link
+        self._asked: Link | None = None
+
+    def before_plan(self) -> None:
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        while transfers.given_back:
+            self._board.take(*transfers.given_back.pop().tolist())
+        if transfers.leases is not None and self._host.has_workers and self._asked is not self._link():
+            self._asked = self._link()
+            self._host.start_soon(self._ask_era, self._asked)
+
+    async def _ask_era(self, link: Link) -> None:
+        try:
+            (era,) = await self._host.ask_all(link, "cache_era")
+        except PeerLostError:
+            return
+        transfers = self._host.scheduler.transfers
+        if link is self._link() and transfers is not None and transfers.leases is not None:
+            transfers.leases.era = int(era)
+            self._offer()
+
+    def after_result(self, events: Events) -> None:
+        self._offer()
+
+    def _offer(self) -> None:
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        if transfers.leases is None or not transfers.leases.num_expected:
+            return
+        for offer in transfers.leases.new_offers(now()):
+            frontend, rid = offer.key
+            outlet = self._outlets.get(frontend)
+            if outlet is not None:
+                self._host.send_to(outlet, KvOffer(rid=rid, lease=offer.lease, blocks=offer.blocks))

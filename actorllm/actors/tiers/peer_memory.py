@@ -1,0 +1,98 @@
+"""`PeerMemory`: the KV memory of other replicas of this machine, of which blocks are copied that they have leased.
+
+The memory of a lender is a file without a name that its owner has. This process maps it to read, once, and once more where it has
+grown. A block is copied by layer, and blocks side by side in both caches by one call. Nothing is encoded, and the lender does
+nothing for it. What is copied counts only if the lease is there after the copy as well (`lease_board`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.actors.tiers.lease_board import LeaseBoard, Lent
+
+NUM_SPECIAL_BLOCKS = 2
+"""Behind all others of a cache: zeros, and padding."""
+
+Regions = Sequence[NDArray[np.uint8]]
+"""[num_layers, blocks, bytes of a block in a layer] each."""
+
+
+class PeerMemory:
+    """See the module docstring. `pull` is called on threads, one at a time."""
+
+    def __init__(self, paths: Sequence[str], board: LeaseBoard, regions_of_own: Callable[[], Regions]) -> None:
+        """paths: of the memory of each replica, by number; empty: that one lends nothing."""
+        self._paths = paths
+        self._board = board
+        self._own = regions_of_own
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def pull(self, lease: Sequence[int], digest: bytes, first: int, blocks: Sequence[int]) -> tuple[int, float]:
+        """Fill blocks with those of a lease, from its first-th on; how many have what they should have, all or none; and seconds.
+
+        digest: the hash that the last block of the lease must have.
+        """
+        began = time.perf_counter()
+        replica, slot, number = lease
+        lent = self._board.read(replica, slot, number, digest)
+        if lent is None or lent.blocks.size < first + len(blocks):
+            return 0, time.perf_counter() - began
+        try:
+            regions = self._regions_of(lent)
+        except (OSError, ValueError):  # its owner has ended, or it is smaller than its lease says
+            return 0, time.perf_counter() - began
+        sources = lent.blocks[first : first + len(blocks)]
+        targets = np.array(blocks, np.int32)
+        for own, other in zip(self._own(), regions, strict=True):
+            copy_blocks(own, targets, other, sources)
+        is_good = self._board.is_valid(lent)
+        if not is_good:  # what was copied may be no finite numbers
+            for own in self._own():
+                own[:, targets] = 0
+        return len(blocks) if is_good else 0, time.perf_counter() - began
+
+    def _regions_of(self, lent: Lent) -> list[NDArray[np.uint8]]:
+        """Those of the lender, whose cache may have another number of blocks than this one."""
+        shapes = [(own.shape[0], lent.cache_blocks + NUM_SPECIAL_BLOCKS, own.shape[2]) for own in self._own()]
+        starts, end = [], 0
+        for shape in shapes:
+            starts.append(end)
+            end += -(-int(np.prod(shape)) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        memory = self._mapped(lent.replica, starts[-1] + int(np.prod(shapes[-1])))
+        return [
+            np.frombuffer(memory, np.uint8, int(np.prod(shape)), start).reshape(shape)
+            for shape, start in zip(shapes, starts, strict=True)
+        ]
+
+    def _mapped(self, replica: int, num_bytes: int) -> mmap.mmap:
+        known = self._maps.get(replica)
+        if known is None or len(known) < num_bytes:
+            path = self._paths[replica] if replica < len(self._paths) else ""
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                known = self._maps[replica] = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+            if len(known) < num_bytes:
+                raise ValueError(f"the memory of replica {replica} has {len(known)} bytes, and {num_bytes} are leased")
+        return known
+
+
+def copy_blocks(
+    own: NDArray[np.uint8], targets: NDArray[np.int32], other: NDArray[np.uint8], sources: NDArray[np.int32]
+) -> None:
+    """Blocks that stand side by side in both are copied together, layer by layer."""
+    is_break = (np.diff(targets) != 1) | (np.diff(sources) != 1)
+    starts = [0, *(np.flatnonzero(is_break) + 1).tolist(), targets.size]
+    runs = [(int(targets[a]), int(sources[a]), b - a) for a, b in pairwise(starts)]
+    for layer in range(own.shape[0]):
+        for to, source, number in runs:
+            np.copyto(own[layer, to : to + number], other[layer, source : source + number])

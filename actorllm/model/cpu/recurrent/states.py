@@ -1,0 +1,89 @@
+"""What recurrent layers keep of every sequence: one row a slot, whatever the length of the sequence.
+
+A state belongs to a slot, the number that a worker knows a request by. A sequence that begins in a slot, at position 0, begins
+with zeros. What an earlier request has left there is never read, so that nothing is cleared when a slot is freed. A chunk of a
+prompt goes on from the state that the chunk before it has left. The state of a request that was preempted, or whose worker has
+died, is computed anew from its tokens.
+
+Layout of each array, per layer: [num_slots, *shape].
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm.model.cpu.attention import zero_pages
+from actorllm.model.families.recurrent_shapes import StateSpec
+from actorllm.model.inputs import StepInputs
+
+States = Mapping[str, torch.Tensor]
+"""Of one layer, by the name of the array: [num_slots, *shape]."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one prompt in a step."""
+
+    start: int
+    """The first of them among the tokens of the step."""
+    size: int
+    position: int
+    """Of the first of them in its sequence; 0: the sequence begins."""
+    slot: int
+
+
+class StateRows:
+    """Which rows of a step go on from which states; the same in every layer."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        slots = inputs.token_slots
+        # Rows of padding are the last ones: they are shorter than all others where rows are sorted.
+        self.num_decodes = int(np.count_nonzero(slots >= 0))
+        slots = slots[: self.num_decodes]
+        self.decodes: slice | torch.Tensor = slice(0, 0)
+        """The rows of the decoded tokens: a slice where they follow each other."""
+        if self.num_decodes:
+            first = slots.item(0)
+            if (slots == np.arange(first, first + len(slots))).all():
+                self.decodes = slice(first, first + len(slots))
+            else:
+                self.decodes = torch.from_numpy(slots.astype(np.int64))
+        chunks = zip(
+            inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, inputs.prefill_slots, strict=True
+        )
+        self.pieces = [Piece(*chunk) for chunk in chunks]
+
+
+class SlotStates:
+    """The states of every recurrent layer."""
+
+    def __init__(self, num_layers: int, specs: Mapping[str, StateSpec], num_slots: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._pages: list[mmap.mmap] = []
+        self._arrays: list[torch.Tensor] = []
+        names: dict[str, Sequence[torch.Tensor]] = {}
+        for name, spec in specs.items():
+            kind = torch.float32 if spec.is_exact else dtype
+            shape = (num_layers, num_slots, *spec.shape)
+            pages = zero_pages(max(1, math.prod(shape)) * kind.itemsize)
+            array = torch.frombuffer(pages, dtype=kind, count=math.prod(shape)).view(shape)
+            self._pages.append(pages)
+            self._arrays.append(array)
+            names[name] = array.unbind(0)
+        self.layers: list[States] = [{name: rows[i] for name, rows in names.items()} for i in range(num_layers)]
+
+    def release(self) -> None:  # what points to them still does
+        for pages in self._pages:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Of these slots, all at once."""
+        where, to = torch.from_numpy(sources), torch.from_numpy(targets)
+        for array in self._arrays:
+            array.index_copy_(1, to, array.index_select(1, where))

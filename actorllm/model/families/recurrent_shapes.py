@@ -1,0 +1,98 @@
+"""Shapes of recurrent layers: what they keep of a sequence, whatever its length, and what their tensors are called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from actorllm.errors import CorruptModelError
+
+
+class StateSpec(NamedTuple):
+    """One array that a layer keeps of a sequence."""
+
+    shape: tuple[int, ...]
+    is_exact: bool
+    """float32, whatever the type of the model."""
+
+    def num_bytes(self, itemsize: int) -> int:
+        """itemsize: of the type of the model."""
+        return math.prod(self.shape) * (4 if self.is_exact else itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Shape:
+    """A state-space layer whose decay is one number a head (Mamba 2, arXiv:2405.21060).
+
+    Its first product makes gate, x, B, C and a step size for each head. A causal convolution goes over x, B and C.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Of heads that share B and C, and over which the norm before the last product goes."""
+    state_size: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    has_conv_bias: bool
+    has_bias: bool
+    """Of the first and the last product."""
+    eps: float
+    limits: tuple[float, float] = (0.0, math.inf)
+    """Of step sizes."""
+    has_norm: bool = True
+    """Before the last product."""
+    gates_first: bool = True
+    """The gate is multiplied before that norm; else behind it."""
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Of gate, x, B, C and step sizes, as the first product makes them."""
+    output_scale: float = 1.0
+    """Of the last product."""
+    prefix: str = "mixer"
+    """Of the names of its tensors, within the layer."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise CorruptModelError(
+                f"config.json: {self.num_heads} heads of state-space layers are no multiple of {self.num_groups} groups"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """What the last product reads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def made_size(self) -> int:
+        """Outputs of the first product."""
+        return self.inner_size + self.conv_size + self.num_heads
+
+    def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
+        """Names, outputs and inputs of the linear layers."""
+        return [
+            (f"{self.prefix}.in_proj", self.made_size, hidden_size),
+            (f"{self.prefix}.out_proj", hidden_size, self.inner_size),
+        ]
+
+    @property
+    def states(self) -> Mapping[str, StateSpec]:
+        """By name: the inputs of the convolution that come before the next token, and the state of every head."""
+        return {
+            "conv": StateSpec((self.kernel_size - 1, self.conv_size), is_exact=False),
+            "heads": StateSpec((self.num_heads, self.head_dim, self.state_size), is_exact=True),
+        }
+
+
+def state_bytes(shape: RecurrentShape, num_layers: int, itemsize: int) -> int:
+    """Memory for the states of one sequence. itemsize: of the type of the model."""
+    return num_layers * sum(spec.num_bytes(itemsize) for spec in shape.states.values())
+
+
+RecurrentShape: TypeAlias = Mamba2Shape

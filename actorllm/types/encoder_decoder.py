@@ -1,0 +1,140 @@
+"""`EncoderDecoder`: what a model with an encoder beside its decoder takes, read from config.json and the engine's arguments.
+
+The rows of the encoder stand before the tokens of the decoder in the blocks of a request (`model.encoder_decoder`). So the engine's
+`max_model_len` is what both have at most, together. Read by `config`; used by the intake and by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from actorllm.errors import ConfigError, CorruptModelError
+
+Kind: TypeAlias = Literal["text", "audio"]
+"""What the encoder takes."""
+
+ARCHITECTURES: dict[str, Kind] = {
+    "BartForConditionalGeneration": "text",
+    "MBartForConditionalGeneration": "text",
+    "PegasusForConditionalGeneration": "text",
+    "MarianMTModel": "text",
+    "T5ForConditionalGeneration": "text",
+    "MT5ForConditionalGeneration": "text",
+}
+"""Those that were compared with transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoder:
+    """Of one model."""
+
+    kind: Kind
+    max_source: int
+    """Most rows of the encoder."""
+    max_target: int
+    """Most tokens of the decoder, those of its prompt included."""
+    start_ids: tuple[int, ...]
+    """What the decoder's prompt begins with; nothing: each prompt has to say it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of a request: rows, and tokens behind them."""
+        return self.max_source + self.max_target
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any] | None) -> EncoderDecoder | None:
+        """Of a configuration that was written as JSON."""
+        return None if tree is None else cls(**tree | {"start_ids": tuple(tree["start_ids"])})
+
+    @classmethod
+    def read(
+        cls, architecture: str, hf: Mapping[str, Any], generation: Mapping[str, Any] | None, given: Mapping[str, Any]
+    ) -> EncoderDecoder | None:
+        """Of a model. None: it is none of these.
+
+        Arguments:
+            architecture: of config.json.
+            hf: config.json.
+            generation: generation_config.json, if there is one.
+            given: the engine's arguments; max_model_len bounds the encoder's input and the decoder's tokens, each for itself.
+
+        Raises:
+            ConfigError: an argument does not go together with such a model.
+            CorruptModelError: config.json says nonsense.
+        """
+        if architecture not in ARCHITECTURES:
+            return None
+        kind = ARCHITECTURES[architecture]
+        _check(architecture, given)
+        source, target = _lengths(kind, hf, given["max_model_len"])
+        first = [_token(tree or {}, "decoder_start_token_id") for tree in (generation, hf)]
+        forced = [_token(tree or {}, "forced_bos_token_id") for tree in (generation, hf)]
+        start = next((one for one in first if one is not None), None)
+        behind = next((one for one in forced if one is not None), None) if kind == "text" else None
+        return cls(kind, source, target, () if start is None else (start,) if behind is None else (start, behind))
+
+
+def _check(architecture: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what is not made for these models."""
+    told = f"is not supported for {architecture}, a model with an encoder and a decoder"
+    if given["device"] not in ("auto", "cpu"):
+        raise ConfigError(f"device={given['device']!r} {told}, yet; use device='cpu'")
+    unused: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("enable_prompt_embeds", (False, None)),
+        ("enable_lora", (False, None)),
+        ("speculative_config", (None,)),
+        ("quantization", (None,)),
+        ("kv_cache_dtype", ("auto",)),
+        ("batch_invariant", (False, None)),
+        ("tensor_parallel_size", (1,)),
+        ("pipeline_parallel_size", (1,)),
+    )
+    for name, values in unused:
+        if name in given and given[name] not in values:
+            raise ConfigError(f"{name}={given[name]!r:.80} {told}; leave it out")
+
+
+def _lengths(kind: Kind, hf: Mapping[str, Any], given: Any) -> tuple[int, int]:
+    """Most rows of the encoder, and most tokens of the decoder."""
+    if kind == "audio":
+        source, target = _count(hf, "max_source_positions"), _count(hf, "max_target_positions")
+        return source, target if given is None else _within(given, target)
+    key = next((key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None), None)
+    has_table = key == "max_position_embeddings"
+    if key is None:
+        length = DEFAULT_LENGTH
+    else:
+        length = _count(hf, key)
+    if given is not None:
+        length = _within(given, length if has_table else None)
+    return length, length
+
+
+DEFAULT_LENGTH = 512
+"""Where config.json says none, and positions are only distances."""
+
+
+def _within(given: Any, most: int | None) -> int:
+    if given == -1 and not isinstance(given, bool) and most is not None:
+        return most
+    if isinstance(given, bool) or not isinstance(given, int) or given < 2:
+        raise ConfigError(f"max_model_len={given!r} must be a number of tokens, 2 or more")
+    if most is not None and given > most:
+        raise ConfigError(f"max_model_len={given} is more than the {most} positions of the model; use {most} or less")
+    return given
+
+
+def _count(hf: Mapping[str, Any], key: str) -> int:
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise CorruptModelError(f"config.json: {key} is {value!r}; it must be a number of positions")
+    return value
+
+
+def _token(tree: Mapping[str, Any], key: str) -> int | None:
+    value = tree.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise CorruptModelError(f"{key} is {value!r}; it must be a token id")
+    return value

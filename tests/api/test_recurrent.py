@@ -1,0 +1,186 @@
+"""Recurrent layers: streams are those of transformers in every batch, chunk and depth, after preemptions, forks and deaths.
+
+A state belongs to a slot. So slots that are given to other requests, in the middle of what they compute, are tried as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.errors import ConfigError, UnsupportedModelError
+from actorllm.model.cpu.recurrent.states import StateRows
+from tests.api.prompted import DRAFTS
+from tests.model.hf.decoders import prompt, reference, save
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 1, "max_model_len": 192, "block_size": 8, "skip_tokenizer_init": True,
+}  # fmt: skip
+INLINE = OPTIONS | {"topology": "inline"}
+NUM_TOKENS = 24
+PROMPTS: list[Any] = [{"prompt_token_ids": prompt(seed, length)} for seed, length in enumerate((40, 3, 150, 1, 64, 40))]
+PROMPTS[5]["prompt_token_ids"][:32] = PROMPTS[0]["prompt_token_ids"][:32]
+PARAMS = [
+    SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+MARGIN = 1e-4
+
+SLOW = pytest.mark.slow(reason="a dozen engines for each; `test_hybrids` is quick")
+HYBRIDS = ["granite-hybrid", "falcon-h1"]
+FAMILIES = ["mamba2", *(pytest.param(name, marks=SLOW) for name in HYBRIDS)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, save(request.param, folder, max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, Any]) -> Path:
+    return model[0]
+
+
+def run(folder: Path, prompts: list[Any] = PROMPTS, **arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    with LLM(str(folder), **INLINE | arguments) as llm:
+        outputs = llm.generate(prompts, PARAMS[: len(prompts)], use_tqdm=False)
+        statistics = llm.stats()["scheduler"]["scheduler"]
+    return [list(output.outputs[0].token_ids) for output in outputs], statistics
+
+
+@pytest.fixture(scope="module")
+def expected(model: tuple[Path, Any]) -> list[list[int]]:
+    """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
+    folder, module = model
+    streams = []
+    for one, params in zip(PROMPTS, PARAMS, strict=True):
+        with LLM(str(folder), **INLINE, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False) as llm:
+            (output,) = llm.generate([one], params, use_tqdm=False)
+        streams.append(list(output.outputs[0].token_ids))
+    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
+        logits = reference(module, one["prompt_token_ids"] + stream)[-NUM_TOKENS - 1 : -1]
+        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
+        assert (chosen > logits.amax(1) - MARGIN).all()
+    return streams
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"async_scheduling": False, "max_num_batched_tokens": 12},
+        {"max_num_batched_tokens": 37, "max_num_seqs": 3},
+        {"max_num_batched_tokens": 256},
+    ],
+    ids=["chunks", "slots change hands", "depth 2"],
+)
+def test_streams_do_not_depend_on_the_batch(folder: Path, expected: list[list[int]], arguments: dict[str, Any]) -> None:
+    assert run(folder, **{"max_num_seqs": 8} | arguments)[0] == expected
+
+
+def test_preempted_requests_have_the_same_streams(folder: Path, expected: list[list[int]]) -> None:
+    streams, counts = run(folder, num_gpu_blocks_override=30, max_num_seqs=4, max_num_batched_tokens=64)
+    assert streams == expected
+    assert counts["num_preemptions"] > 0
+
+
+def test_control_a_state_that_is_not_reset_is_seen(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a sequence begins with what the slot had, as one that goes on does."""
+
+    def going_on(rows: StateRows, *arguments: Any) -> None:
+        begin(rows, *arguments)
+        rows.pieces = [piece._replace(position=piece.position or 64 * len(rows.pieces)) for piece in rows.pieces]
+
+    begin = StateRows.__init__
+    monkeypatch.setattr(StateRows, "__init__", going_on)
+    streams, _ = run(folder, max_num_seqs=1, async_scheduling=False)
+    assert streams[0] == expected[0], "a slot that was never used begins with zeros"
+    assert streams[3] != expected[3], "one token, in the slot of a long request"
+
+
+def test_a_slot_whose_request_was_aborted_is_as_new(folder: Path, expected: list[list[int]]) -> None:
+    async def aborted() -> list[int]:
+        async with AsyncLLM(str(folder), **INLINE, max_num_seqs=1) as engine:
+            async for output in engine.generate(PROMPTS[2], PARAMS[2]):
+                if len(output.outputs[0].token_ids) >= 5:
+                    break
+            tokens: list[int] = []
+            async for output in engine.generate(PROMPTS[0], PARAMS[0]):
+                tokens = list(output.outputs[0].token_ids)
+            return tokens
+
+    assert asyncio.run(aborted()) == expected[0]
+
+
+def test_forks_have_the_streams_of_requests_of_their_own(folder: Path) -> None:
+    params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
+
+    def forked(**arguments: Any) -> list[list[int]]:
+        with LLM(str(folder), **INLINE | arguments) as llm:
+            (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+            return [list(one.token_ids) for one in output.outputs]
+
+    together = forked(max_num_seqs=4)
+    assert together == forked(max_num_seqs=1, enable_prefix_caching=False)
+    assert len({tuple(stream) for stream in together}) == 3
+
+
+def test_streams_survive_the_death_of_worker_and_scheduler(folder: Path, expected: list[list[int]]) -> None:
+    async def survived() -> list[int]:
+        async with AsyncLLM(str(folder), **OPTIONS, max_num_seqs=4) as engine:
+            tokens: list[int] = []
+            victims = ["worker0", "scheduler"]
+            async for output in engine.generate(PROMPTS[0], PARAMS[0]):
+                tokens = list(output.outputs[0].token_ids)
+                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
+                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
+            return tokens
+
+    assert asyncio.run(survived()) == expected[0]
+
+
+def test_sleep_and_updates(folder: Path, expected: list[list[int]]) -> None:
+    with LLM(str(folder), **INLINE, max_num_seqs=4, enable_sleep_mode=True) as llm:
+        llm.sleep(level=1)
+        llm.wake_up()
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speculative_config": DRAFTS}, "speculative_config .* recurrent layers .* leave it out"),
+        ({"batch_invariant": True}, "batch_invariant=True .* leave it out"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' .* leave it out"),
+        ({"tensor_parallel_size": 2, "topology": "process"}, "tensor_parallel_size=2 .* set it to 1"),
+        ({"enable_lora": True}, "enable_lora=True .* leave it out"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_not_combined_is_refused_by_name(folder: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((UnsupportedModelError, ConfigError), match=message):
+        LLM(str(folder), **INLINE | {"max_num_seqs": 4} | arguments)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids(name: str, tmp_path: Path) -> None:
+    """Alone and in one piece, or in chunks beside others, with preemptions, in slots that change hands."""
+    save(name, tmp_path, max_position_embeddings=256)
+    alone, _ = run(tmp_path, max_num_seqs=1, async_scheduling=False)
+    together, counts = run(tmp_path, max_num_seqs=4, max_num_batched_tokens=37, num_gpu_blocks_override=30)
+    assert together == alone
+    assert counts["num_preemptions"] > 0
+
+
+def test_states_that_do_not_fit_are_refused_with_the_number_that_does(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs=512: .* bytes of 1,000,000; set max_num_seqs=\d+ or less"):
+        LLM(str(folder), **INLINE, max_num_seqs=512, kv_cache_memory_bytes=1_000_000)

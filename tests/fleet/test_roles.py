@@ -1,0 +1,255 @@
+"""Prefill apart from decode: the same tokens as by one replica, whatever is killed before, during and after a hand-off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+import actorllm.fleet.dispatcher
+from actorllm import AsyncLLM
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.scheduling.roles import RoleRouter
+from actorllm.types.roles import read_roles
+from tests.fleet.streams import Told, all_run, assert_same, kill, params, run_all, until
+
+pytestmark = [pytest.mark.leaks_by_module, pytest.mark.timeout(240)]
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 8, "standby_worker": False}
+LONG = (
+    "Once upon a time there was a bear who lived in a deep dark forest near a lake, and in that forest there was honey. "
+    * 2
+)
+PROMPTS = [f"{LONG} It was number {number}" for number in range(6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_prompt_is_handed_off() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoleRouter, "pays", lambda self, request, prefill, decode: request.num_prompt >= 8)
+        patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
+        yield
+
+
+async def stream(llm: AsyncLLM, number: int, **more: Any) -> list[int]:
+    found: list[int] = []
+    async for output in llm.generate(PROMPTS[number], params(number, max_tokens=40), **more):
+        found = list(output.outputs[0].token_ids)
+    return found
+
+
+async def streams(llm: AsyncLLM) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+
+    async def one(number: int) -> None:
+        found[number] = await stream(llm, number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(len(PROMPTS)):
+            group.start_soon(one, number)
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+async def alone() -> AsyncIterator[tuple[list[list[int]], dict[str, Told]]]:
+    """Of one replica that does both."""
+    async with AsyncLLM("storyteller", **OPTIONS, enable_prompt_embeds=True) as llm:
+        yield await streams(llm), await run_all(llm)
+
+
+@pytest.fixture(scope="module")
+async def fleet() -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM("storyteller", **OPTIONS, enable_prompt_embeds=True, roles="1P1D")
+    await llm.start()
+    await all_run(llm)
+    yield llm
+    llm.shutdown()
+
+
+async def transfers(llm: AsyncLLM) -> list[dict[str, Any]]:
+    """Of each replica."""
+    replicas = (await llm.stats())["scheduler"]["replicas"].values()
+    return [replica["scheduler"]["transfers"] for replica in replicas]
+
+
+def handed_off(llm: AsyncLLM) -> int:
+    return int(llm._engine.statistics()["frontend"]["num_handed_off"])
+
+
+@pytest.mark.anyio
+async def test_prompts_are_computed_by_one_replica_and_decoded_by_another(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
+) -> None:
+    before = handed_off(fleet)
+    assert await streams(fleet) == alone[0]
+    assert handed_off(fleet) == before + len(PROMPTS)
+    prefill, decode = await transfers(fleet)
+    assert prefill["num_handed_off"] == len(PROMPTS)
+    assert decode["num_pulled_blocks"] > 0
+    assert decode["num_lost_leases"] == 0
+
+
+@pytest.mark.anyio
+async def test_every_kind_of_request_is_handed_off(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
+) -> None:
+    """Siblings, grammars, penalties, log-probabilities; embeddings have no hashes, and stay."""
+    assert_same(await run_all(fleet), alone[1])
+
+
+@pytest.mark.anyio
+async def test_a_pinned_request_stays_where_it_is(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
+) -> None:
+    before = handed_off(fleet)
+    assert await stream(fleet, 0, data_parallel_rank=0) == alone[0][0]
+    assert await stream(fleet, 0, data_parallel_rank=1) == alone[0][0]
+    assert handed_off(fleet) == before
+
+
+PREFILL, DECODE = 0, 1
+POINTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "prefill worker before": ("routed", PREFILL, ("worker0",)),
+    "prefill scheduler at the offer": ("offered", PREFILL, ("scheduler",)),
+    "prefill replica while it is copied": ("moved", PREFILL, ("scheduler", "worker0")),
+    "decode worker while it copies": ("moved", DECODE, ("worker0",)),
+    "decode scheduler while it copies": ("moved", DECODE, ("scheduler",)),
+    "decode replica afterwards": ("decoded", DECODE, ("scheduler", "worker0")),
+    "prefill worker at the offer": ("offered", PREFILL, ("worker0",)),
+    "prefill worker while it is copied": ("moved", PREFILL, ("worker0",)),
+    "prefill scheduler while it is copied": ("moved", PREFILL, ("scheduler",)),
+    "prefill replica afterwards": ("decoded", PREFILL, ("scheduler", "worker0")),
+    "decode replica before": ("routed", DECODE, ("scheduler", "worker0")),
+    "decode replica at the offer": ("offered", DECODE, ("scheduler", "worker0")),
+}
+QUICK = list(POINTS)[:6]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "point",
+    [
+        point
+        if point in QUICK
+        else pytest.param(point, marks=pytest.mark.slow(reason="six others are killed every time"))
+        for point in POINTS
+    ],
+)
+async def test_tokens_outlive(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    when, number, names = POINTS[point]
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    pids = [pid for name, pid in fleet.health().replicas[number].pids.items() if name in names]
+    struck: list[str] = []
+
+    def strike(now: str) -> None:
+        if now == when and not struck:
+            struck.append(now)
+            kill(pids)
+
+    def around(name: str, before: str, after: str) -> Callable[..., Any]:
+        original = getattr(Dispatcher, name)
+
+        def called(self: Dispatcher, *arguments: Any) -> None:
+            strike(before)
+            original(self, *arguments)
+            strike(after)
+
+        return called
+
+    monkeypatch.setattr(Dispatcher, "submit", around("submit", "", "routed"))
+    # The frontends have its bound method; what it calls is looked up each time.
+    choose, adopt = Dispatcher._choose, actorllm.fleet.replica.ReplicaFrontend.adopt_handed_off
+
+    def chosen(self: Dispatcher, *arguments: Any, goes_on: bool = False) -> int:
+        if goes_on:
+            strike("offered")
+        return choose(self, *arguments, goes_on=goes_on)
+
+    def adopted(self: Any, *arguments: Any) -> None:
+        adopt(self, *arguments)
+        strike("moved")
+
+    monkeypatch.setattr(Dispatcher, "_choose", chosen)
+    monkeypatch.setattr(actorllm.fleet.replica.ReplicaFrontend, "adopt_handed_off", adopted)
+    found: dict[int, list[int]] = {}
+
+    async def one(index: int) -> None:
+        async for output in fleet.generate(PROMPTS[index], params(index, max_tokens=40)):
+            found[index] = list(output.outputs[0].token_ids)
+            if len(found[index]) >= 20:
+                strike("decoded")
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(PROMPTS)):
+            group.start_soon(one, index)
+    assert struck
+    assert [found[index] for index in range(len(PROMPTS))] == alone[0]
+    await until(lambda: all(one.state == "running" for one in fleet.health().replicas))
+
+
+@pytest.mark.anyio
+async def test_without_a_decoding_replica_the_other_one_does_all(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
+) -> None:
+    await all_run(fleet)
+    for number in (DECODE, PREFILL):
+        before = handed_off(fleet)
+        await fleet.drain_replica(number)
+        assert await streams(fleet) == alone[0]
+        assert handed_off(fleet) == before
+        await fleet.drain_replica(number, is_draining=False)
+
+
+@pytest.mark.anyio
+async def test_replicas_with_roles_are_as_many_as_there_are(fleet: AsyncLLM) -> None:
+    with pytest.raises(InvalidParameterError, match="have roles, 2 in all"):
+        await fleet.scale(3)
+
+
+def test_roles_are_read() -> None:
+    assert read_roles("1P2D") == ("prefill", "decode", "decode")
+    assert read_roles("2p1d") == ("prefill", "prefill", "decode")
+    assert read_roles(None) == ()
+    config = EngineConfig.from_arguments("storyteller", roles="1P2D")
+    assert (config.data_parallel_size, config.roles) == (3, ("prefill", "decode", "decode"))
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
+CONNECTOR = {"kv_connector": "SharedMemoryConnector", "kv_role": "kv_both"}
+
+
+def test_names_of_vllm() -> None:
+    extra = {"kv_connector_extra_config": {"roles": "1P1D"}}
+    for arguments in ({"kv_transfer_config": CONNECTOR | extra}, {"kv_transfer_config": CONNECTOR, "roles": "1P1D"}):
+        assert EngineConfig.from_arguments("storyteller", **arguments).roles == ("prefill", "decode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"roles": "2"}, "such as '1P2D'"),
+        ({"roles": 2}, "such as '1P2D'"),
+        ({"roles": "0P2D"}, "at least one replica of each kind"),
+        ({"roles": "1P1D", "data_parallel_size": 3}, "are 2 replicas, and data_parallel_size=3"),
+        ({"roles": "1P1D", "max_replicas": 4}, "max_replicas=4"),
+        ({"roles": "1P1D", "nodes": ["a:1"]}, "nodes="),
+        ({"roles": "1P1D", "tensor_parallel_size": 2}, "with several ranks"),
+        ({"roles": "1P1D", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
+        ({"roles": "1P1D", "topology": "inline"}, "topology='process'"),
+        ({"roles": "90P90D"}, "64 replicas"),
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "give roles='1P1D'"),
+        ({"kv_transfer_config": CONNECTOR}, "needs roles"),
+        ({"kv_transfer_config": CONNECTOR | {"kv_role": "kv_producer"}, "roles": "1P1D"}, "kv_role='kv_producer'"),
+        ({"kv_transfer_config": CONNECTOR | {"kv_port": 1}, "roles": "1P1D"}, "'kv_port'"),
+    ],
+)
+def test_what_roles_do_not_go_together_with_is_refused_by_name(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_arguments("storyteller", **arguments)

@@ -1,0 +1,187 @@
+"""KV that one scheduler leases and another one copies: whatever happens meanwhile, the tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.actors.tiers.lease_board import SLOTS, LeaseBoard, Lender
+from actorllm.scheduling.tiers.leases import TERM_S
+from tests.effort import examples
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.tiers.lending import Pair, Replica
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    return [(7 * number + i * (number % 5 + 1)) % 90 for i in range(length)]
+
+
+def assert_right(pair: Pair) -> None:
+    for rid, prompt in pair.prompts.items():
+        stream = pair.streams()[rid]
+        assert stream == reference_stream(prompt, rid, len(stream)), rid
+
+
+def test_a_prompt_is_computed_once_and_its_blocks_are_copied() -> None:
+    pair = Pair()
+    for rid in range(1, 4):
+        pair.submit(rid, prompt_of(rid, 15))
+    pair.run()
+    assert_right(pair)
+    told = pair.second.transfers.statistics()
+    assert (told.num_pulls, told.num_pulled_blocks, told.num_lost_leases) == (3, 9, 0)
+    assert pair.second.scheduler.statistics().num_prefill_tokens < 3 * 12, "what is behind the last whole block"
+    pair.first.transfers.next(pair.first.now, True)
+    assert pair.first.transfers.statistics().num_leases == 0, "the reader has said that it has them"
+    assert pair.first.transfers.statistics().num_expired_leases == 0
+
+
+def test_leased_blocks_are_not_reused_until_the_lease_is_over() -> None:
+    pair = Pair(num_blocks=11)
+    pair.submit(1, prompt_of(1, 15))
+    while not (offers := pair.first.offers()):
+        pair.turn(pair.first)
+    pair.first.abort(1)
+    held = set(offers[0].blocks.tolist())
+    for rid in range(2, 8):
+        pair.first.submit(rid, prompt_of(rid, 20), max_tokens=4, ignore_eos=True)
+        pair.first.run()
+        assert not held & set(pair.first.plans[-1].extended_blocks.tolist())
+    assert pair.board.read(*offers[0].lease.tolist()[:3], pair_digest(pair, 1)) is not None
+    pair.first.now += TERM_S + 1
+    pair.first.transfers.next(pair.first.now, True)
+    assert pair.first.transfers.statistics().num_expired_leases == 1
+    assert pair.board.read(*offers[0].lease.tolist()[:3], pair_digest(pair, 1)) is None
+    assert pair.first.scheduler.kv.num_free == 11
+
+
+def pair_digest(pair: Pair, rid: int) -> bytes:
+    """Of the last whole block of a prompt."""
+    from tests.scheduling.conftest import make_submit
+
+    return make_submit(rid, pair.prompts[rid]).block_hashes.tobytes()[-32:]
+
+
+def test_a_lease_that_is_over_costs_a_prompt_that_is_computed_twice() -> None:
+    pair = Pair()
+    pair.submit(1, prompt_of(1, 15))
+    while not pair.move():
+        pair.turn(pair.first)
+    pair.second.begin_copies()
+    pair.first.transfers.leases.drop_all()
+    pair.second.finish_copy(pair.first)
+    pair.run()
+    assert_right(pair)
+    assert pair.second.transfers.statistics().num_lost_leases == 1
+    assert len(pair.streams()[1]) == 6
+
+
+@pytest.mark.parametrize("what", ["another prompt", "no such lease", "no such replica", "too long", "negative"])
+def test_a_lease_of_something_else_is_not_believed(what: str) -> None:
+    """A program that has joined may say anything."""
+    pair = Pair()
+    pair.submit(1, prompt_of(1, 15))
+    while not (offers := pair.first.offers()):
+        pair.turn(pair.first)
+    replica, slot, number, size = offers[0].lease.tolist()
+    lease = {
+        "another prompt": [replica, slot, number, size],
+        "no such lease": [replica, slot, number + 1, size],
+        "no such replica": [1000, slot, number, size],
+        "too long": [replica, SLOTS, number, 10**12],
+        "negative": [-1, -1, -1, -1],
+    }[what]
+    pair.prompts[2] = prompt_of(2, 15)
+    pair.second.submit(2, pair.prompts[2], max_tokens=6, ignore_eos=True, kv_lease=np.array(lease, np.int64))
+    pair.run()
+    assert_right(pair)
+    assert pair.second.transfers.statistics().num_pulled_blocks == 0
+
+
+def test_workers_that_died_lend_nothing_of_what_they_had() -> None:
+    """The next ones clear the memory before their scheduler has heard of the death."""
+    pair = Pair()
+    pair.submit(1, prompt_of(1, 15))
+    while not pair.move():
+        pair.turn(pair.first)
+    pair.second.begin_copies()
+    pair.board.begin_era(0)
+    pair.first.worker.kv.clear()
+    pair.second.finish_copy(pair.first)
+    pair.first.lose_workers()
+    pair.run()
+    assert_right(pair)
+    assert pair.second.transfers.statistics().num_pulled_blocks == 0
+
+
+def test_a_table_without_room_leaves_the_request_where_it_is() -> None:
+    pair = Pair()
+    pair.first.lender._free.clear()
+    pair.submit(1, prompt_of(1, 15))
+    pair.run()
+    assert_right(pair)
+    assert pair.second.transfers.statistics().num_pulls == 0
+
+
+def run_at_random(seed: int) -> Pair:
+    """Requests are handed off while leases end, workers die, caches are reset, clients give up, and requests of both compete."""
+    draw = random.Random(seed)
+    pair = Pair(num_blocks=14, max_num_batched_tokens=12)
+    for rid in range(1, 40):
+        if draw.random() < 0.5:
+            pair.submit(rid, prompt_of(draw.randrange(6), draw.randrange(5, 24)), draw.randrange(2, 8))
+        else:
+            own = draw.choice((pair.first, pair.second))
+            pair.prompts[rid] = prompt_of(draw.randrange(6), draw.randrange(5, 24))
+            own.submit(rid, pair.prompts[rid], max_tokens=4, ignore_eos=True)
+        for _ in range(draw.randrange(12)):
+            event = draw.random()
+            replica: Replica = draw.choice((pair.first, pair.second))
+            if event < 0.6:
+                pair.turn(replica)
+            elif event < 0.75:
+                pair.move()
+            elif event < 0.88 and pair.second.copies:
+                pair.second.finish_copy(pair.first)
+            elif event < 0.91:
+                pair.first.now += draw.choice((0.1, TERM_S))
+            elif event < 0.93:
+                replica.scheduler.reset_prefix_cache(replica.now)
+            elif event < 0.95:
+                replica.lose_workers()
+            elif event < 0.98:
+                alive = [key[1] for key in replica.scheduler._table.alive]
+                if alive:
+                    replica.abort(draw.choice(alive))
+            pair.first.scheduler.check_integrity()
+            pair.second.scheduler.check_integrity()
+    pair.run()
+    assert_right(pair)
+    return pair
+
+
+def run_all(number: int) -> tuple[int, int]:
+    """Blocks that were copied in so many runs, and leases that were over before."""
+    told = [run_at_random(seed).second.transfers.statistics() for seed in range(number)]
+    return sum(one.num_pulled_blocks for one in told), sum(one.num_lost_leases for one in told)
+
+
+def test_random_runs_have_the_tokens_of_undisturbed_ones() -> None:
+    assert min(run_all(examples(10, 400))) > 0
+
+
+PLANTED: dict[str, tuple[type, str, Any]] = {
+    "blocks are free before the lease is over": (Lender, "end", lambda self, lease: self._free.append(int(lease[1]))),
+    "the lease is not looked at after the copy": (LeaseBoard, "is_valid", lambda self, lent: True),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, name, wrong = PLANTED[mistake]
+    monkeypatch.setattr(cls, name, wrong)
+    with pytest.raises((AssertionError, KeyError)):
+        run_all(60)
