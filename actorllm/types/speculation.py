@@ -26,7 +26,7 @@ WITH_MODEL = (DRAFT_MODEL, *HEADS)
 """What computes beside the target."""
 WITH_FOLDER = (DRAFT_MODEL, EAGLE, EAGLE3)
 """What needs a folder of its own."""
-ALIASES = {"mimo_mtp": MTP}
+ALIASES = {"mimo_mtp": MTP, "deepseek_mtp": MTP}
 """Older names of vLLM."""
 
 DRAFTERS = {

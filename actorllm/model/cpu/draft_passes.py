@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.messages import I32, StepPlan
-from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.attention import PagedCache
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.inputs import PADDING, PersistentBatch, StepInputs, padded
 from actorllm.model.sampler import Sampler, SamplingColumns
@@ -41,7 +41,7 @@ class DraftingModel(ABC):
         vocab_size: of the target.
     """
 
-    cache: KVCache
+    cache: PagedCache
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         assert config.speculation is not None

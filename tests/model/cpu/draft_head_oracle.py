@@ -138,6 +138,38 @@ def mtp_tensors(tree: dict[str, Any], seed: int = 3) -> Tensors:
     return drawn(shapes, seed)
 
 
+def save_deepseek(folder: Path, differences: dict[str, Any], seed: int = 5) -> tuple[Any, Any]:
+    """A target of three layers with one for further tokens, as DeepSeek publishes V3: one layer more, and what goes around it.
+
+    Returns the target and that layer, as transformers computes them.
+    """
+    import transformers
+
+    shape = {name: value for name, value in SHAPE.items() if name not in ("dtype", "rope_theta", "head_dim")}
+    torch.manual_seed(seed)
+    config = transformers.DeepseekV3Config(**(shape | differences | {"num_hidden_layers": 4}))
+    target = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.dim() > 1:
+                gain = 3.0 if "lm_head" in name or "embed" in name else 1.0
+                parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5)
+    target.save_pretrained(folder)
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
+    size, base = tree["hidden_size"], "model.layers.3."
+    around: dict[str, tuple[int, ...]] = {f"{base}{name}.weight": (size,) for name in ("enorm", "hnorm")}
+    around |= {f"{base}shared_head.norm.weight": (size,), f"{base}eh_proj.weight": (size, 2 * size)}
+    tensors = load_file(folder / "model.safetensors")
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    tensors |= {base + name: tensors[of].clone() for name, of in copies.items()}
+    save_file(tensors | drawn(around, seed), folder / "model.safetensors", {"format": "pt"})
+    layer = target.model.layers[3]
+    target.model.layers = target.model.layers[:3]
+    target.config.num_hidden_layers = 3
+    return target, layer
+
+
 # What they compute ----------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +202,7 @@ class Oracle:
         with torch.no_grad():
             found = self.target(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
         hook.remove()
-        if self.method == "eagle":
+        if self.method == "eagle" or "layer" in self.own:
             return found[-1][0]
         if self.method == "mtp":
             return kept[0][0]
@@ -221,6 +253,8 @@ class Oracle:
                 seen = norm(x, t[f"{prefix}input_layernorm.weight"], eps) if index else x
                 x = self.layer(prefix, x, seen)
             return x, x
+        if "layer" in self.own:
+            return self.deepseek(embedded, given)
         if self.method == "mtp":
             base = "model.mtp_layers.0."
             embedded = embedded.clone()
@@ -240,6 +274,20 @@ class Oracle:
         x = self.layer(prefix, residual, torch.cat((embedded, seen), 1))
         normed = norm(x, t["norm.weight"], eps)
         return normed, normed if self.own.get("norm_output") else x
+
+    def deepseek(self, embedded: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        t, eps, base = self.tensors, self.tree["rms_norm_eps"], "model.layers.3."
+        embedded = embedded.clone()
+        embedded[0] = 0  # at the first position of the head
+        both = norm(embedded, t[f"{base}enorm.weight"], eps), norm(given, t[f"{base}hnorm.weight"], eps)
+        x = (torch.cat(both, 1) @ t[f"{base}eh_proj.weight"].T).unsqueeze(0)
+        positions = torch.arange(len(embedded)).unsqueeze(0)
+        hidden = torch.full((len(embedded), len(embedded)), -torch.inf).triu(1)[None, None]
+        with torch.no_grad():
+            angles = self.target.model.rotary_emb(x, positions)
+            made = self.own["layer"](x, attention_mask=hidden, position_ids=positions, position_embeddings=angles)
+        x = (made[0] if isinstance(made, tuple) else made).view(len(embedded), -1)
+        return norm(x, t[f"{base}shared_head.norm.weight"], eps), x
 
     def layer(self, prefix: str, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         t, tree = self.tensors, self.tree

@@ -17,8 +17,9 @@ from actorllm.errors import CorruptModelError, ModelError, UnsupportedModelError
 from actorllm.model.cpu.draft_heads import drafter
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
 from actorllm.types.weight_version import WeightSource
-from tests.model.cpu.draft_head_oracle import SHAPE, Oracle, mtp_tensors, save_eagle, save_eagle3
+from tests.model.cpu.draft_head_oracle import SHAPE, Oracle, mtp_tensors, save_deepseek, save_eagle, save_eagle3
 from tests.model.driver import Driver
+from tests.model.hf.decoders import MODELS
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 OTHER = [*PROMPT[:16], 50, 51, 52, 53]
@@ -39,6 +40,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle3 of speculators": ("eagle3", {"speculators": True, "norm_before_residual": True, "qk_norm": True}),
     "mtp": ("mtp", {}),
+    "mtp of DeepSeek": ("mtp", {"architecture": "deepseek-v3"}),
 }
 
 
@@ -125,7 +127,11 @@ def make_case(tmp_path: Path, make_driver: Callable[..., Driver]) -> Callable[..
     def make(name: str = "eagle3", most: int = 3, **arguments: Any) -> Case:
         method, own = HEADS[name]
         (tmp_path / "target").mkdir()
-        target = save_target(tmp_path / "target", method)
+        if family := own.get("architecture"):
+            target, layer = save_deepseek(tmp_path / "target", MODELS[family][1])
+            own = {"layer": layer}
+        else:
+            target = save_target(tmp_path / "target", method)
         tree = json.loads((tmp_path / "target" / "config.json").read_text())
         folder = tmp_path / "target"
         drafts: dict[str, Any] = {
@@ -194,7 +200,7 @@ def test_a_prompt_in_chunks_and_a_fork_of_it(make_case: Callable[..., Case]) -> 
     assert case.num_compared >= 8
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp of DeepSeek"])
 @pytest.mark.parametrize("num_cached", [8, 16])
 def test_a_prefix_in_the_cache_has_all_that_a_head_needs(
     make_case: Callable[..., Case], name: str, num_cached: int
@@ -394,5 +400,8 @@ def test_a_head_whose_tensors_do_not_fit_is_refused(tmp_path: Path, make_runner:
 def test_a_target_without_layers_for_further_tokens_is_refused(
     tiny_llama: Path, make_runner: Callable[..., Any]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"method='mtp'\) is supported for MiMoForCausalLM, not for Llama"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"method='mtp'\) is supported for MiMoForCausalLM, DeepseekV3ForCausalLM, not for Llama",
+    ):
         make_runner(tiny_llama, load_format="dummy", speculative_config={"method": "mtp"}, block_size=8)

@@ -26,6 +26,7 @@ from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads.head import DraftHead
 from actorllm.model.cpu.draft_heads.head_shape import HeadShape
 from actorllm.model.cpu.draft_passes import I64, DraftingModel, decode_inputs, newest_of
+from actorllm.model.cpu.latent import LatentCache
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
@@ -96,7 +97,7 @@ class HeadDrafter(DraftingModel):
     @property
     def block_bytes(self) -> int:
         c, size = self._shape.layers, self._config.cache.block_size
-        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim if c.latent is None else c.latent.width
         return (per_token * size + self._shape.state_size) * self._dtype.itemsize
 
     @property
@@ -106,9 +107,11 @@ class HeadDrafter(DraftingModel):
 
     def allocate(self, num_blocks: int) -> None:
         c, size = self._shape.layers, self._shape.state_size
-        self.cache = KVCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, self._config.cache.block_size, self._dtype
-        )
+        block_size = self._config.cache.block_size
+        if c.latent is not None:
+            self.cache = LatentCache(c.num_layers, c.latent, num_blocks, block_size, self._dtype)
+        else:
+            self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, block_size, self._dtype)
         self.cache.first_position = 1
         self._pages = zero_pages(num_blocks * size * self._dtype.itemsize)
         self._block_states = torch.frombuffer(self._pages, dtype=torch.uint8).view(self._dtype).view(-1, size)

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from actorllm.errors import CorruptModelError
-from actorllm.model.cpu.attention import AttentionBatch, KVCache
+from actorllm.model.cpu.attention import AttentionBatch, PagedCache
 from actorllm.model.cpu.decoder import Decoder, DecoderLayer
-from actorllm.model.cpu.draft_heads.head_shape import HeadShape
+from actorllm.model.cpu.draft_heads.head_shape import HeadShape, MtpLayout
 from actorllm.model.cpu.layers import RMSNorm, RotaryEmbedding, linear
 from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.model.families.tensors import LayerTensors
+from actorllm.model.families.tensors import DecoderTensors, LayerTensors
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Linear
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.pipeline.part import LayerPart
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
 from actorllm.types.speculation import EAGLE, EAGLE3
@@ -52,6 +53,10 @@ class DraftHead:
         self.layers: list[DecoderLayer] = []
         for index in range(c.num_layers):
             is_first = index == 0
+            if mtp is not None and mtp.layer is not None:
+                like_target = DecoderTensors(c, weights, Ranks(), part=LayerPart(first_layer=mtp.layer)).layer(0)
+                self.layers.append(DecoderLayer(c, like_target, index, Ranks(), share))
+                continue
             tensors = layer_tensors(
                 c,
                 weights,
@@ -67,14 +72,16 @@ class DraftHead:
         self.fc_norms: list[RMSNorm] = []
         self.fc = self._read_inputs(weights, base, first)
         self._rotary = RotaryEmbedding(
-            rotation_angles(c.head_dim, c.rope, c.max_position_embeddings, max_positions), rotation_length(c.rope)
+            rotation_angles(c.rotary_dim, c.rope, c.max_position_embeddings, max_positions), rotation_length(c.rope)
         )
-        self._fold = share.num_heads // share.num_kv_heads
+        self._fold = share.num_heads // (share.num_kv_heads if c.latent is None else 1)
         self._embedding: torch.Tensor | None = None
         self._lm_head: Linear | None = None
         self._ids: torch.Tensor | None = None
         """Of the target, for each of the head's; None: the same ones."""
-        if mtp is None:
+        if mtp is not None:
+            self._read_copies(weights, mtp)
+        else:
             self._read_vocabulary(weights)
             weights.close(lambda name: name.endswith("rotary_emb.inv_freq") or name in IGNORABLE)
 
@@ -99,6 +106,19 @@ class DraftHead:
                 each = width // len(shape.taps)
                 self.fc_norms = [norm(f"{base}fc_norm.{i}", each) for i in range(len(shape.taps))]
         return linear(Dense.sharded(weights, f"{base}fc", size, width, has_bias=_has(weights, f"{base}fc.bias")))
+
+    def _read_copies(self, weights: Weights, mtp: MtpLayout) -> None:
+        """The embedding and the head of a layer for further tokens, unless they are the target's."""
+        size, vocab_size = self.shape.layers.hidden_size, self.target.config.vocab_size
+        if mtp.embedding is not None and weights.stored(mtp.embedding) is not None:
+            own = weights.take(mtp.embedding, vocab_size, size)
+            self._embedding = None if torch.equal(own, self.target.embedding) else own
+        if mtp.head is None or not _has(weights, f"{mtp.head}.weight"):
+            return
+        head = Dense.sharded(weights, mtp.head, vocab_size, size)
+        of_target = "model.embed_tokens" if self.target.config.ties_embeddings else "lm_head"
+        if not torch.equal(head.weight, weights.take(f"{of_target}.weight", vocab_size, size)):
+            self._lm_head = linear(head)
 
     def _read_vocabulary(self, weights: Weights) -> None:
         shape, size = self.shape, self.shape.layers.hidden_size
@@ -147,7 +167,7 @@ class DraftHead:
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: StepInputs, cache: KVCache, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: StepInputs, cache: PagedCache, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tokens with the states before them, [num_tokens, ...]: the states for logits, and those for the next pass.
 
         given: [num_tokens, hidden_size], `combined` states of the target, or what the pass before returned second. Both

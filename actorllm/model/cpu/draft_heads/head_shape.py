@@ -5,6 +5,7 @@
 | eagle | EAGLE (arXiv:2401.15077) | the final states of the target, both through `fc` | the head of the target |
 | eagle3 | EAGLE-3 (arXiv:2503.01840) | states behind several layers, through `fc` | `lm_head`, over some of the ids (`d2t`) |
 | mtp | MiMo (arXiv:2505.07608) | the states behind the last layer, both through `input_proj` | the head of the target |
+| mtp | DeepSeek V3 (arXiv:2412.19437) | the final states of the target, both through `eh_proj` | `shared_head`, as the target's |
 
 Names and defaults are those that vLLM reads.
 """
@@ -28,7 +29,7 @@ from actorllm.types.speculation import EAGLE, EAGLE3, MTP
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Of the layers of EAGLE heads."""
-MTP_ARCHITECTURES = ("MiMoForCausalLM",)
+MTP_ARCHITECTURES = ("MiMoForCausalLM", "DeepseekV3ForCausalLM")
 """Targets whose layers for further tokens are read."""
 
 
@@ -52,6 +53,8 @@ class MtpLayout:
     head: str | None = None
     """Its own head and embedding, which published checkpoints have as the target has them; None: it has none."""
     embedding: str | None = None
+    layer: int | None = None
+    """Its number among the layers of the target, which it is like in all; None: it is one of attention and MLP."""
 
 
 MIMO = MtpLayout(
@@ -64,6 +67,24 @@ MIMO = MtpLayout(
     reads_normed=False,
     chains_normed=True,
 )
+
+
+def deepseek(layer: int) -> MtpLayout:
+    """layer: number of the first one behind those of the target."""
+    prefix = f"model.layers.{layer}."
+    return MtpLayout(
+        prefix=prefix,
+        joins="eh_proj",
+        hidden_norm="hnorm",
+        token_norm="enorm",
+        norm="shared_head.norm",
+        has_state_first=False,
+        reads_normed=True,
+        chains_normed=False,
+        head=f"{prefix}shared_head.head",
+        embedding=f"{prefix}embed_tokens.weight",
+        layer=layer,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +214,18 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
         )
     if read_checkpoint(tree) is not None:
         raise UnsupportedModelError(f"{told} is not supported with a checkpoint that is quantized; use another method")
-    layers = replace(target, num_layers=1, windows=(None,))
+    layers, layout = replace(target, num_layers=1, windows=(None,)), MIMO
+    if model.architecture != MTP_ARCHITECTURES[0]:
+        layout = deepseek(target.num_layers)
+        if target.experts is not None:
+            layers = replace(layers, experts=replace(target.experts, layers=(True,)))
     return HeadShape(
         method=MTP,
         model=replace(model, quantization=None),
         layers=layers,
         state_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
-        mtp=MIMO,
+        mtp=layout,
     )
 
 
