@@ -670,14 +670,19 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             if draft_model is not None:
                 draft_model.allocate(most * per_row)
             self.step(self._small_prompts(slots, per_row, temperature=1.0))
-            steps = costs.measured(lambda rows: self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)])))
-            drafts: Costs = ()
-            if draft_model is not None:
-                drafts = costs.measured(lambda rows: draft_model.try_pass(self.batch, slots[: min(rows, most)]))
+
+            def step(rows: int) -> None:
+                self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)]))
+
+            def draft(rows: int) -> None:
+                assert draft_model is not None
+                draft_model.try_pass(self.batch, slots[: min(rows, most)])
+
+            steps, *drafts = costs.measured(step) if draft_model is None else costs.measured(step, draft)
         finally:
             self._speculator, self._draft_model, self.processors = kept
             del self.cache, self.batch
-        return {"step_costs": steps, "draft_costs": drafts}
+        return {"step_costs": steps, "draft_costs": drafts[0] if drafts else ()}
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
