@@ -35,7 +35,7 @@ from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.recurrent.cache import RecurrentCache
-from actorllm.model.cpu.recurrent.limits import check_recurrent, check_states
+from actorllm.model.cpu.recurrent.refusals import check_recurrent, check_states
 from actorllm.model.cpu.recurrent.states import SlotStates
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
