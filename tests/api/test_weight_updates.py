@@ -421,7 +421,11 @@ def test_weights_that_come_after_the_start_are_read_by_vllms_two_calls(expected:
         assert engine.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},)) == [None]
         assert engine.collective_rpc("reload_weights") == [None]
         assert tell(engine).outputs[0].token_ids == expected[0]
-        for overrides in ({"model_config": {}}, {"load_config": {"device": "cpu"}}, {"load_config": {"load_format": "pt"}}):
+        for overrides in (
+            {"model_config": {}},
+            {"load_config": {"device": "cpu"}},
+            {"load_config": {"load_format": "pt"}},
+        ):
             with pytest.raises(InvalidParameterError, match=r"update_config: .*load_format"):
                 engine.collective_rpc("update_config", args=(overrides,))
         with pytest.raises(InvalidParameterError, match=r"use update_weights_from_disk\(folder\)"):
