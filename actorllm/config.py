@@ -55,7 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
-from actorllm.types.roles import Role, check_roles, read_roles, roles_of_connector
+from actorllm.types.roles import Role, with_roles
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -631,16 +631,11 @@ class EngineConfig(EngineNames):
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
-        if given["runner"] == "auto" and _architecture(path, hf) in ENCODER_DECODERS:  # some are named like encoders
-            given["runner"] = "generate"
+        _choose_runner(_architecture(path, hf), given)
         pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
         generation = _generation(path, given["generation_config"], module)
         encoder_decoder = _encoder_decoder(path, hf, generation, given, pooler, module)
-        if encoder_decoder is None:
-            advised = None if pooler is None else pooler.max_length
-            max_model_len = _max_model_len(path, given["max_model_len"], text, advised)
-        else:
-            max_model_len = encoder_decoder.max_model_len
+        max_model_len = _most_positions(path, given, text, pooler, encoder_decoder)
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
@@ -656,12 +651,9 @@ class EngineConfig(EngineNames):
         speculation = _with_draft_folder(_speculation(given, pooler, block_size), path, text, load_format)
         lookahead = 0 if speculation is None else speculation.num_speculative_tokens
         stages = read_stages(given, text, device, module is not None)
+        # Roles say how many replicas there are; `kv_transfer_config` may mean them or a tier.
         without_transfers = _without_tiers(given, device, pooler, module, speculation, stages)
-        given = roles_of_connector(given)
-        roles = read_roles(given["roles"])
-        if roles:
-            check_roles(given, len(roles), without_transfers)
-            given["data_parallel_size"] = len(roles)
+        given, roles = with_roles(given, without_transfers)
         tiers = read_tiers(given, without_transfers)
         # All else is independent, and each value is checked where it is read.
         return cls(
@@ -699,6 +691,7 @@ class EngineConfig(EngineNames):
                 scheme=_compute_scheme(given, dtype, pooler),
                 module=module,
             ),
+            # The KV cache: how many blocks there are is known once a worker has measured it.
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
@@ -714,6 +707,7 @@ class EngineConfig(EngineNames):
                 disk_path=tiers.disk_path if tiers.disk_bytes else None,
                 disk_bytes=tiers.disk_bytes,
             ),
+            # What a step may hold, and the policies that fill it.
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -732,6 +726,7 @@ class EngineConfig(EngineNames):
                 num_lookahead_tokens=lookahead,
             ),
             speculation=speculation,
+            # Processes, ranks and devices.
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text) * max(1, len(stages)),
             stages=stages,
@@ -743,6 +738,7 @@ class EngineConfig(EngineNames):
             seed=given["seed"],
             stream_interval=_stream_interval(given["stream_interval"]),
             profile_folder=_profile_folder(given["profiler_config"]),
+            # What is done about failures, and after how long.
             standby_worker=given["standby_worker"],
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
             step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
@@ -750,6 +746,7 @@ class EngineConfig(EngineNames):
             start_timeout_s=None if given["start_timeout_s"] is None else _seconds("start_timeout_s", given, 1.0),
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
+            # Features that are off unless they are asked for.
             enforce_eager=given["enforce_eager"],
             enable_expert_parallel=given["enable_expert_parallel"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
@@ -812,6 +809,25 @@ def _media(
                 f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
             )
     return rules
+
+
+def _choose_runner(architecture: str, given: dict[str, Any]) -> None:
+    """Some models with an encoder and a decoder are named like encoders."""
+    if given["runner"] == "auto" and architecture in ENCODER_DECODERS:
+        given["runner"] = "generate"
+
+
+def _most_positions(
+    path: Path,
+    given: dict[str, Any],
+    text: dict[str, Any],
+    pooler: Pooler | None,
+    encoder_decoder: EncoderDecoder | None,
+) -> int:
+    """Of a request, rows of an encoder included."""
+    if encoder_decoder is not None:
+        return encoder_decoder.max_model_len
+    return _max_model_len(path, given["max_model_len"], text, None if pooler is None else pooler.max_length)
 
 
 def _encoder_decoder(

@@ -130,6 +130,8 @@ def simulate(
     failures: str | None = None,
     policy_cost: str | None = None,
     power: str | None = None,
+    roles: str | None = None,
+    kv_copy: str | None = None,
     output_json: Path | None = None,
     csv: Path | None = None,
     report: Path | None = None,
@@ -151,6 +153,10 @@ def simulate(
         What the policy takes: measured, measured:FACTOR, or PLAN_S[:WAITING_S[:EVENT_S]] in seconds.
     power
         Of a replica: IDLE_W:BUSY_W[:PRICE_PER_HOUR[:PRICE_PER_KWH]]; energy and cost are printed.
+    roles
+        How many replicas compute prompts and how many decode, such as 1P2D.
+    kv_copy
+        What a copy of KV between them takes: BLOCK_S[:LATENCY_S] in seconds.
     output_json
         Write the figures to this file, with the keys of `vllm bench serve`.
     csv
@@ -168,6 +174,7 @@ def simulate(
     check_apart(output_json=output_json, csv=csv, report=report, timeline=timeline)
     check_writable(output_json=output_json, csv=csv, report=report, timeline=timeline)
     more, watts = _costs(failures, policy_cost, power)
+    more |= _roles(roles, kv_copy)
     if report is not None or timeline is not None:
         run, journal = _watched(point, **more)
     else:
@@ -177,6 +184,8 @@ def simulate(
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
     _print_transfers(run)
+    if roles is not None:
+        print(f"roles: {run.num_handed_off} requests were handed off")
     if watts is not None:
         _print_energy(run, watts)
     if output_json is not None:
@@ -614,6 +623,17 @@ def _costs(
     if power is None:
         return more, None
     return {**more, "metered": True}, PowerModel.parse(power)
+
+
+def _roles(roles: str | None, kv_copy: str | None) -> dict[str, Any]:
+    """What `simulate` takes of these options. Raises ConfigError."""
+    from actorllm.slo.roles import TransferShape, read_transfer
+
+    if roles is None:
+        if kv_copy is not None:
+            raise ConfigError(f"kv_copy={kv_copy!r:.80} is between replicas with roles: --roles 1P1D, too")
+        return {}
+    return {"roles": roles, "transfer": TransferShape() if kv_copy is None else read_transfer(kv_copy)}
 
 
 def _print_transfers(run: SimulatedRun) -> None:

@@ -32,7 +32,7 @@ from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, pin_of, role_of, routable_of, views_of
 from actorllm.messages import KvOffer, Submit
-from actorllm.scheduling.roles import RoleRouter
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 from actorllm.types.weight_version import WeightSource
 

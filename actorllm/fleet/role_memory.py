@@ -7,7 +7,7 @@ from dataclasses import replace
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.tiers.lease_board import num_bytes
 from actorllm.config import EngineConfig
-from actorllm.scheduling.roles import RoleRouter
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import Router, make_router
 
 

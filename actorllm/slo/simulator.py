@@ -44,6 +44,7 @@ from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, StepSeconds, make_router
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
@@ -58,6 +59,7 @@ from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.policy_cost import CostedPolicy, PolicyCost
 from actorllm.slo.rescheduling import Move, Rescheduler, Rescheduling
 from actorllm.slo.residual_memory import SlowUniforms
+from actorllm.slo.roles import RoleMoves, SimulatedRoles, SimulatedTable, TransferShape, hashes_of_its_own
 from actorllm.slo.scaling import SimulatedScaling
 from actorllm.slo.stages import StageClocks
 from actorllm.slo.tiers import SimulatedTiers, TierMoves, TierShape
@@ -66,6 +68,7 @@ from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
 from actorllm.types.drafter import Ranges
 from actorllm.types.objective import SLO
+from actorllm.types.roles import Role, read_roles
 
 T = TypeVar("T")
 
@@ -187,14 +190,22 @@ class EngineShape:
         }
 
     def scheduler(
-        self, policy: PlanPolicy, *, has_plans: bool = True, tiers: SimulatedTiers | None = None
+        self,
+        policy: PlanPolicy,
+        *,
+        has_plans: bool = True,
+        tiers: SimulatedTiers | None = None,
+        lends: SimulatedTable | None = None,
     ) -> Scheduler:
         """For simulated requests: they end by their length, so that token ids and what ends a text do not matter.
 
-        has_plans: False: the simulation does not look at its plans, which makes it faster. tiers: of its replica.
+        has_plans: False: the simulation does not look at its plans, which makes it faster. tiers: of its replica. lends:
+        where others see what they may copy of it.
         """
         is_simulated = not has_plans and not self.enable_prefix_caching
-        return Scheduler(policy=policy, is_simulated=is_simulated, tiers=tiers, **self.scheduler_arguments())
+        return Scheduler(
+            policy=policy, is_simulated=is_simulated, tiers=tiers, lends=lends, **self.scheduler_arguments()
+        )
 
 
 # Workers -----------------------------------------------------------------------------------------------------------------
@@ -564,6 +575,8 @@ class SimulatedReplica:
         step_seconds: StepSeconds | None = None,
     ) -> None:
         self.number = number
+        self.role: Role | None = None
+        """What it is for; None: everything."""
         self._step_seconds = step_seconds
         self._hashes: BlockHashTable | None = None
         self.scheduler = scheduler
@@ -671,6 +684,7 @@ class SimulatedReplica:
             step_seconds=self._step_seconds,
             find=None if self._hashes is None else self._hashes.find,
             seen=now,
+            role=self.role,
         )
         num_computed = scheduler.batch.num_computed
         for sequence in scheduler.running():
@@ -868,6 +882,8 @@ class SimulatedRun:
     """What failed, and what came of it."""
     moves: tuple[Move, ...] = ()
     """Requests that went to another replica, with rescheduling."""
+    num_handed_off: int = 0
+    """Requests whose prompt another replica computed than the one that decoded, with roles."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -961,6 +977,8 @@ def simulate(
     delays: ClientDelays | None = None,
     metered: bool = False,
     rescheduling: Rescheduling | None = None,
+    roles: str | None = None,
+    transfer: TransferShape | None = None,
 ) -> SimulatedRun:
     """Run a workload through `num_replicas` engines.
 
@@ -976,12 +994,19 @@ def simulate(
 
     failures: what ends and comes back (`slo.failures`). policy_cost: what policies take (`slo.policy_cost`). delays: between
     client and scheduler (`slo.delays`); None: the constants of the model. metered: tell how long workers computed, for
-    `slo.energy`. rescheduling: requests move between replicas (`slo.rescheduling`). Raises what a policy raises, with its name.
+    `slo.energy`. rescheduling: requests move between replicas (`slo.rescheduling`). roles: as `roles=` of the engine; they are the
+    replicas then. transfer: what a hand-off between them takes (`slo.roles`); None: nothing. Raises what a policy raises, with its
+    name.
 
     Of a workload with turns, requests arrive when they are sent, and are numbered in that order. Those whose turn never came
     are in no row of the run.
     """
     # What is simulated: the requests that come in time, and the client that sends those which wait for others.
+    # With roles these are the replicas, and the router is asked first whether a request is handed off.
+    route = make_router(router, seed) if isinstance(router, str) else router
+    apart = _apart(roles, transfer, route, num_replicas, autoscaler, failures, rescheduling, make_scheduler)
+    if apart is not None:
+        num_replicas, route = len(apart.roles), apart.router
     num_replicas = most_replicas(num_replicas, autoscaler)
     shapes, models = _one_each(shape, num_replicas, "shape"), _one_each(model, num_replicas, "model")
     shape, model = shapes[0], models[0]
@@ -991,10 +1016,12 @@ def simulate(
     ends = None if workload.max_tokens is None else np.zeros(len(workload), np.int64)
     client = None
     if workload.turns is not None or max_concurrency is not None:
+        if apart is not None:  # what a client sends next would depend on replicas that are behind
+            raise ConfigError("roles are not simulated with turns or max_concurrency yet; leave roles out")
         client = ClosedLoop(workload, max_concurrency)
         check_deliver(delays)
-    # Prompts that do not begin alike need no hashes, however the engine is configured.
-    has_prefixes = workload.has_shared_prompts and shape.enable_prefix_caching
+    # Prompts that do not begin alike need no hashes, however the engine is configured; but what is copied is found by them.
+    has_prefixes = (workload.has_shared_prompts and shape.enable_prefix_caching) or apart is not None
     shapes = [replace(one, enable_prefix_caching=has_prefixes) for one in shapes]
     built = _Built(
         shapes,
@@ -1007,17 +1034,19 @@ def simulate(
         on_plan=on_plan,
         skip=skip,
         metered=metered,
+        apart=apart,
     )
     replicas = built.replicas
     # Around the replicas: the router, the number of replicas, the ways to them, and what fails.
     # Requests with turns are sent when others end, all others when they are due.
     outcomes.now = lambda replica: replicas[replica].scheduler.now
-    route = make_router(router, seed) if isinstance(router, str) else router
     scaling = SimulatedScaling.of(autoscaler, replicas, start_s)
     line = None if delays is None else SubmitLine(delays, seed_stream(seed, "ways to the scheduler"))
     sender = _Sender(
         workload, shape, replicas, route, outcomes, view_interval_s, has_prefixes, model.submit_s, ends, scaling, line
     )
+    if apart is not None:
+        sender.share_out(apart)
     if failures:
         sender.faults = FailureDriver(failures, replicas, built.new_scheduler, sender.send_on, seed)
     elif rescheduling is not None:
@@ -1041,10 +1070,12 @@ def simulate(
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
     # What came of it. A request may have had a scheduler before that was lost.
+    if apart is not None:  # each request that was handed off had a scheduler before
+        outcomes.add_before(apart.first_scheduled, apart.num_preemptions)
     if sender.faults is not None:
         outcomes.add_before(sender.faults.first_scheduled, sender.faults.num_preemptions)
     ways = None if delays is None else (delays, [seed_stream(seed, f"ways back of {r.number}") for r in replicas])
-    run = _collect(workload, replicas, outcomes, models, policy, ways, sender.faults is not None)
+    run = _collect(workload, replicas, outcomes, models, policy, ways, sender.faults is not None or apart is not None)
     cut = told_of_cut(run.timeline, workload.promises, num_given - num_unsent - len(workload), until)
     if num_unsent:
         cut = [*cut, f"{num_unsent} requests were never sent: what they were to continue did not finish"]
@@ -1059,6 +1090,7 @@ def simulate(
         policy_s=tuple(one.total for one in built.costed),
         failures=tuple(faults.notes) if isinstance(faults, FailureDriver) else (),
         moves=tuple(faults.moves) if isinstance(faults, Rescheduler) else (),
+        num_handed_off=0 if apart is None else apart.num_handed_off,
     )
     # What it cost: replicas count while they start, and those that always are to the last end.
     last = float(np.nanmax(run.timeline.end, initial=0.0))
@@ -1101,8 +1133,10 @@ class _Built:
         on_plan: Callable[[int, StepPlan], None] | None,
         skip: bool,
         metered: bool,
+        apart: SimulatedRoles | None = None,
     ) -> None:
-        """Arguments as of `simulate` and `ModelledWorker`."""
+        """Arguments as of `simulate` and `ModelledWorker`. apart: the roles of the replicas."""
+        self._apart = apart
         self.workers: list[ModelledWorker] = []
         self.replicas: list[SimulatedReplica] = []
         self.costed: list[CostedPolicy] = []
@@ -1111,7 +1145,9 @@ class _Built:
         self._new_policy = new_policy
         self._make_scheduler = make_scheduler
         self._has_plans = on_plan is not None
-        self._tiers = [SimulatedTiers(one.tiers) if one.tiers and one.enable_prefix_caching else None for one in shapes]
+        self._tiers = [
+            SimulatedTiers(one.tiers) if apart or (one.tiers and one.enable_prefix_caching) else None for one in shapes
+        ]
         for number, (shape, model) in enumerate(zip(shapes, models, strict=True)):
             policy = new_policy(number)
             kind = MeteredWorker if metered else ModelledWorker
@@ -1133,12 +1169,14 @@ class _Built:
                     number=number,
                     on_ends=on_ends,
                     on_plan=tell,
-                    skip=skip and shape.drafts is None and not shape.tiers,
+                    skip=skip and shape.drafts is None and not shape.tiers and apart is None,
                     step_seconds=model.seconds,
                 )
             )
             tiers = self._tiers[number]
-            if tiers is not None:
+            if tiers is not None and apart is not None:
+                self.replicas[-1].aside = RoleMoves(tiers, partial(self._scheduler_of, number), number, apart)
+            elif tiers is not None:
                 self.replicas[-1].aside = TierMoves(tiers, partial(self._scheduler_of, number))
 
     def _scheduler_of(self, number: int) -> Scheduler:
@@ -1155,7 +1193,8 @@ class _Built:
             worker.policy = policy
         if self._make_scheduler is not None:
             return self._make_scheduler(number, policy)
-        return self._shapes[number].scheduler(policy, has_plans=self._has_plans, tiers=self._tiers[number])
+        lends = None if self._apart is None else self._apart.tables[number]
+        return self._shapes[number].scheduler(policy, has_plans=self._has_plans, tiers=self._tiers[number], lends=lends)
 
 
 def _one_each(given: T | Sequence[T], num: int, name: str) -> list[T]:
@@ -1168,6 +1207,25 @@ def _one_each(given: T | Sequence[T], num: int, name: str) -> list[T]:
     if isinstance(found[0], EngineShape) and len({one.block_size for one in found}) > 1:
         raise ConfigError("shapes of replicas must have one block_size, by which routers and prompts are counted")
     return found
+
+
+def _apart(
+    roles: str | None, transfer: TransferShape | None, router: Router, num_replicas: int, *others: object
+) -> SimulatedRoles | None:
+    """What replicas with roles have in common; None: they have none. others: what roles are not simulated with.
+
+    Raises ConfigError.
+    """
+    given = read_roles(roles)
+    if not given:
+        return None
+    if num_replicas not in (1, len(given)):
+        raise ConfigError(f"num_replicas={num_replicas} and roles={roles!r} both say how many there are; give one")
+    if any(others):
+        raise ConfigError(
+            f"roles={roles!r} are not simulated with an autoscaler, failures, rescheduling or a report yet; leave one out"
+        )
+    return SimulatedRoles(given, transfer or TransferShape(), RoleRouter(router))
 
 
 def most_replicas(num_replicas: int, autoscaler: Autoscaler | None) -> int:
@@ -1204,6 +1262,7 @@ class _Sender:
         None: all. line: the way of requests to the scheduler; None: each takes submit_s."""
         self.faults: FailureDriver | Rescheduler | None = None
         """What fails on the way, or moves requests; None: nothing."""
+        self._apart: SimulatedRoles | None = None
         self._line = line
         self._scaling = scaling
         if scaling is not None:
@@ -1238,6 +1297,23 @@ class _Sender:
             asked = np.minimum(workload.num_output, workload.max_tokens)
             self._last = (workload.num_prompt.astype(np.int64) + asked).tolist()
 
+    def share_out(self, apart: SimulatedRoles) -> None:
+        """The replicas have roles."""
+        self._apart = apart
+
+        def moved(number: int, target: int, at: float) -> None:
+            self._outcomes.replica[number] = target
+            self._next_view_at = -math.inf
+
+        apart.begin(self._replicas, moved)
+
+    def _run_all(self, until: float) -> None:
+        """Everything that happens at all replicas before this time."""
+        if self._apart is not None:
+            self._apart.run_until(until)
+        for replica in self._replicas:
+            replica.run_until(until)
+
     @property
     def next_tick(self) -> float:
         """When the number of replicas is decided next, or something fails or comes back."""
@@ -1260,8 +1336,7 @@ class _Sender:
             if not self.faults.is_waiting and all(replica.next_event_at == math.inf for replica in self._replicas):
                 break
             self.faults.apply()
-        for replica in self._replicas:
-            replica.run_until(until)
+        self._run_all(until)
 
     def tick(self) -> None:
         """Let happen what is due at `next_tick`."""
@@ -1300,6 +1375,8 @@ class _Sender:
             hashes, salt = np.frombuffer(self.contexts.hashes(row, number), np.uint8), self.contexts.salt(row)
         elif self._prefixes is not None:
             hashes, salt = self._prefixes.block_hashes(row, self._num_prompt[row], self._block_size), str(row)
+        elif self._apart is not None:
+            hashes, salt = hashes_of_its_own(row, self._num_prompt[row] // self._block_size), str(row)
         if self._ends is not None:
             self._ends[number] = self._last[row]
         # Where it goes, by views that may be old.
@@ -1309,8 +1386,7 @@ class _Sender:
                 self._next_view_at = -math.inf  # there may be others now
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if at >= self._next_view_at and (self._needs_views or not self._views or faults is not None):
-                for replica in replicas:
-                    replica.run_until(at)
+                self._run_all(at)
                 those = replicas if self._scaling is None else self._scaling.ready(at)
                 those = those if faults is None else [replicas[number] for number in up]
                 self._views = [replica.view(at) for replica in those]
@@ -1332,12 +1408,17 @@ class _Sender:
             view.add(request)
         # The replica has come to that time. Where its scheduler is down, the request waits for the next one.
         replica = replicas[chosen]
+        if self._apart is not None:
+            self._apart.run_until(there)
         replica.run_until(there)
         self._outcomes.replica[number] = chosen
         if not self._has_prefixes:
             hashes, salt = NO_U8, None
         if faults is None or chosen in up:
-            replica.submit(0, self._make(row, at, number, hashes, salt), there)
+            submit = self._make(row, at, number, hashes, salt)
+            if replica.role == "prefill":
+                submit = replace(submit, hands_off=True)
+            replica.submit(0, submit, there)
         else:
             faults.hold(chosen, self._make(row, at, number, hashes, salt))
         limit = self._patience[self._class_ids[row]]

@@ -145,22 +145,30 @@ class TierMoves:
         if transfers is None:
             return
         for job in transfers.next(now, scheduler.is_idle):
-            if isinstance(job, BlockLoad):
-                number, seconds = self._tiers.load(job.wanted)
-                end = self._read_until = max(now, self._read_until) + seconds
-            else:
-                number = job.blocks.size
-                seconds = self._tiers.store_s(number)
-                end = self._written_until = max(now, self._written_until) + seconds
+            number, seconds, end = self.begin(job, now)
             self._number += 1
             heapq.heappush(self._moves, (end, self._number, transfers, job, number, seconds))
+
+    def begin(self, job: BlockLoad | BlockStore, now: float) -> tuple[int, float, float]:
+        """How many blocks of a job will be good, the seconds that it takes, and when it is done."""
+        if isinstance(job, BlockLoad):
+            number, seconds = self._tiers.load(job.wanted)
+            self._read_until = max(now, self._read_until) + seconds
+            return number, seconds, self._read_until
+        seconds = self._tiers.store_s(job.blocks.size)
+        self._written_until = max(now, self._written_until) + seconds
+        return job.blocks.size, seconds, self._written_until
 
     def happen(self) -> float:
         """Let the next move be done. Returns when it is."""
         now, _, transfers, job, number, seconds = heapq.heappop(self._moves)
+        self.end(transfers, job, number, seconds, now)
+        return now
+
+    def end(self, transfers: Transfers, job: BlockLoad | BlockStore, number: int, seconds: float, now: float) -> None:
+        """A job is done."""
         if isinstance(job, BlockLoad):
             transfers.loaded(job, number, seconds, now)
         else:
             self._tiers.store(job.hashes)
             transfers.stored(job, number, seconds)
-        return now

@@ -43,7 +43,20 @@ def read_roles(roles: object) -> tuple[Role, ...]:
     return tuple("prefill" if number < num_prefill else "decode" for number in numbers)
 
 
-def check_roles(given: Mapping[str, Any], number: int, reason: str | None) -> None:
+def with_roles(given: dict[str, Any], reason: str | None) -> tuple[dict[str, Any], tuple[Role, ...]]:
+    """The arguments of an engine, with as many replicas as its roles say; and the role of each.
+
+    reason: why KV of this engine cannot be moved; None: it can be. Raises ConfigError.
+    """
+    given = _with_connector(given)
+    roles = read_roles(given["roles"])
+    if not roles:
+        return given, roles
+    _check(given, len(roles), reason)
+    return given | {"data_parallel_size": len(roles)}, roles
+
+
+def _check(given: Mapping[str, Any], number: int, reason: str | None) -> None:
     """Raises ConfigError for what roles do not go together with.
 
     Arguments:
@@ -65,7 +78,7 @@ def check_roles(given: Mapping[str, Any], number: int, reason: str | None) -> No
         raise ConfigError(f"{told} is for replicas of this machine yet, and Ray places them elsewhere; leave one out")
 
 
-def roles_of_connector(given: dict[str, Any]) -> dict[str, Any]:
+def _with_connector(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an engine, with roles in the place of a `kv_transfer_config` that means them. Raises ConfigError.
 
     What `kv_transfer_config` says of tiers stays where it is (`types.kv_tiers`).

@@ -13,7 +13,7 @@ from actorllm import AsyncLLM
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.scheduling.roles import RoleRouter
+from actorllm.scheduling.role_router import RoleRouter
 from actorllm.types.roles import read_roles
 from tests.fleet.streams import Told, all_run, assert_same, kill, params, run_all, until
 
