@@ -29,7 +29,7 @@ demo: $(STAMP)
 # Three policies in five variants against each other on a simulated A100, in some minutes on two cores; writes a page to look at.
 demo-slo: $(STAMP)
 	mkdir -p $(SLO)
-	$(BIN)/actorllm sweep --num-requests 900 --seeds 3 --rates 1.5 2.5 3.5 4.5 --scales 0.5 1.5 \
+	$(BIN)/actorllm sweep --num-requests 1000 --seeds 3 --rates 1.5 2.5 3.5 4.5 --scales 0.5 0.7 1.5 2 \
 	  --mix "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=30" \
 	  --policies fcfs@512 fcfs@2048 edf@512 qoserve@2048 qoserve,anchor=first,alpha=0.0005@2048 \
 	  --results $(SLO)/sweep.jsonl --report $(SLO)/report.html

@@ -631,16 +631,11 @@ class EngineConfig(EngineNames):
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
-        if given["runner"] == "auto" and _architecture(path, hf) in ENCODER_DECODERS:  # some are named like encoders
-            given["runner"] = "generate"
+        _choose_runner(_architecture(path, hf), given)
         pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
         generation = _generation(path, given["generation_config"], module)
         encoder_decoder = _encoder_decoder(path, hf, generation, given, pooler, module)
-        if encoder_decoder is None:
-            advised = None if pooler is None else pooler.max_length
-            max_model_len = _max_model_len(path, given["max_model_len"], text, advised)
-        else:
-            max_model_len = encoder_decoder.max_model_len
+        max_model_len = _most_positions(path, given, text, pooler, encoder_decoder)
         given["quantization"] = read_method(given["quantization"], hf, module is not None)
         device = _device(given, pooler)
         rules = rules_of(device)
@@ -814,6 +809,25 @@ def _media(
                 f"{name}={given[name]!r:.80} is not supported for models that take {rules.modality}; leave it out"
             )
     return rules
+
+
+def _choose_runner(architecture: str, given: dict[str, Any]) -> None:
+    """Some models with an encoder and a decoder are named like encoders."""
+    if given["runner"] == "auto" and architecture in ENCODER_DECODERS:
+        given["runner"] = "generate"
+
+
+def _most_positions(
+    path: Path,
+    given: dict[str, Any],
+    text: dict[str, Any],
+    pooler: Pooler | None,
+    encoder_decoder: EncoderDecoder | None,
+) -> int:
+    """Of a request, rows of an encoder included."""
+    if encoder_decoder is not None:
+        return encoder_decoder.max_model_len
+    return _max_model_len(path, given["max_model_len"], text, None if pooler is None else pooler.max_length)
 
 
 def _encoder_decoder(

@@ -39,7 +39,7 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "quantized_models", "small_operations", "lora"),
-    *("weight_updates", "sleep", "kv_tiers", "roles", "experts", "latent"),
+    *("weight_updates", "sleep", "kv_tiers", "roles", "experts", "latent", "recurrent"),
     *("images", "speculation", "fleet", "nodes", "pipeline"),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
     *("policies", "autoscaling", "rescheduling"),
@@ -50,7 +50,7 @@ EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
 """What `make bench` does not run."""
-TABLES = ("targets", "sizes", "rows", "claims", "growth", "full", "fairness", "stages")
+TABLES = ("targets", "sizes", "rows", "recorded", "claims", "growth", "full", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks

@@ -82,6 +82,7 @@ BENCHES = (
     Bench("roles", ("--rounds", "3", "--prompts", "2")),
     Bench("experts", ()),
     Bench("latent", ("--threads", "1")),
+    Bench("recurrent", ("--threads", "1")),
     Bench("images", ("--rounds", "1", "--tokens", "40")),
     Bench("speculation", ("--rounds", "1", "--tokens", "16")),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),

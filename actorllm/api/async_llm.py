@@ -20,6 +20,7 @@ from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.awaited_tokenizer import awaited
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.api.worker_path import folder_to_reload, is_reload
 from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
@@ -737,7 +738,8 @@ class AsyncLLM:
 
         Arguments:
             method: the name of a method of the worker, such as one of `worker_extension_cls`; or the path of a function,
-                'module:function', which gets the worker before its arguments.
+                'module:function', which gets the worker before its arguments. vLLM's `reload_weights` reads the folder of the model
+                again, as `update_weights_from_disk`.
             timeout: seconds after which the call is waited for no longer; None (default): any time.
             args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB; as much as a rank may return.
 
@@ -751,6 +753,11 @@ class AsyncLLM:
         Example:
             workers = await llm.collective_rpc("builtins:repr")
         """
+        if is_reload(method, self._engine.config):
+            folder = folder_to_reload(method, args, kwargs, self._engine.config)
+            if folder is not None:
+                await self.update_weights_from_disk(folder)
+            return [None] * (self._engine.config.world_size * self._engine.config.data_parallel_size)
         target = check_target("method", method, is_path=False)
         data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
         await self.start()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
+from actorllm.api.worker_path import folder_to_reload, is_reload
 from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
@@ -295,6 +296,7 @@ class BlockingDoor(ABC):
 
         Arguments:
             method: the name of a method of the worker, or the path of a function, 'module:function', which gets the worker first.
+                vLLM's `reload_weights` reads the folder of the model again, as `update_weights_from_disk`.
             timeout: seconds after which the call is waited for no longer; None (default): any time.
             args, kwargs: JSON values, bytes, tensors and numpy arrays of numbers, of at most 48 MiB.
 
@@ -310,6 +312,11 @@ class BlockingDoor(ABC):
         Example:
             workers = llm.collective_rpc("builtins:repr")
         """
+        if is_reload(method, self._engine.config):
+            folder = folder_to_reload(method, args, kwargs, self._engine.config)
+            if folder is not None:
+                self.update_weights_from_disk(folder)
+            return [None] * (self._engine.config.world_size * self._engine.config.data_parallel_size)
         target = check_target("method", method, is_path=False)
         data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
         self._engine.start()

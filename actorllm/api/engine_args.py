@@ -114,6 +114,8 @@ class EngineArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches.
 
+        Options that the parser has already stay the program's own.
+
         Arguments:
             parser: any parser of argparse; the same is returned.
 
@@ -128,6 +130,8 @@ class EngineArgs:
             # Short options of one letter are programs' own; `FlexibleArgumentParser` takes those that are not.
             short = [one for one, option in SHORT.items() if option == long and len(one) > 2]
             options = [*dict.fromkeys((f"--{long}", f"--{name}")), *short]
+            if options[0] in parser._option_string_actions:
+                continue  # the program has an option of this name, which is then read by `from_cli_args`
             group.add_argument(
                 *options, dest=name, default=copy.copy(default), help=told.get(name), **_option_of(name, default)
             )

@@ -139,8 +139,8 @@ _CLIENTS = _same(_SERVER, "build_async_engine_client", "build_async_engine_clien
 _SERVER_PARTS = {**_same(_SERVER, "run_server", "build_app", "init_app_state"), **_CLIENTS, **_LISTENING}
 _SETTINGS = dict.fromkeys(
     (
-        *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "ObservabilityConfig"),
-        *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+        *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "LoadConfig"),
+        *("ObservabilityConfig", "ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
     ),
     f"{_FUNCTIONS}:Settings",
 )
@@ -150,7 +150,7 @@ _CLEANING = dict.fromkeys(
 )
 _PORTS = _same(_FUNCTIONS, "get_open_port", "get_ip")
 _DEVICES = _same(_FUNCTIONS, "cuda_device_count_stateless")
-_CLI = _same(_FUNCTIONS, "cli_env_setup")
+_CLI, _ULIMIT = _same(_FUNCTIONS, "cli_env_setup"), _same(_FUNCTIONS, "set_ulimit")
 _COUNTER, _GET_TOKENIZER = {"Counter": f"{_FUNCTIONS}:IdCounter"}, _same(_FUNCTIONS, "get_tokenizer")
 _IS_LIST = _same("actorllm.types.io_processor", "is_list_of")
 
@@ -165,7 +165,8 @@ _CONFIG_HOMES = {
     f"config.{module}": {name: _CONFIGS[name]}
     for module, name in (
         *(("attention", "AttentionConfig"), ("cache", "CacheConfig"), ("kv_events", "KVEventsConfig")),
-        *(("kv_transfer", "KVTransferConfig"), ("lora", "LoRAConfig"), ("model", "ModelConfig")),
+        *(("kv_transfer", "KVTransferConfig"), ("load", "LoadConfig"), ("lora", "LoRAConfig")),
+        *(("model", "ModelConfig"),),
         *(("observability", "ObservabilityConfig"), ("parallel", "ParallelConfig"), ("pooler", "PoolerConfig")),
         *(("profiler", "ProfilerConfig"), ("scheduler", "SchedulerConfig"), ("speculative", "SpeculativeConfig")),
         *(("structured_outputs", "StructuredOutputsConfig"), ("vllm", "VllmConfig")),
@@ -247,7 +248,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.serve": {},
     "entrypoints.serve.engine": {},
     "entrypoints.serve.engine.protocol": _BODY_NAMES,
-    "entrypoints.utils": _CLI,
+    "entrypoints.utils": {**_CLI, **_same(_FUNCTIONS, "with_cancellation")},
     "envs": {name: f"actorllm.compat.variables:{name}" for name in VARIABLES},
     "exceptions": _same("actorllm.errors", "VLLMValidationError"),
     "inputs": _PROMPTS,
@@ -305,12 +306,14 @@ MODULES: dict[str, dict[str, str]] = {
         **_PORTS,
         **_DEVICES,
         **_MERGED,
+        **_ULIMIT,
     },
     "utils.argparse_utils": _PARSER,
     "utils.async_utils": _MERGED,
     "utils.collection_utils": _IS_LIST,
     "utils.counter": _COUNTER,
     "utils.network_utils": _PORTS,
+    "utils.system_utils": _ULIMIT,
     "utils.torch_utils": _DEVICES,
     "v1": {},
     "v1.sample": {},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from enum import IntEnum
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -198,6 +200,50 @@ def cuda_device_count_stateless() -> int:
     import torch
 
     return torch.cuda.device_count() if current_platform.is_cuda() else 0
+
+
+def with_cancellation(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """An endpoint that is cancelled when its client leaves. It returns None then.
+
+    Arguments:
+        handler: the endpoint; its second argument, or `raw_request`, is the request of starlette.
+    """
+
+    @functools.wraps(handler)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        request = args[1] if len(args) > 1 else kwargs["raw_request"]
+        answer: Any = None
+        raised: Exception | None = None
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                answer = await handler(*args, **kwargs)
+            except Exception as error:  # not from within the group, which would wrap it
+                raised = error
+            tasks.cancel_scope.cancel()
+        if raised is not None:
+            raise raised
+        return answer
+
+    return watched
+
+
+def set_ulimit(target_soft_limit: int = 65535) -> None:
+    """Let this process have more files open, as far as the system allows.
+
+    Arguments:
+        target_soft_limit: how many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def cli_env_setup() -> None:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actorllm.errors import InvalidPromptError, nearest_name, shown
+from actorllm.intake.media.addresses import Allowed
+from actorllm.intake.media.audio import read_audio
 from actorllm.intake.media.media_encoder import MediaEncoder, MediaTensors, Waiting
+from actorllm.intake.media.processor import load_feature_extractor
 from actorllm.messages import I32, U8
 from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES
 from actorllm.types.encoder_decoder import EncoderDecoder
@@ -91,7 +94,9 @@ class SourceReader:
 
     def __init__(self, config: EngineConfig, rules: EncoderDecoder) -> None:
         self._model, self._rules = config.model, rules
+        self._allowed = Allowed(rules.local_path, rules.domains)
         self._lock = threading.Lock()
+        self._extractor: Any = None
         self.encoder = MediaEncoder(config)
 
     def read(self, given: GivenSource, to_ids: ToIds, adds_special: bool, workplace: Waiting | None) -> ReadSource:
@@ -111,13 +116,18 @@ class SourceReader:
                 f"{DECODER_KEY} has {len(ids)} tokens, and the decoder takes {rules.max_target} with its output: shorten it to "
                 f"{rules.max_target - 1} or fewer"
             )
-        source = _unwrapped(given.source, ENCODER_KEY)
-        source_ids = to_ids(source, adds_special)
-        if not 0 < source_ids.size <= rules.max_source:
-            raise InvalidPromptError(
-                f"{ENCODER_KEY} has {source_ids.size} tokens, and the encoder takes 1 to {rules.max_source}; shorten it to that"
-            )
-        tensors = _tensors({"input_ids": source_ids.astype(np.int64)[None]})
+        source, source_ids = None, None
+        if rules.kind == "audio":
+            tensors = self._features(given.source)
+        else:
+            source = _unwrapped(given.source, ENCODER_KEY)
+            source_ids = to_ids(source, adds_special)
+            if not 0 < source_ids.size <= rules.max_source:
+                raise InvalidPromptError(
+                    f"{ENCODER_KEY} has {source_ids.size} tokens, and the encoder takes 1 to {rules.max_source}; shorten it to "
+                    f"that"
+                )
+            tensors = _tensors({"input_ids": source_ids.astype(np.int64)[None]})
         rows = self.encoder.encode(tensors, workplace)
         num_rows = rows.size // self._model.embedding_bytes
         if rows.size > MAX_PROMPT_BYTES or not 0 < num_rows <= rules.max_source:
@@ -131,7 +141,7 @@ class SourceReader:
             digest=tensors.digest,
             num_rows=num_rows,
             source_text=source if isinstance(source, str) else None,
-            source_ids=source_ids.tolist(),
+            source_ids=None if source_ids is None else source_ids.tolist(),
             target_text=target if isinstance(target, str) else None,
         )
 
@@ -143,12 +153,44 @@ class SourceReader:
             raise InvalidPromptError(
                 f"the model names no decoder_start_token_id: give {DECODER_KEY!r}, with the language that is wanted"
             )
-        if start.size and (not ids.size or ids[0] != start[0]):
+        is_begun = (
+            ids.size and (ids[0] == start[0] if self._rules.kind == "text" else start[0] in ids) if start.size else True
+        )
+        if not is_begun:
             ids = np.concatenate((start, ids))
         return ids
 
+    def _features(self, source: Any) -> MediaTensors:
+        """What the model's feature extractor makes of a recording."""
+        if isinstance(source, Mapping) and source.get("prompt"):
+            raise InvalidPromptError(f"{ENCODER_KEY} of this model is a recording; its text belongs to {DECODER_KEY!r}")
+        data = source.get(MEDIA_KEY) if isinstance(source, Mapping) else None
+        recording = data.get("audio") if isinstance(data, Mapping) else None
+        if isinstance(recording, list) and len(recording) == 1:
+            recording = recording[0]
+        if recording is None or isinstance(recording, list) or (isinstance(data, Mapping) and len(data) > 1):
+            raise InvalidPromptError(
+                f"a prompt of this model has one recording, as {{'prompt': '...', {MEDIA_KEY!r}: {{'audio': ...}}}}"
+            )
+        extractor = self.extractor
+        rate = int(extractor.sampling_rate)
+        samples = read_audio(recording, rate, float(extractor.chunk_length), self._allowed, "audio")
+        with self._lock:  # it is not made for several threads
+            made = extractor(samples, sampling_rate=rate, return_tensors="np")
+        return _tensors({"input_features": np.ascontiguousarray(made["input_features"], np.float32)})
+
+    @property
+    def extractor(self) -> Any:
+        """Of the model's folder, loaded when first needed. Raises CorruptModelError."""
+        with self._lock:
+            if self._extractor is None:
+                self._extractor = load_feature_extractor(self._model.path)
+            return self._extractor
+
     def forget(self) -> None:
-        """Give back the encoder; it is loaded again when needed."""
+        """Give back the encoder and what prepares its input; they are loaded again when needed."""
+        with self._lock:
+            self._extractor = None
         self.encoder.close()
         self.encoder = self.encoder.renewed()
 

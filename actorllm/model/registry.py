@@ -22,7 +22,7 @@ from actorllm.types.model_files import overridden, read_object
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
-    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
+    from actorllm.model.encoder_decoder.cross_plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
 
@@ -46,6 +46,7 @@ FAMILIES = {
     "Mamba2ForCausalLM": "mamba2",
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 """The file of each architecture in `families/`."""
 
@@ -97,7 +98,7 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
         )
     if model.encoder_decoder is not None:
         check_modules(model.architecture, backend)
-        from actorllm.model.encoder_decoder.plan import read_plan
+        from actorllm.model.encoder_decoder.cross_plan import read_plan
 
         return read_plan(model, hf)
     reason: UnsupportedModelError | None = None

@@ -95,17 +95,17 @@ class SubmitValidation:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
-        if self._max_source and not submit.prompt_embeds.size:
-            return "the model has an encoder, and the prompt has no rows of it"
         # Ids below zero count only where the prompt has rows for them.
         lowest = int(sequence.known.min())
         if submit.prompt_embeds.size:
-            error = wrong_rows(submit, self._embedding_bytes) or self._wrong_source(sequence)
-            if error is not None:
+            if error := wrong_rows(submit, self._embedding_bytes):
                 return error
             lowest -= LOWEST_ID
         if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
+        # Rows of an encoder come before the tokens of its decoder.
+        if self._max_source and (error := self._wrong_source(sequence)):
+            return error
         num_hashes, num_full = submit.block_hashes.size / HASH_BYTES, submit.prompt.size // self._block_size
         if num_hashes and num_hashes != num_full:
             return (
@@ -124,8 +124,8 @@ class SubmitValidation:
 
     def _wrong_source(self, sequence: Sequence) -> str | None:
         """What is wrong with the rows of an encoder, which are the first positions of a prompt."""
-        if not self._max_source:
-            return None
+        if not sequence.submit.prompt_embeds.size:
+            return "the model has an encoder, and the prompt has no rows of it"
         prompt = sequence.submit.prompt
         count = int(np.count_nonzero(prompt < 0))
         if count > self._max_source or (prompt[:count] != EMBEDDED).any() or count == prompt.size:

@@ -23,6 +23,7 @@ from actorllm.server import adapter_routes, demo, developer_routes, invocations,
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
 from actorllm.server.anthropic.endpoints import router as anthropic_router
+from actorllm.server.audio.speech_routes import router as audio_router
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
 from actorllm.server.middleware import middleware_named
@@ -64,7 +65,7 @@ BODIES: tuple[type[Body], ...] = (
 
 ROUTERS = (
     *(responses_router, outliving_router, anthropic_router, ollama_router),
-    *(inference.router, render.router, several.router, invocations.router, refused.router),
+    *(inference.router, render.router, several.router, invocations.router, audio_router, refused.router),
 )
 
 

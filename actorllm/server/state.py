@@ -64,6 +64,8 @@ class ServerState:
         self.loading_adapter = anyio.Lock()
         self.plugin_turn = anyio.CapacityLimiter(1)
         """Of requests that are data of a plug-in, which reads one at a time."""
+        self.decoding_turn = anyio.CapacityLimiter(2)
+        """Of recordings that are decoded."""
         self.defaults = defaults
         self.created = created
         self.is_draining = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from actorllm.errors import ConfigError, CorruptModelError
+from actorllm.types.media_rules import checked_domains, checked_folder
 
 Kind: TypeAlias = Literal["text", "audio"]
 """What the encoder takes."""
@@ -22,6 +23,7 @@ ARCHITECTURES: dict[str, Kind] = {
     "MarianMTModel": "text",
     "T5ForConditionalGeneration": "text",
     "MT5ForConditionalGeneration": "text",
+    "WhisperForConditionalGeneration": "audio",
 }
 """Those that were compared with transformers."""
 
@@ -37,6 +39,10 @@ class EncoderDecoder:
     """Most tokens of the decoder, those of its prompt included."""
     start_ids: tuple[int, ...]
     """What the decoder's prompt begins with; nothing: each prompt has to say it."""
+    local_path: str | None = None
+    """Recordings below this folder may be read (allowed_local_media_path); None: none may be."""
+    domains: tuple[str, ...] = ()
+    """Hosts that may be asked for recordings (allowed_media_domains)."""
 
     @property
     def max_model_len(self) -> int:
@@ -46,7 +52,9 @@ class EncoderDecoder:
     @classmethod
     def from_tree(cls, tree: dict[str, Any] | None) -> EncoderDecoder | None:
         """Of a configuration that was written as JSON."""
-        return None if tree is None else cls(**tree | {"start_ids": tuple(tree["start_ids"])})
+        if tree is None:
+            return None
+        return cls(**tree | {name: tuple(tree[name]) for name in ("start_ids", "domains")})
 
     @classmethod
     def read(
@@ -73,7 +81,9 @@ class EncoderDecoder:
         forced = [_token(tree or {}, "forced_bos_token_id") for tree in (generation, hf)]
         start = next((one for one in first if one is not None), None)
         behind = next((one for one in forced if one is not None), None) if kind == "text" else None
-        return cls(kind, source, target, () if start is None else (start,) if behind is None else (start, behind))
+        ids = tuple(one for one in (start, behind) if one is not None) if start is not None else ()
+        path, domains = given["allowed_local_media_path"], given["allowed_media_domains"]
+        return cls(kind, source, target, ids, checked_folder(path), checked_domains(domains))
 
 
 def _check(architecture: str, given: Mapping[str, Any]) -> None:

@@ -92,7 +92,10 @@ class MediaRules:
         """
         limits = _limits(given["limit_mm_per_prompt"])
         checked = processor_kwargs("mm_processor_kwargs", given["mm_processor_kwargs"])
-        path, domains = _local_path(given["allowed_local_media_path"]), _domains(given["allowed_media_domains"])
+        path, domains = (
+            checked_folder(given["allowed_local_media_path"]),
+            checked_domains(given["allowed_media_domains"]),
+        )
         if architecture not in ARCHITECTURES:
             return None
         modality, rows = ARCHITECTURES[architecture]
@@ -143,7 +146,8 @@ def processor_kwargs(name: str, given: object) -> dict[str, Any]:
     return checked
 
 
-def _local_path(given: object) -> str | None:
+def checked_folder(given: object) -> str | None:
+    """Of allowed_local_media_path. Raises ConfigError."""
     if given is None or given == "":
         return None
     if not isinstance(given, str | Path) or not Path(given).is_dir():
@@ -151,7 +155,8 @@ def _local_path(given: object) -> str | None:
     return str(Path(given).resolve())
 
 
-def _domains(given: object) -> tuple[str, ...]:
+def checked_domains(given: object) -> tuple[str, ...]:
+    """Of allowed_media_domains. Raises ConfigError."""
     if given is None:
         return ()
     if isinstance(given, str) or not isinstance(given, Iterable):

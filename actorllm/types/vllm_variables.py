@@ -29,9 +29,8 @@ TAKEN = {
 
 REFUSED = {
     "VLLM_USE_MODELSCOPE": "models are fetched from the Hugging Face Hub",
-    "VLLM_DP_SIZE": "there is one engine; start one process of the application for each",
 }
-"""Those that would change tokens, or promise what does not hold; they are taken at 0 (of VLLM_DP_SIZE, at 1)."""
+"""Those that would change tokens, or promise what does not hold; they are taken at 0."""
 
 _IDLE: dict[str, tuple[str, ...]] = {
     "the kernels are those of the backend": (
@@ -56,6 +55,13 @@ _IDLE: dict[str, tuple[str, ...]] = {
         "VLLM_USE_V2_MODEL_RUNNER",
         "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE",
         "VLLM_WORKER_MULTIPROC_METHOD",
+    ),
+    "each process of the application has a whole engine, as ranks of vLLM have whose model is dense": (
+        "VLLM_DP_MASTER_IP",
+        "VLLM_DP_MASTER_PORT",
+        "VLLM_DP_RANK",
+        "VLLM_DP_RANK_LOCAL",
+        "VLLM_DP_SIZE",
     ),
     "num_threads and cpu_share say how many threads there are": (
         "VLLM_CPU_NUM_OF_RESERVED_CPU",
@@ -99,7 +105,6 @@ _IDLE: dict[str, tuple[str, ...]] = {
 IDLE = {name: reason for reason, names in _IDLE.items() for name in names}
 """Those that change no token, and why they have no effect."""
 
-IDLE_VALUES = {"VLLM_DP_SIZE": ("", "0", "1")}
 OFF = ("", "0", "false", "False", "no", "off")
 GIB = 1 << 30
 
@@ -116,7 +121,7 @@ def read_variables(given: dict[str, Any], environment: Mapping[str, str] = os.en
     """
     names = [name for name in environment if name.startswith("VLLM_")]
     for name in names:
-        if name in REFUSED and environment[name] not in IDLE_VALUES.get(name, OFF):
+        if name in REFUSED and environment[name] not in OFF:
             raise ConfigError(f"the environment has {name}={environment[name]!r:.80}, and {REFUSED[name]}; unset it")
         if name in IDLE:
             _say_idle(name)

@@ -35,9 +35,17 @@ MAX_NARROW_OF_4_BITS = 0.2
 """The scales of a tile are too few for 16 bytes a thread, and its codes are few as well."""
 MAX_NARROW_OF_FLOAT8 = 0.51
 """Values of a cache of floats of 8 bits are copied in pieces of 8: of as many numbers as in the type that they become."""
-LOADS_AHEAD = ("attn_decode", "attn_prefill", "skinny_gemm", "quantized_gemm", "lora_shrink", "lm_head_sample")
+LOADS_AHEAD = (
+    "attn_decode",
+    "attn_prefill",
+    "skinny_gemm",
+    "quantized_gemm",
+    "grouped_gemm",
+    "lora_shrink",
+    "lm_head_sample",
+)
 """Kernels whose loops are nothing if their loads are not under way before they are needed."""
-READS_WEIGHTS = ("skinny_gemm", "quantized_gemm", "lm_head_sample")
+READS_WEIGHTS = ("skinny_gemm", "quantized_gemm", "grouped_gemm", "lm_head_sample")
 """Kernels that take as long as it takes to read a weight: all multiprocessors must ask for it."""
 WARPGROUP = ("attn_prefill",)
 

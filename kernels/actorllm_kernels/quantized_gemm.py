@@ -224,13 +224,13 @@ def dequantize_kernel(
         tl.store(at + column[None, :], weight.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _layout(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+def layout(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
     """Codes and scales as Triton reads them, groups of 4 bits in 128 inputs or 0, and whether codes are floats.
 
     Pieces of 4 bytes are the least that can be loaded ahead: a scale and its zero are one.
     """
     if codes.dtype == torch.uint8:
-        return codes, scales.view(torch.int32), scales.shape[2] // 2, False
+        return codes, scales.view(torch.int32), scales.shape[-1] // 2, False
     if codes.dtype == torch.float8_e4m3fn:
         return codes.view(torch.uint8), scales, 0, True
     return codes, scales, 0, False
@@ -262,7 +262,7 @@ def quantized_gemm(
         raise ValueError(f"{num_rows} rows are too many for quantized_gemm, which takes {MAX_ROWS}")
     if activation and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
-    codes, scales, groups, is_float = _layout(codes, scales)
+    codes, scales, groups, is_float = layout(codes, scales)
     kind = f"{shape_class(out_features, bool(activation))}-{4 if groups else 8}"
     config = dict(lookup("quantized_gemm", kind, x.device))
     num_tiles = triton.cdiv(out_features, config["BLOCK_N"])
@@ -306,7 +306,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first
     """y = rows first.. of the weight, [num_outputs, in_features], in its type."""
     num_outputs, in_features = y.shape
     num_rows = codes.shape[0]
-    codes, scales, groups, is_float = _layout(codes, scales)
+    codes, scales, groups, is_float = layout(codes, scales)
     config = dict(lookup("dequantize", "*", y.device))
     launch(
         dequantize_kernel,

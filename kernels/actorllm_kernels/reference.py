@@ -343,3 +343,67 @@ def lora_expand(hidden: torch.Tensor, up: torch.Tensor, starts: list[int], slots
             if slot:
                 added[token, first:end] = up[slot - 1, first:end] @ hidden[token, target * rank : (target + 1) * rank]
     return added
+
+
+# Experts ------------------------------------------------------------------------------------------------------------------
+
+
+def router_scores(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [num_tokens, hidden_size]; weight: [num_experts, hidden_size]; bias: [num_experts]."""
+    scores = x @ weight.T
+    return scores if bias is None else scores + bias
+
+
+def chosen_experts(scores: list[float], num_active: int, normalizes: bool) -> tuple[list[int], list[float]]:
+    """Of one token: the experts with the highest scores, of equal ones the first, and their weights (arXiv:1701.06538)."""
+    numbers = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:num_active]
+    of_total = numbers if normalizes else range(len(scores))
+    total = math.fsum(math.exp(scores[i] - max(scores)) for i in of_total)
+    return numbers, [math.exp(scores[i] - max(scores)) / total for i in numbers]
+
+
+def grouped_pairs(numbers: torch.Tensor, first: int, num_experts: int) -> tuple[list[int], list[int]]:
+    """The pairs of the experts first..first+num_experts-1, one expert after the other, and where each begins, with the end.
+
+    numbers: the expert of each pair.
+    """
+    order: list[int] = []
+    starts = [0]
+    for expert in range(first, first + num_experts):
+        order += [pair for pair, number in enumerate(numbers.flatten().tolist()) if number == expert]
+        starts.append(len(order))
+    return order, starts
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    numbers: list[int],
+    *,
+    activation: str = "",
+    swiglu: tuple[float, float] | None = None,
+) -> torch.Tensor:
+    """The product of each pair's row with its expert's weight, and the activation.
+
+    x: [num_rows, in_features]; weight: [num_experts, out_features, in_features]; bias: [num_experts, out_features]; numbers: the
+    expert of each pair; as many pairs of each row, one row after the other.
+    """
+    found = []
+    for pair, number in enumerate(numbers):
+        row, own = x[pair * len(x) // len(numbers)], None if bias is None else bias[number]
+        y = fused_linear(row[None], weight[number], bias=own)
+        if swiglu is not None:
+            alpha, limit = swiglu
+            gate, up = y.chunk(2, -1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            y = (up + 1) * gate * torch.sigmoid(gate * alpha)
+        elif activation:
+            y = activation_mul(y, activation)
+        found.append(y[0])
+    return torch.stack(found)
+
+
+def summed_experts(found: torch.Tensor, weights: torch.Tensor, is_here: torch.Tensor) -> torch.Tensor:
+    """found: [num_tokens, num_active, size]; weights, is_here: [num_tokens, num_active]."""
+    return torch.where(is_here.unsqueeze(2), found, 0).mul(weights.unsqueeze(2)).sum(1)

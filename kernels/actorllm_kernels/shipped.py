@@ -14,8 +14,11 @@ import torch
 
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill
+from actorllm_kernels.choose_experts import choose_experts
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
+from actorllm_kernels.group_pairs import group_pairs
+from actorllm_kernels.grouped_gemm import grouped_gemm
 from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
@@ -25,11 +28,13 @@ from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.quantized_gemm import dequantize, quantized_gemm
 from actorllm_kernels.rmsnorm import rmsnorm
+from actorllm_kernels.router_scores import router_scores
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, collect, cut, draw_tiles, tile_maxima, weigh
 from actorllm_kernels.silu_mul import activation_mul
 from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
 from actorllm_kernels.step_prep import step_prep
+from actorllm_kernels.sum_experts import sum_experts
 from actorllm_kernels.top_logprobs import launch_ranks, launch_top_logprobs
 
 PAGE = 64
@@ -315,6 +320,69 @@ for what in ("shrink", "expand"):
     ):
         name = f"lora_{what}-{tokens}-{'x'.join(map(str, of_targets))}x{inputs}-r{rank}{'-pdl' if pdl else ''}"
         SHIPPED[name] = partial(_lora, what, tokens, inputs, of_targets, rank, pdl)
+
+
+def _grouped_gemm(
+    kind: str, num_tokens: int, num_experts: int, num_active: int, size: int, inner: int, is_down: bool, what: str
+) -> None:
+    num_pairs = num_tokens * num_active
+    outputs, inputs = (size, inner) if is_down else (inner, size)
+    rows = outputs if is_down else 2 * outputs
+    has_bias, activation = "bias" in what, "" if is_down else "swiglu" if "swiglu" in what else "silu"
+    weight, scales = _meta(num_experts, rows, inputs), None
+    if kind != "bf16":
+        codes, of_one = _quantized(kind, rows, inputs)
+        weight = _meta(num_experts, *codes.shape, dtype=codes.dtype)
+        scales = _meta(num_experts, *of_one.shape, dtype=of_one.dtype)
+    grouped_gemm(
+        _meta(num_pairs if is_down else num_tokens, inputs),
+        weight,
+        scales,
+        _meta(num_experts, rows) if has_bias else None,
+        _meta(num_pairs, dtype=I32),
+        _meta(num_experts + 1, dtype=I32),
+        _meta(num_pairs, outputs),
+        num_tokens,
+        activation=activation,
+        swiglu=(1.702, 7.0) if activation == "swiglu" else None,
+        pdl=True,
+    )
+
+
+QWEN3_MOE, MIXTRAL, GPT_OSS = (128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 4, 2880, 2880)
+"""Experts, those that a token takes, hidden size, and intermediate size: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-20b."""
+for kind, tokens, model, is_down, what in (
+    ("bf16", 1, QWEN3_MOE, False, ""),
+    ("bf16", 1, QWEN3_MOE, True, ""),
+    ("bf16", 1, MIXTRAL, False, ""),
+    ("bf16", 1, GPT_OSS, False, "-bias-swiglu"),
+    ("bf16", 1, GPT_OSS, True, "-bias"),
+    ("bf16", 1024, QWEN3_MOE, False, ""),
+    ("bf16", 1024, GPT_OSS, True, "-bias"),
+    *((kind, tokens, QWEN3_MOE, False, "") for kind in ("int8", "fp8", "int4g32") for tokens in (1, 1024)),
+):
+    name = f"grouped_gemm-{tokens}-{'x'.join(map(str, model))}-{kind}-{'down' if is_down else 'up'}{what}-pdl"
+    SHIPPED[name] = partial(_grouped_gemm, kind, tokens, *model, is_down, what)
+
+
+def _experts(what: str, num_tokens: int, num_experts: int, num_active: int, size: int, _inner: int) -> None:
+    shape = num_tokens, num_active
+    numbers, weights = _meta(*shape, dtype=I32), _meta(*shape, dtype=F32)
+    scores = _meta(num_tokens, num_experts, dtype=F32)
+    if what == "router_scores":
+        weight, bias = _meta(num_experts, size, dtype=F32), _meta(num_experts, dtype=F32)
+        router_scores(_meta(num_tokens, size), weight, bias, scores, pdl=True)
+    elif what == "choose_experts":
+        choose_experts(scores, _meta(num_tokens, dtype=I64), numbers, weights, True, pdl=True)
+    elif what == "group_pairs":
+        group_pairs(numbers, _meta(numbers.numel(), dtype=I32), _meta(num_experts + 1, dtype=I32), 0, pdl=True)
+    else:
+        sum_experts(_meta(numbers.numel(), size), numbers, weights, _meta(num_tokens, size), 0, num_experts, pdl=True)
+
+
+for what in ("router_scores", "choose_experts", "group_pairs", "sum_experts"):
+    for model in (QWEN3_MOE, GPT_OSS):
+        SHIPPED[f"{what}-64-{'x'.join(map(str, model))}-pdl"] = partial(_experts, what, 64, *model)
 
 
 def _state() -> SamplingState:

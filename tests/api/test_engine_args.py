@@ -164,6 +164,16 @@ def test_a_file_of_options_is_read_and_the_command_line_counts_first(tmp_path: P
     assert own.parse_args(["--config", "mine"]).config == "mine"
 
 
+def test_options_of_a_program_come_before_those_of_the_engine() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--log-level", default="debug")
+    parser.add_argument("--seed", type=int, default=3)
+    found = EngineArgs.add_cli_args(parser).parse_args(["--log_level", "info", "--max-num-seqs", "2"])
+    assert (found.log_level, found.seed) == ("info", 3)
+    args = EngineArgs.from_cli_args(found)
+    assert (args.seed, args.max_num_seqs) == (3, 2)
+
+
 def test_llm_takes_it() -> None:
     with LLM.from_engine_args(EngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)) as llm:
         assert llm.config.scheduler.max_num_seqs == 3

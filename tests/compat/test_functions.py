@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -12,10 +13,12 @@ import pytest
 from actorllm.compat.config import CompilationConfig, CompilationMode, SpeculativeConfig, StructuredOutputsConfig
 from actorllm.compat.distributed import cleanup_dist_env_and_memory
 from actorllm.compat.entrypoints.chat_utils import load_chat_template
+from actorllm.compat.entrypoints.utils import with_cancellation
 from actorllm.compat.platforms import current_platform
 from actorllm.compat.tokenizers import get_tokenizer
 from actorllm.compat.utils import Counter, get_open_port
 from actorllm.compat.utils.async_utils import merge_async_iterators
+from actorllm.compat.utils.system_utils import set_ulimit
 
 from actorllm.compat import ModelRegistry, envs
 from actorllm.config import EngineConfig
@@ -110,3 +113,42 @@ def test_variables_and_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"LlamaForCausalLM", "Qwen3Model"} <= ModelRegistry.get_supported_archs()
     with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
         ModelRegistry.register_model("Mine", "mine.models:Mine")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_an_endpoint_is_cancelled_when_its_client_leaves(anyio_backend: str) -> None:
+    class Asked:
+        def __init__(self, *kinds: str) -> None:
+            self.kinds = [*kinds]
+
+        async def receive(self) -> dict[str, str]:
+            if not self.kinds:
+                await anyio.sleep_forever()
+            return {"type": self.kinds.pop(0)}
+
+    @with_cancellation
+    async def endpoint(body: str, raw_request: Asked) -> str:
+        if body == "wrong":
+            raise ValueError(body)
+        if body == "long":
+            await anyio.sleep_forever()
+        return body
+
+    assert await endpoint("short", Asked()) == "short"
+    assert await endpoint("long", raw_request=Asked("http.request", "http.disconnect")) is None
+    with pytest.raises(ValueError, match="wrong"):
+        await endpoint("wrong", Asked())
+    assert endpoint.__name__ == "endpoint"
+
+
+def test_more_files_may_be_open_up_to_what_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        set_ulimit(600)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (600, before[1])
+        set_ulimit(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 600, "never fewer"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

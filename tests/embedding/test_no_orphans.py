@@ -22,6 +22,7 @@ from actorllm import LLM, AsyncLLM, SamplingParams
 other = subprocess.Popen([sys.executable, "-c", "import time; print('other runs', flush=True); time.sleep(60)"])
 print("other", other.pid, flush=True)
 long = SamplingParams(max_tokens=None, ignore_eos=True)
+how = {{}}
 """
 
 IDLE = """
@@ -32,7 +33,7 @@ time.sleep(60)
 """
 
 STREAMING = """
-llm = LLM("storyteller", num_threads=1)
+llm = LLM("storyteller", num_threads=1, **how)
 print_pids(llm)
 def generate():
     while True:
@@ -43,6 +44,8 @@ while not llm.stats()["scheduler"]["scheduler"]["num_output_tokens"]:
 print("now", flush=True)
 time.sleep(60)
 """
+
+FLEET = "how = {'data_parallel_size': 2, 'ready_replicas': 2}\n" + STREAMING
 
 LONG_STEP = """
 llm = LLM("storyteller", num_threads=1, max_num_batched_tokens=16384, step_timeout_s=600)
@@ -111,12 +114,20 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     "doing",
-    [IDLE, STREAMING, LONG_STEP, LOADING, THREAD_ENDED, INLINE],
-    ids=["idle", "streaming", "long step", "loading", "after the thread that started it", "inline, reading a text"],
+    [IDLE, STREAMING, FLEET, LONG_STEP, LOADING, THREAD_ENDED, INLINE],
+    ids=[
+        "idle",
+        "streaming",
+        "fleet",
+        "long step",
+        "loading",
+        "after the thread that started it",
+        "inline, reading a text",
+    ],
 )
 def test_an_owner_that_is_killed_leaves_nothing(doing: str) -> None:
     light = "" if doing in (LONG_STEP, LOADING) else LIGHT_WORKERS  # those two are about the model's process
-    least = 1 if doing is INLINE else 2
+    least = {INLINE: 1, FLEET: 4}.get(doing, 2)
     with running_host("-c", light + HEAD + doing) as host:
         other = int(host.read_until("other ").split()[1])
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host
 
 SNAPSHOT = """
@@ -156,6 +157,14 @@ def test_nothing_of_the_process_is_changed(program: str, topology: str) -> None:
     libraries = LIBRARIES if topology == "inline" else ""
     source = SNAPSHOT + f"TOPOLOGY = {topology!r}\n" + libraries + program
     host = run_host("-c", source)
+    assert "CHANGED" not in host.output, host.output
+
+
+def test_a_fleet_changes_nothing() -> None:
+    how = "topology=TOPOLOGY"
+    assert how in ASYNC
+    program = LIGHT_WORKERS + SNAPSHOT + ASYNC.replace(how, "data_parallel_size=2, ready_replicas=2")
+    host = run_host("-c", program)
     assert "CHANGED" not in host.output, host.output
 
 

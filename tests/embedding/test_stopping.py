@@ -19,8 +19,9 @@ from actorllm import AsyncLLM, SamplingParams
 {PRINT_PIDS}
 topology = sys.argv[1]
 endless = SamplingParams(max_tokens=None, ignore_eos=True)
+how = {{"data_parallel_size": 2, "ready_replicas": 2}} if topology == "fleet" else {{"topology": topology}}
 def engine():
-    return AsyncLLM("storyteller", topology=topology, num_threads=1)
+    return AsyncLLM("storyteller", **how, num_threads=1)
 """
 
 OPEN_STREAMS = """
@@ -158,13 +159,16 @@ PROGRAMS = {
 
 
 def cases() -> list[Any]:
-    """Every program in both topologies. Loops other than asyncio's start processes alike: these are slow."""
+    """Every program in both topologies, some with two replicas. Loops other than asyncio's start processes alike: these are
+    slow."""
     slow = pytest.mark.slow(reason="each starts an engine of several processes; asyncio's does the same")
     others = ("no shutdown, anyio", "no shutdown, uvloop", "no shutdown, trio")
     return [
         pytest.param(name, topology, marks=[slow] if topology == "process" and name in others else [])
         for name in PROGRAMS
         for topology in ("process", "inline")
+    ] + [
+        pytest.param(name, "fleet") for name in ("streams were left", "a daemon thread streams", "the consumer raises")
     ]
 
 
@@ -175,7 +179,7 @@ def test_the_exit_code_is_the_applications_and_nothing_is_written(name: str, top
     options = "-X", "dev", "-W", "ignore::DeprecationWarning"
     host = run_host(*options, "-c", light + HEAD + program, topology, code=code)
     assert host.errors == ""
-    assert len(host.engine_pids) == (2 if topology == "process" else 0)
+    assert len(host.engine_pids) == {"process": 2, "inline": 0, "fleet": 4}[topology]
 
 
 @pytest.mark.parametrize("topology", ["process", "inline"])

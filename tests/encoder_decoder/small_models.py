@@ -76,6 +76,71 @@ SAVE: dict[str, Callable[[Path], Path]] = {
 }
 
 
+WINDOW_S, RATE = 2, 16_000
+LANGUAGES = ("en", "de")
+
+
+def save_whisper(folder: Path) -> Path:
+    """For recordings of up to 2 s, which become 100 rows; a time stamp counts 0.02 s."""
+    import transformers as t
+
+    words = ["<|endoftext|>", "<|startoftranscript|>", *(f"<|{language}|>" for language in LANGUAGES)]
+    words += ["<|translate|>", "<|transcribe|>", "<|startofprev|>", "<|notimestamps|>"]
+    words += [f"<|{number * 0.02:.2f}|>" for number in range(101)]
+    tokenizer = _bytes(words)
+    tokenizer.save_pretrained(folder)
+    t.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(folder)
+    id_of = tokenizer.convert_tokens_to_ids
+    config = t.WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=80,
+        num_mel_bins=16,
+        max_source_positions=100,
+        max_target_positions=64,
+        decoder_start_token_id=id_of("<|startoftranscript|>"),
+        bos_token_id=id_of("<|endoftext|>"),
+        eos_token_id=id_of("<|endoftext|>"),
+        pad_token_id=id_of("<|endoftext|>"),
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    saved(folder, t.WhisperForConditionalGeneration(config))
+    end = id_of("<|endoftext|>")
+    generation = {"decoder_start_token_id": id_of("<|startoftranscript|>"), "eos_token_id": end, "pad_token_id": end}
+    write_json(folder, "generation_config.json", generation)
+    return folder
+
+
+def sound(seed: int, seconds: float = 1.0) -> Any:
+    """float32 [num_samples], at 16 kHz."""
+    import numpy as np
+
+    time = np.arange(int(seconds * RATE)) / RATE
+    noise = np.random.default_rng(seed).normal(0, 0.05, time.size)
+    return (0.4 * np.sin(2 * np.pi * (200 + 170 * seed) * time) + noise).astype(np.float32)
+
+
+def _bytes(words: list[str]) -> Any:
+    """A tokenizer of bytes, with these words as special tokens behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {word: number for number, word in enumerate([*letters, *words])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=words[0], pad_token=words[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    return tokenizer
+
+
 def saved(folder: Path, model: Any) -> Path:
     torch.manual_seed(0)
     with torch.no_grad():

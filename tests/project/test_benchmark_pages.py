@@ -79,9 +79,11 @@ def test_a_comparison_of_nothing_is_not_met() -> None:
     assert docs.verdict({"pairs apart": 6, "ranked alike": 6, "target": "all", "met": True}) == "met"
     assert docs.verdict({"pairs apart": 6, "ranked alike": 5, "target": "all", "met": False}) == "**missed**"
     assert fidelity.verdict_on_ranking(0, 0, 3) == "not tested"
-    assert fidelity.verdict_on_ranking(6, 6, 1) == "not tested", "one live run has no band"
-    assert fidelity.verdict_on_ranking(6, 6, 3) is True
-    assert fidelity.verdict_on_ranking(6, 5, 3) is False
+    assert fidelity.verdict_on_ranking(11, 11, 3) == "not tested", "too few pairs lie apart"
+    assert fidelity.verdict_on_ranking(12, 12, 1) == "not tested", "one live run has no band"
+    assert fidelity.verdict_on_ranking(12, 12, 3) is True
+    assert fidelity.verdict_on_ranking(20, 19, 3) is True, "a tau of 0.9"
+    assert fidelity.verdict_on_ranking(12, 11, 3) is False
 
 
 def test_within_noise_is_not_met() -> None:

@@ -21,6 +21,7 @@ import pytest
 from tests.model.adapters.lora_folders import write_adapter
 from tests.server.certificates import certified
 from tests.server.live_server import Server, becomes_true, hang_up, sample, serve_command
+from tests.supervision.processes import is_gone
 
 TEXT = re.compile(rb'"text":"([^"]*)"')
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
@@ -233,6 +234,25 @@ def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
     assert status == 0, log
     assert "Traceback" not in log
     assert not path.exists()
+
+
+def test_a_server_that_is_killed_leaves_no_process() -> None:
+    made = Server("--api-processes", "2", "--num-threads", "1", is_light=True)
+    left = descendants(made.process.pid)
+    try:
+        assert set(api_pids(made)) < set(left), "those of the engine are others"
+    finally:
+        made.process.kill()
+        made.process.communicate()
+    becomes_true(lambda: all(map(is_gone, left)))
+
+
+def descendants(pid: int) -> list[int]:
+    pids = [pid]
+    for parent in pids:
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            pids += map(int, (task / "children").read_text().split())
+    return pids[1:]
 
 
 def test_a_signal_before_they_serve_ends_everything() -> None:

@@ -26,7 +26,7 @@ def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, plac
 
     Arguments:
         value: an array [num_samples] of floats at the model's rate, that with its own rate as (array, rate), OpenAI's
-            {"data": base64, "format": ...}, or an address.
+            {"data": base64, "format": ...}, the bytes of a file, or an address.
         rate: of the model, in samples of a second.
         max_seconds: the longest that is taken.
         allowed: addresses that are read.
@@ -36,6 +36,8 @@ def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, plac
         if not isinstance(value.get("data"), str):
             raise InvalidPromptError(f"{place}: its 'data' must be the file in base64")
         samples, given = _opened(decoded(value["data"], place), max_seconds, place)
+    elif isinstance(value, bytes):
+        samples, given = _opened(value, max_seconds, place)
     elif isinstance(value, str):
         samples, given = _opened(content_of(value, allowed, place), max_seconds, place)
     else:

@@ -38,7 +38,7 @@ def tower_of(config: str) -> Any:
     import torch
 
     from actorllm.config import EngineConfig
-    from actorllm.intake.media.media_encoder import new_tower
+    from actorllm.intake.media.towers import new_tower
 
     with contextlib.suppress(OSError):
         os.nice(NICENESS)

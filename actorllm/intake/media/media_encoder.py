@@ -25,10 +25,11 @@ from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineShutdownError, InvalidPromptError, RequestFailedError, without_frames
 from actorllm.intake.intake_process import IntakeProcess, ProcessEndedError
 from actorllm.intake.media import encoder_program
+from actorllm.intake.media.towers import Tower, new_tower
 from actorllm.messages import U8
 
 if TYPE_CHECKING:
-    from actorllm.config import EngineConfig, ModelConfig
+    from actorllm.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +56,6 @@ class Waiting(Protocol):
 
     def wait(self, future: Future[U8]) -> U8:
         """The result of another thread. Raises what it raised, or that nothing waits for it any more."""
-
-
-class Tower(Protocol):
-    """Where the tower is."""
-
-    def encode(self, arrays: dict[str, Any]) -> U8:
-        """The rows of one image, in the bytes of the model's dtype."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -226,17 +217,6 @@ class MediaEncoder:
                     if self._is_closed:  # which looked for a process before
                         tower.kill()
         return self._tower
-
-
-def new_tower(model: ModelConfig) -> Tower:
-    """What encodes for this model, with its weights. Raises ModelError."""
-    if model.encoder_decoder is not None:
-        from actorllm.model.encoder_decoder.encoder import EncoderTower
-
-        return EncoderTower(model)
-    from actorllm.model.hf.tower import MediaTower
-
-    return MediaTower(model)
 
 
 class TowerEndedError(Exception):

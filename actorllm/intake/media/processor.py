@@ -34,6 +34,15 @@ def load_processor(path: str) -> Any:
         logging.set_verbosity(kept)
 
 
+def load_feature_extractor(path: str) -> Any:
+    """What prepares recordings for a Whisper encoder. Raises CorruptModelError. Nothing is downloaded."""
+    transformers: Any = importlib.import_module("transformers")  # it is not typed
+    try:
+        return transformers.WhisperFeatureExtractor.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever another library raises for the files of a folder
+        raise CorruptModelError(f"{path}: the feature extractor cannot be loaded: {error!s:.300}") from error
+
+
 def without_videos(complete: Any) -> Any:
     """A class of processors like this one, but for the part for videos."""
     attributes = complete.get_attributes()

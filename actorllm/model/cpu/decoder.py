@@ -19,7 +19,7 @@ from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.latent import LatentAttention
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
 from actorllm.model.cpu.recurrent.cache import RecurrentCache
-from actorllm.model.cpu.recurrent.mamba2 import Mamba2Mixer
+from actorllm.model.cpu.recurrent.mixers import RecurrentMixer, mixer_of
 from actorllm.model.cpu.recurrent.states import StateRows, States
 from actorllm.model.embeds import place_rows
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -60,6 +60,8 @@ SWITCHES = frozenset(
         "logits_scale",
         "mlp_scales",
         "attention_output_scale",
+        "rotary_share",
+        "gates_attention",
         "rotates",
     }
 )
@@ -84,6 +86,8 @@ class DecoderLayer:
         self.index = index
         self.has_mlp, self._rotates, self._scale = config.has_mlp, config.rotates, config.residual_scale
         self._gate_scale, self._mlp_scale = config.mlp_scales
+        self._num_gates = share.num_heads * config.head_dim if config.gates_attention else 0
+        self._rotary_dim = config.rotary_dim
         self._attended_scale = config.attention_output_scale
         self._recurrent_scale = 1.0 if config.recurrent is None else config.recurrent.output_scale
         cached = config.attention_layers
@@ -106,12 +110,12 @@ class DecoderLayer:
 
         outputs = torch.arange(tensors.qkv.out_features)
         self.latent: LatentAttention | None = None
-        self.recurrent: Mamba2Mixer | None = None
+        self.recurrent: RecurrentMixer | None = None
         self.beside: tuple[Linear, Linear] | None = None
         """The products of a recurrent mixer beside attention."""
         if tensors.recurrent is not None:
             assert config.recurrent is not None
-            self.recurrent = Mamba2Mixer(config.recurrent, tensors.recurrent)
+            self.recurrent = mixer_of(config.recurrent, tensors.recurrent)
             if config.mixer(index) == "both":
                 self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
         if config.mixer(index) == "recurrent":
@@ -120,8 +124,11 @@ class DecoderLayer:
             self.latent = LatentAttention(config, tensors.latent, share, linear)
             self.qkv = linear(tensors.qkv)
         else:
+            if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
+                both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
+                outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
             num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
-            outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
+            outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
             self.qkv = linear(tensors.qkv.reordered(outputs))
         self.output = linear(tensors.output)
         self.experts: Experts | None = None
@@ -140,7 +147,7 @@ class DecoderLayer:
         self.mlp_norm, self.mlp_output_norm = norm(tensors.mlp_norm), norm(tensors.mlp_output_norm)
         self.qk_norm: QKNorm | WholeQKNorm | None = None
         if tensors.qk_norms is not None:
-            q_norm, k_norm = (interleave(weight, config.head_dim) for weight in tensors.qk_norms)
+            q_norm, k_norm = (interleave(weight, config.head_dim, config.rotary_dim) for weight in tensors.qk_norms)
             if config.qk_norm == "head":
                 self.qk_norm = QKNorm(q_norm, k_norm, share, config.rms_norm_eps)
             else:
@@ -189,11 +196,15 @@ class DecoderLayer:
     def _attend(self, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
         """What heads have attended to, [num_tokens, inputs of the output product]."""
         if self.latent is None:
-            heads = self.qkv(seen).view(seen.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
+            made = self.qkv(seen)
+            if self._num_gates:
+                made, gates = made[:, : -self._num_gates], made[:, -self._num_gates :]
+            heads = made.view(seen.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
             if self._rotates:
                 self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
             query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
-            return attention.attend(self._place, query, key_value, self.scoring)
+            attended = attention.attend(self._place, query, key_value, self.scoring)
+            return attended if not self._num_gates else attended.mul_(gates.sigmoid())
         return self.latent(self._place, self.qkv(seen), rotations, attention)
 
     def _add_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +244,8 @@ class DecoderLayer:
         exact = heads.float()  # [num_tokens, q + k heads, head_dim]; the same memory where the model is float32
         if self.qk_norm is not None:
             self.qk_norm.apply_(exact)
-        torch.view_as_complex(exact.view(*exact.shape[:2], -1, 2)).mul_(rotations)
+        turned = exact if self._rotary_dim == self.head_dim else exact[..., : self._rotary_dim]
+        torch.view_as_complex(turned.view(*exact.shape[:2], -1, 2)).mul_(rotations)
         if exact is not heads:
             heads.copy_(exact)
 
@@ -360,7 +372,7 @@ class Decoder:
             for name, held in list(vars(layer).items()):
                 if isinstance(held, Adapted):
                     held.drop_base()
-                elif isinstance(held, Linear | Experts | LatentAttention | Mamba2Mixer) or name == "beside":
+                elif isinstance(held, Linear | Experts | LatentAttention | RecurrentMixer) or name == "beside":
                     delattr(layer, name)
 
     @property

@@ -45,6 +45,7 @@ class Experts:
         """What every row takes beside the experts that it has chosen."""
         if tensors.shared is not None:
             self.shared = linear(tensors.shared[0]), linear(tensors.shared[1])
+        self._shared_gate = None if tensors.shared_gate is None else tensors.shared_gate.T.contiguous()
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +112,12 @@ class Experts:
         total = by_row[:, 0]
         for place in range(1, self.num_active):  # in this order, whatever the step
             total = total + by_row[:, place]
-        return total.to(x.dtype) if self.shared is None else self._product(self.shared, x).add_(total)
+        if self.shared is None:
+            return total.to(x.dtype)
+        always = self._product(self.shared, x)
+        if self._shared_gate is not None:
+            always = (always * torch.mm(x.float(), self._shared_gate).sigmoid_()).to(x.dtype)
+        return always.add_(total)
 
     def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
         gate_up, down = expert

@@ -167,7 +167,14 @@ class RotaryEmbedding:
         return self.table.index_select(0, positions).unsqueeze(1)
 
 
-def interleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows (or elements) of a projection reordered from half-apart to adjacent pairs, in every head."""
+def interleave(rows: torch.Tensor, head_dim: int, rotary_dim: int | None = None) -> torch.Tensor:
+    """Rows (or elements) of a projection reordered from half-apart to adjacent pairs, in every head.
+
+    rotary_dim: the first dimensions of a head, which are rotated; None: all are.
+    """
+    if rotary_dim not in (None, head_dim):
+        by_head = rows.view(-1, head_dim, *rows.shape[1:])
+        turned = interleave(by_head[:, :rotary_dim].reshape(-1, *rows.shape[1:]), rotary_dim)
+        return torch.cat((turned.view(-1, rotary_dim, *rows.shape[1:]), by_head[:, rotary_dim:]), 1).view(rows.shape)
     heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])  # [num_heads, half, pair, ...]
     return heads.transpose(1, 2).reshape(rows.shape)

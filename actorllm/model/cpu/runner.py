@@ -68,7 +68,7 @@ from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM
-    from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
+    from actorllm.model.encoder_decoder.cross_plan import EncoderDecoderPlan
     from actorllm.model.hf.encoder import EncoderPlan
     from actorllm.model.hf.plan import TransformersPlan
     from actorllm.model.hf.transformers_backend import TransformersDecoder
@@ -260,9 +260,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """A model of transformers, with its head for what is pooled. slots: as of `transformers_backend.load`."""
         plan, model = self.model_config, self._computed(model)
         if model.encoder_decoder is not None:
-            from actorllm.model.encoder_decoder import loading
+            from actorllm.model.encoder_decoder import cross_loading
 
-            return loading.load(cast("EncoderDecoderPlan", plan), model, self.dtype, self._show_progress), None
+            return cross_loading.load(cast("EncoderDecoderPlan", plan), model, self.dtype, self._show_progress), None
         if self._is_encoder:
             from actorllm.model.hf import encoder
 

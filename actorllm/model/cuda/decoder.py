@@ -12,7 +12,7 @@ Pairs of a rotation are half a head apart, as in the checkpoints. Called by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,15 +27,16 @@ from actorllm.model.cuda.adapters import DeviceSlots, StepAdapters
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
+from actorllm.model.cuda.experts import DeviceExperts, ExpertActivations
 from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
 from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.model.families.tensors import DecoderTensors, LayerTensors
+from actorllm.model.families.tensors import DecoderTensors, ExpertTensors, LayerTensors
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
-from actorllm.model.rope import rotation_angles
+from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
@@ -57,6 +58,8 @@ SWITCHES = frozenset(
         "norms_outputs",
         "activation='gelu_tanh'",
         "embedding_scale",
+        "experts",
+        "has_sinks",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -312,16 +315,36 @@ class DeviceLayer:
         window: int,
         rope: tuple[torch.Tensor, torch.Tensor],
         product: Callable[[str, LinearWeight], DeviceLinear],
+        experts: Callable[[ExpertTensors], DeviceExperts],
     ) -> None:
-        """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight."""
-        assert tensors.gate_up is not None, "models with experts have no fused forward here"
-        assert tensors.down is not None
+        """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight. experts: of these tensors."""
         self.qkv, self.output = product("qkv", tensors.qkv), product("output", tensors.output)
-        self.gate_up, self.down = product("gate_up", tensors.gate_up), product("down", tensors.down)
+        self.experts = None if tensors.experts is None else experts(tensors.experts)
+        self.gate_up: DeviceLinear | None = None
+        self.down: DeviceLinear | None = None
+        if tensors.gate_up is not None and tensors.down is not None:  # else there are experts in their place
+            self.gate_up, self.down = product("gate_up", tensors.gate_up), product("down", tensors.down)
+        self.sinks = tensors.sinks
         self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
         self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)
         self.qk_norms = tensors.qk_norms
         self.window, self.rope = window, rope
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        return [part for part in (self.qkv, self.output, self.gate_up, self.down) if part is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that a token reads."""
+        return sum(part.num_bytes for part in self.linears) + (0 if self.experts is None else self.experts.num_bytes)
+
+    @property
+    def forms(self) -> Iterator[str]:
+        for part in self.linears:
+            yield f"{part.out_features} x {part.in_features}, {part.form}"
+        if self.experts is not None:
+            yield from self.experts.forms
 
 
 def _wide(norm: torch.Tensor | None) -> torch.Tensor | None:
@@ -345,11 +368,13 @@ class Activations:
         self.gate_up, self.middle = empty(2 * config.intermediate_size), empty(config.intermediate_size)
         self.hidden: torch.Tensor | None = None
         """Of the products of adapters, for all tokens; None: there are no adapters."""
+        self.experts: ExpertActivations | None = None
+        """For all tokens; None: there are no experts."""
 
     def first(self, num_tokens: int) -> Activations:
         """The same for fewer tokens, in the same memory."""
         part = object.__new__(Activations)
-        part.num_tokens, part.hidden = num_tokens, self.hidden
+        part.num_tokens, part.hidden, part.experts = num_tokens, self.hidden, self.experts
         for name in ("h", "x", "delta", "qkv", "q", "out", "squares", "gate_up", "middle"):
             setattr(part, name, getattr(self, name)[:num_tokens])
         return part
@@ -396,7 +421,8 @@ class DeviceDecoder:
 
         def rope(parameters: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
             angles = rotation_angles(config.head_dim, parameters, config.max_position_embeddings, max_positions)
-            return angles.cos().to(device.torch_device), angles.sin().to(device.torch_device)
+            length = rotation_length(parameters)
+            return (angles.cos() * length).to(device.torch_device), (angles.sin() * length).to(device.torch_device)
 
         whole = windowed = rope(config.rope)
         if config.window_rope is not None:
@@ -410,8 +436,12 @@ class DeviceDecoder:
             base = linear(weight, workspaces)
             return base if slots is None else slots.adapt(base, tensors.targets(index)[name], self._scratch)
 
+        def experts(tensors: ExpertTensors) -> DeviceExperts:
+            assert config.experts is not None
+            return DeviceExperts(config.experts, tensors, config.activation, workspaces)
+
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i))
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i), experts)
             for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
@@ -426,10 +456,11 @@ class DeviceDecoder:
         # With several ranks, logits are gathered before any is chosen.
         if self.collectives.size == 1 and isinstance(self.lm_head, DeviceDense):
             self.head = LMHead(self.lm_head.weight, self.norm, config.rms_norm_eps)
-        linears = [part for y in self.layers for part in (y.qkv, y.output, y.gate_up, y.down)]
-        linears += [] if self.lm_head is None else [self.lm_head]
-        self.num_bytes = sum(part.num_bytes for part in linears)
-        self.forms = tuple(sorted({f"{part.out_features} x {part.in_features}, {part.form}" for part in linears}))
+        heads = [] if self.lm_head is None else [self.lm_head]
+        self.num_bytes = sum(layer.num_bytes for layer in self.layers) + sum(part.num_bytes for part in heads)
+        forms = {form for layer in self.layers for form in layer.forms}
+        forms |= {f"{part.out_features} x {part.in_features}, {part.form}" for part in heads}
+        self.forms = tuple(sorted(forms))
         self._activations: Activations
         self._attention: PagedAttention
 
@@ -458,6 +489,13 @@ class DeviceDecoder:
         made = Activations(num_tokens, self.config, self.dtype, self.device.torch_device)
         if self._slots is not None:
             made.hidden = self._slots.hidden(num_tokens)
+        shape = self.config.experts
+        if shape is not None:
+            part = self.collectives.ranks.part(shape.intermediate_size)
+            inner = shape.intermediate_size if self.collectives.ranks.has_whole_experts else part.stop - part.start
+            made.experts = ExpertActivations(
+                num_tokens, shape, self.config.hidden_size, inner, self.dtype, self.device.torch_device
+            )
         return made
 
     def states(self, num_tokens: int) -> torch.Tensor:
@@ -469,14 +507,14 @@ class DeviceDecoder:
         self._run(self._activations.first(len(tokens.ids)), tokens, cache, state, pdl=pdl)
 
     def kinds_of_forward(self) -> list[int]:
-        layer = self.layers[0]
-        products = [(layer.qkv, False), (layer.output, False), (layer.gate_up, True)]
-        if self._slots is not None:  # a product with adapters is plain, and its activation a launch of its own
-            products.append((layer.gate_up, False))
+        products = [(part, False) for part in self.layers[0].linears]
+        products += [(layer.gate_up, True) for layer in self.layers if layer.gate_up is not None][:1]
 
         def kind(num_tokens: int) -> tuple[int, list[bool]]:
             # kernels for few rows are compiled for the next power of two
-            fused = [product.fuses(num_tokens, is_gated) for product, is_gated in products]
+            fused = [
+                product.fuses(num_tokens, is_gated) for product, is_gated in products
+            ]  # of adapted ones: both kinds
             return max(16, 1 << (num_tokens - 1).bit_length()), fused
 
         return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
@@ -537,9 +575,23 @@ class DeviceDecoder:
                 pdl=pdl,
             )
             attention.attend(
-                a.q, keys, values, a.out, tokens, state.block_table, scale=scale, window=layer.window, pdl=pdl
+                a.q,
+                keys,
+                values,
+                a.out,
+                tokens,
+                state.block_table,
+                scale=scale,
+                window=layer.window,
+                sinks=layer.sinks,
+                pdl=pdl,
             )
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
+            if layer.experts is not None:
+                stream.add_experts(layer.mlp_norm, layer.experts, tokens.kv_slots, layer.mlp_output_norm)
+                continue
+            assert layer.gate_up is not None
+            assert layer.down is not None
             stream.normed_product(
                 layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation, then=layer.down
             )
@@ -583,16 +635,7 @@ class ResidualStream:
             self.settle()
             product.launch(a.h, y, norm=norm, eps=eps, activation=activation, scratch=self._scratch, pdl=pdl)
             return
-        x = a.h
-        if norm is None:
-            self.settle()
-        else:
-            x = a.x
-            if self._has_delta:
-                ops.rmsnorm(a.delta, norm, eps, x, a.h, ahead=product.ahead, pdl=pdl)
-                self._has_delta = False
-            else:
-                ops.rmsnorm(a.h, norm, eps, x, ahead=product.ahead, pdl=pdl)
+        x = self._normed(norm, product.ahead)
         if activation:
             product(x, a.gate_up)
             ops.activation_mul(a.gate_up, y, activation, ahead=then.ahead if then is not None else None, pdl=pdl)
@@ -613,6 +656,38 @@ class ResidualStream:
             product.launch(x, a.delta, scratch=self._scratch, pdl=self._pdl)
         else:
             product(x, a.delta)
+        self._sum_delta(norm)
+
+    def add_experts(
+        self,
+        norm: torch.Tensor | None,
+        experts: DeviceExperts,
+        kv_slots: torch.Tensor,
+        norm_behind: torch.Tensor | None = None,
+    ) -> None:
+        """stream += norm_behind(experts(norm(stream))), the results summed over the ranks. kv_slots: of the tokens."""
+        a = self._a
+        assert a.experts is not None
+        x = self._normed(norm)
+        experts(x, kv_slots, a.delta, a.experts, pdl=self._pdl)
+        self._sum_delta(norm_behind)
+
+    def _normed(self, norm: torch.Tensor | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        """The stream, normed. ahead: the weight of the product that takes it."""
+        a, eps, pdl = self._a, self._eps, self._pdl
+        if norm is None:
+            self.settle()
+            return a.h
+        if self._has_delta:
+            ops.rmsnorm(a.delta, norm, eps, a.x, a.h, ahead=ahead, pdl=pdl)
+            self._has_delta = False
+        else:
+            ops.rmsnorm(a.h, norm, eps, a.x, ahead=ahead, pdl=pdl)
+        return a.x
+
+    def _sum_delta(self, norm: torch.Tensor | None) -> None:
+        """What this rank has left in `a.delta` is to be added, summed over the ranks and then normed."""
+        a = self._a
         self._collectives.sum_(a.delta)
         if norm is not None:
             ops.rmsnorm(a.delta, norm, self._eps, a.delta, pdl=self._pdl)

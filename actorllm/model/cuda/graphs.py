@@ -6,8 +6,8 @@ two steps once it has been launched kernel by kernel for MAX_MISSES times. Recor
 time. Every kernel must have been compiled before, so a part is launched once, for rows of no slot, before it is recorded.
 What cannot be recorded is launched kernel by kernel for good.
 
-Where rows may have adapters, each part that has layers is there twice: for steps in which some row has one, and for the others,
-which launch what they would launch without adapters.
+Where rows may have adapters, each part with layers is there twice. One is for steps in which some row has an adapter. The other
+launches what an engine without adapters would.
 
 Owned by the runner, which says what the launches are.
 """

@@ -179,6 +179,91 @@ def _of_slots(token_rows: torch.Tensor, adapters: torch.Tensor) -> list[tuple[in
     return [(slot, torch.nonzero(slots == slot)[:, 0]) for slot in sorted(set(slots.tolist())) if slot]
 
 
+def router_scores(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scores: torch.Tensor, *, pdl: bool = False
+) -> None:
+    scores.copy_(reference.router_scores(x.double(), weight.double(), None if bias is None else bias.double()))
+
+
+def choose_experts(
+    scores: torch.Tensor,
+    kv_slots: torch.Tensor,
+    numbers: torch.Tensor,
+    weights: torch.Tensor,
+    normalizes: bool,
+    *,
+    pdl: bool = False,
+) -> None:
+    scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    highest, found = scores.sort(stable=True, dim=1, descending=True)
+    num_active = numbers.shape[1]
+    numbers.copy_(found[:, :num_active].masked_fill((kv_slots < 0).unsqueeze(1), -1))
+    weights.copy_((highest[:, :num_active] if normalizes else highest).softmax(1)[:, :num_active])
+
+
+def group_pairs(
+    numbers: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, first: int, *, pdl: bool = False
+) -> None:
+    flat = numbers.flatten() - first
+    num_experts = len(starts) - 1
+    is_here = (flat >= 0) & (flat < num_experts)
+    there = torch.where(is_here, flat, num_experts).sort(stable=True)[1][: int(is_here.sum())]
+    order[: len(there)] = there.int()
+    counts = torch.bincount(flat[is_here].long(), minlength=num_experts)
+    starts.copy_(torch.cat((counts.new_zeros(1), counts.cumsum(0))))
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    y: torch.Tensor,
+    num_tokens: int,
+    *,
+    activation: str = "",
+    swiglu: tuple[float, float] | None = None,
+    pdl: bool = False,
+) -> None:
+    per_row = len(y) // len(x)
+    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+        if first == end:
+            continue
+        pairs = order[first:end].long()
+        own = weight[expert] if scales is None else reference.dequantized(weight[expert], scales[expert], x.shape[1])
+        out = x[pairs // per_row].float() @ own.float().T
+        if bias is not None:
+            out += bias[expert]
+        if swiglu is not None:
+            alpha, limit = swiglu
+            gate, up = out.chunk(2, 1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            out = (up + 1) * gate * torch.sigmoid(gate * alpha)
+        elif activation:
+            out = _gated(out, activation)
+        y[pairs] = out.to(y.dtype)
+
+
+def sum_experts(
+    found: torch.Tensor,
+    numbers: torch.Tensor,
+    weights: torch.Tensor,
+    y: torch.Tensor,
+    first: int,
+    end: int,
+    *,
+    pdl: bool = False,
+) -> None:
+    is_here = (numbers >= first) & (numbers < end)
+    by_place = torch.where(is_here.unsqueeze(2), found.view(*numbers.shape, -1).float(), 0) * weights.unsqueeze(2)
+    total = by_place[:, 0]
+    for place in range(1, by_place.shape[1]):
+        total = total + by_place[:, place]
+    y.copy_(total)
+
+
 def activation_mul(
     x: torch.Tensor,
     y: torch.Tensor,

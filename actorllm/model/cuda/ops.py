@@ -23,8 +23,11 @@ import torch
 from actorllm.model.cuda import host_ops
 from actorllm_kernels import attn_decode as _attn_decode
 from actorllm_kernels import attn_prefill as _attn_prefill
+from actorllm_kernels import choose_experts as _choose_experts
 from actorllm_kernels import edit_logits as _edit_logits
 from actorllm_kernels import embed as _embed
+from actorllm_kernels import group_pairs as _group_pairs
+from actorllm_kernels import grouped_gemm as _grouped_gemm
 from actorllm_kernels import kv_clear as _kv_clear
 from actorllm_kernels import kv_copy as _kv_copy
 from actorllm_kernels import lm_head_sample as _lm_head_sample
@@ -34,11 +37,13 @@ from actorllm_kernels import plan_decode as _plan_decode
 from actorllm_kernels import qknorm_rope_kv as _qknorm_rope_kv
 from actorllm_kernels import quantized_gemm as _quantized_gemm
 from actorllm_kernels import rmsnorm as _rmsnorm
+from actorllm_kernels import router_scores as _router_scores
 from actorllm_kernels import sample_pick as _sample_pick
 from actorllm_kernels import sample_topk_topp as _sample_topk_topp
 from actorllm_kernels import silu_mul as _silu_mul
 from actorllm_kernels import skinny_gemm as _skinny_gemm
 from actorllm_kernels import step_prep as _step_prep
+from actorllm_kernels import sum_experts as _sum_experts
 from actorllm_kernels import top_logprobs as _top_logprobs
 
 P = ParamSpec("P")
@@ -132,11 +137,14 @@ def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callab
 attn_decode = _kernel(_attn_decode.attn_decode, host_ops.attn_decode)
 attn_prefill = _kernel(_attn_prefill.attn_prefill, host_ops.attn_prefill)
 activation_mul = _kernel(_silu_mul.activation_mul, host_ops.activation_mul)
+choose_experts = _kernel(_choose_experts.choose_experts, host_ops.choose_experts)
 dequantize = _kernel(_quantized_gemm.dequantize, host_ops.dequantize)
 draw_tiles = _kernel(_sample_topk_topp.draw_tiles, host_ops.draw_tiles)
 edit_logits = _kernel(_edit_logits.edit_logits, host_ops.edit_logits)
 embed = _kernel(_embed.embed, host_ops.embed)
 find_cutoffs = _kernel(_sample_topk_topp.find_cutoffs, host_ops.find_cutoffs)
+group_pairs = _kernel(_group_pairs.group_pairs, host_ops.group_pairs)
+grouped_gemm = _kernel(_grouped_gemm.grouped_gemm, host_ops.grouped_gemm)
 kv_clear = _kernel(_kv_clear.kv_clear, host_ops.kv_clear)
 kv_copy = _kernel(_kv_copy.launch_kv_copy, host_ops.kv_copy)
 lm_head_sample = _kernel(_lm_head_sample.lm_head_sample, host_ops.lm_head_sample)
@@ -146,9 +154,11 @@ plan_decode = _kernel(_plan_decode.plan_decode, host_ops.plan_decode)
 qknorm_rope_kv = _kernel(_qknorm_rope_kv.qknorm_rope_kv, host_ops.qknorm_rope_kv)
 quantized_gemm = _kernel(_quantized_gemm.quantized_gemm, host_ops.quantized_gemm)
 rmsnorm = _kernel(_rmsnorm.rmsnorm, host_ops.rmsnorm)
+router_scores = _kernel(_router_scores.router_scores, host_ops.router_scores)
 sample_pick = _kernel(_sample_pick.sample_pick, host_ops.sample_pick)
 skinny_gemm = _kernel(_skinny_gemm.skinny_gemm, host_ops.skinny_gemm)
 step_prep = _kernel(_step_prep.step_prep, host_ops.step_prep)
+sum_experts = _kernel(_sum_experts.sum_experts, host_ops.sum_experts)
 tile_maxima = _kernel(_sample_topk_topp.tile_maxima, host_ops.tile_maxima)
 top_logprobs = _kernel(_top_logprobs.top_logprobs, host_ops.top_logprobs)
 

@@ -44,11 +44,7 @@ class DeviceQuantized(DeviceLinear):
     def __init__(self, weight: Int8 | Int4 | Fp8, workspaces: Workspaces) -> None:
         super().__init__(weight.out_features, weight.in_features, weight.num_bytes)
         device = workspaces.device
-        codes, scales = weight.codes, weight.scales
-        if isinstance(weight, Int4):
-            codes, scales = packed(weight.codes, weight.scales, weight.zeros)
-        elif isinstance(weight, Fp8):
-            scales = scales * FLOAT8_SCALE
+        codes, scales = codes_of(weight)
         self.codes, self.scales = codes.contiguous().to(device), scales.contiguous().to(device)
         self.bias = None if weight.bias is None else weight.bias.to(device)
         self._slice = workspaces.slice_of(weight.out_features, weight.in_features)
@@ -156,10 +152,10 @@ def linear(weight: LinearWeight, workspaces: Workspaces) -> DeviceLinear:
     """What computes with this weight here."""
     if isinstance(weight, SideBySide):
         # Of GPTQ with desc_act, parts have several orders, and one form without any.
-        weight = side_by_side([_in_order(part, workspaces.dtype) for part in weight.parts])
+        weight = side_by_side([in_order(part, workspaces.dtype) for part in weight.parts])
         if isinstance(weight, SideBySide):
             return DeviceSideBySide([linear(part, workspaces) for part in weight.parts])
-    weight = _in_order(weight, workspaces.dtype)
+    weight = in_order(weight, workspaces.dtype)
     if isinstance(weight, Int8 | Int4 | Fp8):
         return DeviceQuantized(weight, workspaces)
     if not isinstance(weight, Dense):
@@ -168,7 +164,18 @@ def linear(weight: LinearWeight, workspaces: Workspaces) -> DeviceLinear:
     return DeviceDense(weight.weight.to(on), None if weight.bias is None else weight.bias.to(on))
 
 
-def _in_order(weight: LinearWeight, dtype: torch.dtype) -> LinearWeight:
+def codes_of(weight: LinearWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as the kernels read them."""
+    if isinstance(weight, Int4):
+        return packed(weight.codes, weight.scales, weight.zeros)
+    if isinstance(weight, Fp8):
+        return weight.codes, weight.scales * FLOAT8_SCALE
+    if not isinstance(weight, Int8):
+        raise UnsupportedModelError(f"weights of the form {type(weight).__name__} are not supported on CUDA")
+    return weight.codes, weight.scales
+
+
+def in_order(weight: LinearWeight, dtype: torch.dtype) -> LinearWeight:
     """Where the inputs of a group of 4 bits are no neighbours: the same in 8 bits, or in the type of the model."""
     if isinstance(weight, Int4) and weight.order is not None:
         return nearest(weight.dense(), weight.bias, dtype)

@@ -94,6 +94,8 @@ class ExpertShape:
     shared_size: int | None = None
     """Intermediate size of an MLP beside the experts that every token takes; None: there is none."""
     shared: str = "mlp.shared_experts"
+    shared_gate: str | None = None
+    """What the MLP is multiplied by, as a product of the token whose sigmoid is taken; None: 1."""
     shared_names: tuple[tuple[str, ...], str] | None = None
     """Its products, as `gate_up` and `down`; None: they are called as those of experts."""
 
@@ -174,6 +176,10 @@ class DecoderConfig:
     """Of the gate, before its activation, and of what the MLP adds to the stream."""
     attention_output_scale: float = 1.0
     """Of what attention adds to the stream."""
+    rotary_share: float = 1.0
+    """Of the dimensions of a head, from the first one on, which are rotated."""
+    gates_attention: bool = False
+    """The product for queries makes a gate of each head as well, whose sigmoid what is attended to is multiplied by."""
     rotates: bool = True
     """False: queries and keys of attention say nothing of positions."""
     experts: ExpertShape | None = None
@@ -208,7 +214,7 @@ class DecoderConfig:
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rotary_dim
+        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.rotary_dim
 
     @property
     def switches(self) -> frozenset[str]:

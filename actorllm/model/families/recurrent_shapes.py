@@ -90,9 +90,63 @@ class Mamba2Shape:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaShape:
+    """Linear attention with a gated delta rule (arXiv:2412.06464).
+
+    Its first product makes queries, keys, values, a gate, and two numbers a head. A causal convolution goes over the first three.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    """Neighbours among them share a query and a key."""
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    eps: float
+    output_scale: float = 1.0
+    """Of the last product."""
+    prefix: str = "linear_attn"
+    """Of the names of its tensors, within the layer."""
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise CorruptModelError(
+                f"config.json: {self.num_value_heads} value heads of linear attention are no multiple of {self.num_key_heads} "
+                f"key heads"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """What the last product reads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner_size
+
+    def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
+        """Names, outputs and inputs of the linear layers."""
+        return [
+            (f"{self.prefix}.in_proj_qkvz", self.conv_size + self.inner_size, hidden_size),
+            (f"{self.prefix}.in_proj_ba", 2 * self.num_value_heads, hidden_size),
+            (f"{self.prefix}.out_proj", hidden_size, self.inner_size),
+        ]
+
+    @property
+    def states(self) -> Mapping[str, StateSpec]:
+        """By name: the inputs of the convolution that come before the next token, and the state of every head."""
+        return {
+            "conv": StateSpec((self.kernel_size - 1, self.conv_size), is_exact=False),
+            "heads": StateSpec((self.num_value_heads, self.key_dim, self.value_dim), is_exact=True),
+        }
+
+
 def state_bytes(shape: RecurrentShape, num_layers: int, itemsize: int) -> int:
     """Memory for the states of one sequence. itemsize: of the type of the model."""
     return num_layers * sum(spec.num_bytes(itemsize) for spec in shape.states.values())
 
 
-RecurrentShape: TypeAlias = Mamba2Shape
+RecurrentShape: TypeAlias = Mamba2Shape | GatedDeltaShape

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from actorllm.model.families.recurrent_shapes import Mamba2Shape, RecurrentShape
+from actorllm.model.families.recurrent_shapes import GatedDeltaShape, Mamba2Shape, RecurrentShape
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.weights import Weights
 
@@ -26,14 +28,30 @@ class Mamba2Tensors:
     norm: torch.Tensor | None  # [inner_size]
 
 
-RecurrentTensors = Mamba2Tensors
+@dataclass(frozen=True, slots=True)
+class GatedDeltaTensors:
+    """Of one layer with linear attention. All but the products are float32."""
+
+    first: LinearWeight
+    """Its outputs: queries, keys, values, gates, betas, steps; each of all heads."""
+    last: LinearWeight
+    kernel: torch.Tensor  # [kernel_size, conv_size], the newest token last
+    step_bias: torch.Tensor  # [num_value_heads]
+    decay: torch.Tensor  # [num_value_heads], negative
+    norm: torch.Tensor  # [value_dim]
+
+
+RecurrentTensors: TypeAlias = Mamba2Tensors | GatedDeltaTensors
 
 
 def recurrent_tensors(
     prefix: str, shape: RecurrentShape, weights: Weights, form: Form, hidden_size: int
 ) -> RecurrentTensors:
     """prefix: of the layer."""
-    return mamba2_tensors(f"{prefix}{shape.prefix}.", shape, weights, form, hidden_size)
+    prefix = f"{prefix}{shape.prefix}."
+    if isinstance(shape, GatedDeltaShape):
+        return gated_delta_tensors(prefix, shape, weights, form, hidden_size)
+    return mamba2_tensors(prefix, shape, weights, form, hidden_size)
 
 
 def kernel(name: str, num_channels: int, size: int, weights: Weights) -> torch.Tensor:
@@ -57,4 +75,32 @@ def mamba2_tensors(prefix: str, shape: Mamba2Shape, weights: Weights, form: Form
         decay=-exact("A_log", shape.num_heads).exp(),
         skip=exact("D", shape.num_heads),
         norm=exact("norm.weight", shape.inner_size) if shape.has_norm else None,
+    )
+
+
+def gated_delta_tensors(
+    prefix: str, shape: GatedDeltaShape, weights: Weights, form: Form, hidden_size: int
+) -> GatedDeltaTensors:
+    """prefix: of the mixer."""
+    heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
+
+    def by_part(name: str, sizes: Sequence[int]) -> LinearWeight:
+        """A product whose outputs are grouped by key head: all heads of one part first. sizes: of a head's parts."""
+        weight = form.sharded(weights, prefix + name, heads * sum(sizes), hidden_size)
+        parts = torch.arange(weight.out_features).view(heads, -1).split(list(sizes), 1)  # type: ignore[no-untyped-call]
+        return weight.reordered(torch.cat([part.reshape(-1) for part in parts]))
+
+    value_size = repeats * shape.value_dim
+    return GatedDeltaTensors(
+        first=form.fused(
+            [
+                by_part("in_proj_qkvz", (shape.key_dim, shape.key_dim, value_size, value_size)),
+                by_part("in_proj_ba", (repeats, repeats)),
+            ]
+        ),
+        last=form.sharded(weights, prefix + "out_proj", hidden_size, shape.inner_size),
+        kernel=kernel(prefix + "conv1d", shape.conv_size, shape.kernel_size, weights),
+        step_bias=weights.take(prefix + "dt_bias", shape.num_value_heads, dtype=torch.float32).float(),
+        decay=-weights.take(prefix + "A_log", shape.num_value_heads, dtype=torch.float32).float().exp(),
+        norm=weights.take(prefix + "norm.weight", shape.value_dim, dtype=torch.float32).float(),
     )

@@ -36,6 +36,8 @@ class ExpertTensors:
     """float32 [num_experts]: what is added to scores where experts are chosen."""
     shared: tuple[LinearWeight, LinearWeight] | None
     """Of the MLP that every token takes: gate and up, and down."""
+    shared_gate: torch.Tensor | None
+    """float32 [1, hidden_size]."""
     numbers: range
     """The experts of this rank."""
     read: Callable[[int], tuple[LinearWeight, LinearWeight]]
@@ -137,8 +139,11 @@ class DecoderTensors:
             out_size, out_part = c.num_heads * c.latent.value_dim, _times(share.heads, c.latent.value_dim)
             qkv, latent = self._latent(prefix, c.latent)
         else:
+            made, made_part = q_size, q_part
+            if c.gates_attention:  # a head's query, and its gate behind it
+                made, made_part = 2 * q_size, _times(share.heads, 2 * c.head_dim)
             qkv = self._side_by_side(
-                prefix, names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), c.has_qkv_bias
+                prefix, names.qkv, (made, kv_size, kv_size), (made_part, kv_part, kv_part), c.has_qkv_bias
             )
 
         def norm(name: str, is_there: bool) -> torch.Tensor | None:
@@ -327,7 +332,11 @@ class DecoderTensors:
                 self._side_by_side(base, gate_up, (shape.shared_size,) * 2, (inner, inner), False),
                 self._summed(base + down, shape.shared_size, inner, False),
             )
-        return ExpertTensors(router.float(), bias, correction, shared, numbers, read)
+        gate = None
+        if shape.shared_gate is not None:
+            name = f"{prefix}{shape.shared_gate}.weight"
+            gate = self._weights.take(name, 1, c.hidden_size, dtype=torch.float32).float()
+        return ExpertTensors(router.float(), bias, correction, shared, gate, numbers, read)
 
     def _part(self, part: slice) -> slice:
         """What one rank takes as a whole is not cut."""

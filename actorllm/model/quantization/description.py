@@ -64,7 +64,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         prefix = f"{names.model}.layers.{index}."
         wide, narrow = [], []
         if c.mixer(index) != "recurrent":
-            wide, narrow = [(names.qkv, (q_size, kv_size, kv_size))], [(names.output, q_size)]
+            wide, narrow = [(names.qkv, (q_size * (1 + c.gates_attention), kv_size, kv_size))], [(names.output, q_size)]
         if c.recurrent is not None and c.mixer(index) != "attention":
             products = c.recurrent.products(c.hidden_size)
             layers += [(prefix + name, outputs, inputs) for name, outputs, inputs in products]

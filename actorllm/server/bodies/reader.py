@@ -84,11 +84,7 @@ class BodyReader:
         """
         data = bytearray()
         try:
-            async for chunk in request.stream():
-                if len(data) + len(chunk) > ALWAYS_SMALL:
-                    self._check_room(len(chunk), len(data))
-                data += chunk
-                self._num_held += len(chunk)
+            await self._collect(request, data)
             if is_small(data):
                 tree = _parsed(data)
             else:
@@ -98,6 +94,23 @@ class BodyReader:
         if isinstance(tree, BodyRefusal):
             raise ApiError(400, *tree)
         return tree
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """A body that is no tree, as it came. Raises ApiError and ClientDisconnect."""
+        data = bytearray()
+        try:
+            await self._collect(request, data)
+            return bytes(data)
+        finally:
+            self._num_held -= len(data)
+
+    async def _collect(self, request: Request, data: bytearray) -> None:
+        """Add a body to what is empty. The caller gives back its room."""
+        async for chunk in request.stream():
+            if len(data) + len(chunk) > ALWAYS_SMALL:
+                self._check_room(len(chunk), len(data))
+            data += chunk
+            self._num_held += len(chunk)
 
     def _check_room(self, num_more: int, num_own: int) -> None:
         if self._num_held + num_more > MAX_HELD_BYTES and self._num_held > num_own:

@@ -1,4 +1,4 @@
-"""Paths of OpenAI's API for sound and pictures, which are answered with an error that names the reason."""
+"""Paths of OpenAI's API that make sound and pictures, which are answered with an error that names the reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from actorllm.server.envelope import ApiError
 router = APIRouter(include_in_schema=False)
 
 PATHS = (
-    "audio/transcriptions",
-    "audio/translations",
     "audio/speech",
     "images/generations",
     "images/edits",
@@ -19,7 +17,7 @@ PATHS = (
 
 
 async def refuse() -> None:
-    raise ApiError(404, "this server has a model for text only: it takes and makes neither sound nor pictures")
+    raise ApiError(404, "no model of this server makes sound or pictures; those for text are at /v1/chat/completions")
 
 
 for path in PATHS:

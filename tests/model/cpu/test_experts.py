@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError, UnsupportedModelError
@@ -22,6 +21,7 @@ from actorllm.model.registry import decoder_config
 from tests.model.families.loaded import cpu_driver
 from tests.model.hf.decoders import prompt, reference, save
 from tests.model.hf.releases import INSTALLED, LOWEST_RELEASE
+from tests.model.mxfp4_folders import save_mxfp4
 
 pytestmark = pytest.mark.usefixtures("computed_as_asked")
 
@@ -144,30 +144,7 @@ def test_a_checkpoint_without_an_expert_is_told_by_its_name(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mxfp4_is_read_exactly(dtype: str, tmp_path: Path) -> None:
     """The values are those that transformers reads of the same blocks and scales."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    shape = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256, "sliding_window": 24}
-    save("gpt-oss", tmp_path, **shape)
-    generator = torch.Generator().manual_seed(1)
-    packed = load_file(tmp_path / "model.safetensors")
-    exact = dict(packed)
-    for layer in range(2):
-        for name, inputs in (("gate_up_proj", 64), ("down_proj", 96)):
-            key = f"model.layers.{layer}.mlp.experts.{name}"
-            count, _, outputs = packed.pop(key).shape
-            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(120, 126, blocks.shape[:3], dtype=torch.uint8, generator=generator)
-            packed[f"{key}_blocks"], packed[f"{key}_scales"] = blocks, scales
-            exact[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    folders = []
-    for kind, tensors in (("packed", packed), ("exact", exact)):
-        folder = tmp_path / kind
-        folder.mkdir()
-        config = json.loads((tmp_path / "config.json").read_text())
-        config |= {"quantization_config": {"quant_method": "mxfp4"}} if kind == "packed" else {}
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        folders.append(folder)
+    folders = save_mxfp4(tmp_path)
     logits = []
     for folder in folders:
         driver = cpu_driver(folder, dtype=dtype)

@@ -1,6 +1,6 @@
 """One of two ranks, as a program: its runner on the host's tensors must answer what the CPU's answers with one rank.
 
-python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters]
+python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | experts | whole-experts]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.adapted import LORA, fill, follow_adapters
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.mixtures import follow as follow_experts
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.driver import int32
@@ -41,9 +42,9 @@ class RankTwins(Twins):
         return result
 
 
-def main(folder: Path, rendezvous: str, rank: int, *, has_adapters: bool) -> None:
+def main(folder: Path, rendezvous: str, rank: int, what: str) -> None:
     torch.set_num_threads(1)
-    options = LORA if has_adapters else {}
+    options: dict[str, Any] = LORA if what == "adapters" else {"enable_expert_parallel": what == "whole-experts"}
     config = config_of(folder, block_size=64, **options)
     runner = CudaRunner(
         dataclasses.replace(config, world_size=2, rendezvous=rendezvous),
@@ -58,9 +59,12 @@ def main(folder: Path, rendezvous: str, rank: int, *, has_adapters: bool) -> Non
     cpu.load()
     cpu.allocate(96)
     twins = RankTwins(cpu, runner)
-    if has_adapters:
-        fill(twins, folder / str(rank), **json.loads((folder / "config.json").read_text()))
-        follow_adapters(twins)
+    if what:
+        if what == "adapters":
+            fill(twins, folder / str(rank), **json.loads((folder / "config.json").read_text()))
+            follow_adapters(twins)
+        else:
+            follow_experts(twins)
         runner.close()
         print("done")
         return
@@ -174,4 +178,4 @@ def spoilt(runner: CudaRunner) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), has_adapters=sys.argv[4:] == ["adapters"])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "".join(sys.argv[4:5]))

@@ -114,3 +114,21 @@ def test_tokens_of_rows_with_adapters_are_those_of_the_cpu_worker(
     twins.step({0: 20, 1: 3}, decode=[])
     twins.step(decode=[0, 1])
     assert graphs.num_replays == 1
+
+
+@pytest.mark.slow(reason="each kernel is interpreted; tests/kernels has the kernels, test_experts the step")
+@pytest.mark.timeout(200)
+def test_tokens_of_experts_are_those_of_the_cpu_worker(make_twins: Callable[..., Twins]) -> None:
+    """In a step with prompts, and in a decode step that was recorded."""
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "hidden_size": 32}
+    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    twins = make_twins({"architectures": ["Qwen3MoeForCausalLM"]} | shape | experts)
+    graphs = twins.runner.graphs
+    graphs._misses.clear()
+    graphs.want(GraphPart.HEAD, 2)
+    assert twins.runner.record_next()
+    twins.add(0, prompt(20, 1))
+    twins.add(1, prompt(3, 2))
+    twins.step({0: 20, 1: 3}, decode=[])
+    twins.step(decode=[0, 1])
+    assert graphs.num_replays == 1

@@ -23,6 +23,7 @@ from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.decoders import GPT_OSS
 from tests.model.cuda.host_engine import ARGUMENTS, generate, load
 from tests.model.cuda.host_processes import on_the_host, tell
 from tests.model.cuda.twins import prompt
@@ -70,6 +71,13 @@ def test_two_ranks_answer_as_the_cpu_does(family: dict[str, Any], folder: Callab
 
 def test_rows_with_adapters_of_two_ranks_are_those_of_the_cpu(folder: Callable[..., Path], tmp_path: Path) -> None:
     run_ranks(folder(intermediate_size=97), tmp_path, "adapters")
+
+
+@pytest.mark.slow(reason="ranks as processes; the CPU's have the same parts of experts")
+@pytest.mark.parametrize("what", ["experts", "whole-experts"])
+def test_experts_of_two_ranks_are_those_of_the_cpu(what: str, folder: Callable[..., Path], tmp_path: Path) -> None:
+    """A part of every expert at each rank, with biases that are added once; or some experts as a whole."""
+    run_ranks(folder(**GPT_OSS), tmp_path, what)
 
 
 def run_ranks(path: Path, tmp_path: Path, *more: str) -> None:

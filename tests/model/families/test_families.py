@@ -110,6 +110,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("falcon-h1", HEADS_OF_32),
     "falcon-h1, normed": ("falcon-h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "falcon-h1, normed before the gate": ("falcon-h1", {"mamba_rms_norm": True, "tie_word_embeddings": True}),
+    "qwen3-next": ("qwen3-next", {"head_dim": 32}),
+    "qwen3-next, one layer with experts": (
+        "qwen3-next",
+        {"mlp_only_layers": [0], "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "gemma3, own head, long window": (
         "gemma3",
         {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},

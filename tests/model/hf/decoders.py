@@ -131,6 +131,20 @@ MODELS["falcon-h1"] = (
         "mlp_multipliers": [0.7, 1.4],
     },
 )
+MODELS["qwen3-next"] = (
+    "Qwen3Next",
+    {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        **EXPERTS,
+    },
+)
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 

@@ -1,11 +1,8 @@
 """State-space layers whose decay is one number a head (Mamba 2, arXiv:2405.21060), in float32 between their two products.
 
 A head keeps a matrix [head_dim, state_size]. A token multiplies it by a decay, adds the product of its x and B, and reads it by C.
-Decode rows do just that. Rows of prompts are worked off in tiles of `TILE` tokens, by products of matrices (the paper's section 6).
+Decode rows do just that. Rows of prompts are worked off in tiles (`tiles`), by products of matrices (the paper's section 6).
 Within a tile each token attends to those before it, and to the state that the tile began with.
-
-Tiles begin at multiples of `TILE` positions of the sequence, however its prompt is cut into chunks. Where a chunk begins or ends
-within a tile, tokens without effect stand for the rest of it: their step size is 0.
 """
 
 from __future__ import annotations
@@ -14,13 +11,9 @@ import torch
 
 from actorllm.model.cpu.recurrent.convolution import CausalConvolution
 from actorllm.model.cpu.recurrent.states import Piece, StateRows, States
+from actorllm.model.cpu.recurrent.tiles import decays, rounds, tiled, untiled
 from actorllm.model.families.recurrent_shapes import Mamba2Shape
 from actorllm.model.families.recurrent_tensors import Mamba2Tensors
-
-TILE = 64
-
-MOST_TILES = 16
-"""That are worked off together; a longer row takes several rounds."""
 
 
 class Mamba2Mixer:
@@ -108,13 +101,8 @@ class Mamba2Mixer:
         x, b, c = self._split(made)
         state = torch.zeros_like(heads[0]) if is_new else heads[piece.slot].clone()
         out = torch.empty_like(x)
-        first = 0
-        while first < len(x):
-            ahead = (piece.position + first) % TILE
-            count = min(len(x) - first, MOST_TILES * TILE - ahead)
-            here = slice(first, first + count)
+        for here, ahead in rounds(piece):
             out[here] = self._tiles(x[here], b[here], c[here], steps[here], state, ahead)
-            first += count
         heads[piece.slot] = state
         return torch.addcmul(out, x, self._skip).reshape(len(x), -1)
 
@@ -124,19 +112,10 @@ class Mamba2Mixer:
         """What tokens read of the states. ahead: tokens of the first tile before them. state: goes to that behind them."""
         shape, count = self._shape, len(x)
         per_group = shape.num_heads // shape.num_groups
-        behind = -(ahead + count) % TILE
-
-        def tiled(tensor: torch.Tensor) -> torch.Tensor:
-            """[num_tiles, TILE, ...], with zeros at both ends."""
-            ends = [0, 0] * (tensor.ndim - 1) + [ahead, behind]
-            return torch.nn.functional.pad(tensor, ends).view(-1, TILE, *tensor.shape[1:])
-
-        x, b, c, steps = tiled(x * steps.unsqueeze(2)), tiled(b), tiled(c), tiled(steps)
-        passed = (steps * self._decay).cumsum(1).transpose(1, 2)  # [num_tiles, num_heads, TILE], logarithms
-        # How much of a token is left where another one reads: exp of what has passed between them.
-        left = (passed.unsqueeze(3) - passed.unsqueeze(2)).exp_().tril_()
-        b, c = b.transpose(1, 2), c.transpose(1, 2)  # [num_tiles, num_groups, TILE, state_size]
-        x = x.transpose(1, 2)  # [num_tiles, num_heads, TILE, head_dim]
+        x = tiled(x * steps.unsqueeze(2), ahead)  # [num_tiles, num_heads, TILE, head_dim]
+        b, c = tiled(b, ahead), tiled(c, ahead)  # [num_tiles, num_groups, TILE, state_size]
+        passed = tiled(steps * self._decay, ahead).cumsum(2)  # [num_tiles, num_heads, TILE]
+        left = decays(passed)
         scores = torch.matmul(c, b.transpose(2, 3)).repeat_interleave(per_group, 1).mul_(left)
         out = torch.matmul(scores, x)
         # What a tile adds to the state, of each token as much as is left at its end.
@@ -148,4 +127,4 @@ class Mamba2Mixer:
         for number in range(len(x)):  # [num_heads, head_dim, state_size]
             out[number] += torch.matmul(reads[number], state.transpose(1, 2)).mul_(since[number])
             state.mul_(whole[number]).add_(added[number])
-        return out.transpose(1, 2).reshape(-1, shape.num_heads, shape.head_dim)[ahead : ahead + count]
+        return untiled(out, ahead, count)

@@ -36,6 +36,11 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "skinny_gemm": ("y",),
     "quantized_gemm": ("y",),
     "dequantize": ("y",),
+    "router_scores": ("scores",),
+    "choose_experts": ("numbers", "weights"),
+    "group_pairs": ("starts",),  # of pairs that are not here, what was in the order stays there
+    "grouped_gemm": ("y",),
+    "sum_experts": ("y",),
     "lora_shrink": ("hidden",),
     "lora_expand": ("y",),
     "activation_mul": ("y",),
@@ -54,7 +59,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 }
 """What the rest of a step reads of an operation: names of arguments, or of their fields."""
 
-IDS = ("offers.id", "tokens", "ids", "ranks")
+IDS = ("offers.id", "tokens", "ids", "ranks", "numbers")
 """Of these, few may be others."""
 CACHED = ("keys", "values")
 """Of these, in floats of 8 bits, as few may be the next code."""

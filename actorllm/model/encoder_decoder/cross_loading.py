@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
-from actorllm.model.encoder_decoder.decoder import CrossDecoder
-from actorllm.model.encoder_decoder.parts import DecoderParts
-from actorllm.model.encoder_decoder.plan import CLASSES, EncoderDecoderPlan
+from actorllm.model.encoder_decoder.cross_decoder import CrossDecoder
+from actorllm.model.encoder_decoder.cross_plan import CLASSES, EncoderDecoderPlan
+from actorllm.model.encoder_decoder.decoder_parts import DecoderParts
 from actorllm.model.hf.loading import check_tensors, drawn, from_checkpoint, refused
 from actorllm.model.hf.probe import MAX_NOISE, NUM_BLOCKS, ROUNDING, TOLERANCES, relative_error, step_inputs
 

@@ -14,8 +14,8 @@ import torch
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidPromptError
 from actorllm.messages import U8
-from actorllm.model.encoder_decoder.loading import read_modules
-from actorllm.model.encoder_decoder.plan import read_plan
+from actorllm.model.encoder_decoder.cross_loading import read_modules
+from actorllm.model.encoder_decoder.cross_plan import read_plan
 from actorllm.model.runner import DTYPES
 from actorllm.types.model_files import overridden, read_object
 

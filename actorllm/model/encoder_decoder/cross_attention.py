@@ -116,7 +116,7 @@ class SelfAttention(AttentionBatch):
     def __init__(
         self, inputs: StepInputs, cache: KVCache, sources: Sources, distances: torch.Tensor | None = None
     ) -> None:
-        """distances: of `parts.distance_table`."""
+        """distances: of `decoder_parts.distance_table`."""
         self._cache, self._writes, self.queries_per_kv, self._window = cache, KVWrites(inputs, cache), 1, None
         self._sources, self._distances = sources.decodes, distances
         self.groups = list(self._decode_groups(inputs)) if inputs.num_decodes else []

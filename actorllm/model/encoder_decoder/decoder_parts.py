@@ -1,7 +1,7 @@
 """The parts of a decoder of transformers, by what they are for: BART and its like (mBART, Marian, Pegasus, Whisper), and T5.
 
 `DecoderParts.of` finds them in the loaded modules. What it takes for granted of a module is checked when the model is loaded, by
-its logits (`loading`).
+its logits (`cross_loading`).
 """
 
 from __future__ import annotations

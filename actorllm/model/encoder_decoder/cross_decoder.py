@@ -14,9 +14,9 @@ import torch
 
 from actorllm.model.cpu.attention import KVCache, KVWrites, PagedCache, Scoring
 from actorllm.model.cpu.layers import linear
-from actorllm.model.encoder_decoder.attention import CrossAttention, SelfAttention, StepParts
-from actorllm.model.encoder_decoder.parts import DecoderParts, LayerParts, distance_table
-from actorllm.model.encoder_decoder.plan import EncoderDecoderPlan
+from actorllm.model.encoder_decoder.cross_attention import CrossAttention, SelfAttention, StepParts
+from actorllm.model.encoder_decoder.cross_plan import EncoderDecoderPlan
+from actorllm.model.encoder_decoder.decoder_parts import DecoderParts, LayerParts, distance_table
 from actorllm.model.inputs import StepInputs
 
 
