@@ -82,6 +82,21 @@ class StepModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepDetail:
+    """What is in a step, for a model with `seconds_of(detail)`. The simulator asks that in the place of `seconds`."""
+
+    p: int
+    d: int
+    decode_context: float
+    prefill_context: float
+    prefill_pairs: float
+    num_prompts: int
+    """Whose chunks are in the step."""
+    longest_context: int
+    """Tokens that the longest decode row attends to; decode_context / d is the mean of all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Regime:
     """Coefficients of FEATURES for steps of at most max_tokens tokens (prompt tokens and decode rows together)."""
 

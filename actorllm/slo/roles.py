@@ -11,24 +11,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from actorllm.errors import ConfigError, shown
 from actorllm.messages import I32, I64, U8, Submit
 from actorllm.scheduling.role_router import RoleRouter
-from actorllm.scheduling.router import Routable
+from actorllm.scheduling.router import ReplicaView, Routable
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.tiers.transfers import BlockLoad, BlockStore, Borrowed, Transfers
-from actorllm.slo.failures import LostRequests
+from actorllm.slo.failures import LostRequests, MortalReplica
 from actorllm.slo.tiers import SimulatedTiers, TierMoves
 from actorllm.types.objective import SLO
 from actorllm.types.roles import Role
 
-if TYPE_CHECKING:
-    from actorllm.slo.simulator import SimulatedReplica
+
+class ReplicaOfRole(MortalReplica, Protocol):
+    """A replica with a role (`simulator.SimulatedReplica`)."""
+
+    role: Role | None
+
+    @property
+    def next_event_at(self) -> float: ...
+
+    def view(self, now: float) -> ReplicaView: ...
+    def aborts_of(self, key: Key) -> list[float]: ...
+    def abort_at(self, at: float, key: Key) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +145,11 @@ class SimulatedRoles(LostRequests):
         self.tables = [SimulatedTable(number) if role == "prefill" else None for number, role in enumerate(roles)]
         self.num_handed_off = 0
         self.router = router
-        self._replicas: Sequence[SimulatedReplica] = ()
+        self._replicas: Sequence[ReplicaOfRole] = ()
         self._moved: Callable[[int, int, float], None]
         self._offered: dict[tuple[int, int], float] = {}
 
-    def begin(self, replicas: Sequence[SimulatedReplica], moved: Callable[[int, int, float], None]) -> None:
+    def begin(self, replicas: Sequence[ReplicaOfRole], moved: Callable[[int, int, float], None]) -> None:
         """moved: hears which request goes on at which replica, by their numbers, and when."""
         self._replicas, self._moved = replicas, moved
         for replica, role in zip(replicas, self.roles, strict=True):

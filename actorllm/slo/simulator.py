@@ -38,7 +38,7 @@ from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, U8, StepFailed, Step
 from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
 from actorllm.scheduling.autoscaler import Autoscaler
 from actorllm.scheduling.batch import Batch, Rows
-from actorllm.scheduling.cost_model import StepModel
+from actorllm.scheduling.cost_model import StepDetail, StepModel
 from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.loading import load_policy
@@ -267,6 +267,7 @@ class ModelledWorker:
         self._batch: Batch | None = None
         self.next_result_at = math.inf
         self._model = model
+        self._seconds_of: Callable[[StepDetail], float] | None = getattr(model, "seconds_of", None)
         self._gap_s = model.gap_s
         self._launch_s = model.launch_s
         self._in_flight: deque[tuple[int, Rows, float, float, Any]] = (
@@ -321,7 +322,14 @@ class ModelledWorker:
             num_checked = d * record.max_drafts  # each takes what a decode row does
             right = self._drafts.draw(self._draft_rng, d, record.max_drafts)
             self._right[record.step] = right, record.max_drafts
-        took = self._model.seconds(record.num_tokens - d, d + num_checked, context, before, pairs)
+        if self._seconds_of is None:
+            took = self._model.seconds(record.num_tokens - d, d + num_checked, context, before, pairs)
+        else:
+            longest = int(computed[rows.index[:d]].max(initial=0))
+            p = record.num_tokens - d
+            took = self._seconds_of(
+                StepDetail(p, d + num_checked, context, before, pairs, len(record.prefills), longest)
+            )
         if self._residuals is not None:
             took *= self._draw(1)[0]
             del self._factors[:1]
@@ -400,6 +408,8 @@ class ModelledWorker:
 
     def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
         rows, flying = self._rows, len(self._in_flight)
+        if self._seconds_of is not None:
+            return []  # the longest row is asked for in every step
         if rows is None or self._left <= 3 or flying != scheduler.ledger.depth - 1:
             return []
         if flying and self.next_result_at >= horizon:

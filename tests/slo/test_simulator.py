@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
-from actorllm.scheduling.cost_model import LinearModel, Regime, preset
+from actorllm.scheduling.cost_model import LinearModel, Regime, StepDetail, preset
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Admit, KeyPolicy, PlanPolicy
 from actorllm.scheduling.router import ROUTERS, LeastLoad, ReplicaView, RoundRobin, Routable
@@ -544,3 +544,29 @@ def test_an_acceptance_is_a_share() -> None:
     for wrong in ((), (1.5,), (0.5, -0.1)):
         with pytest.raises(ConfigError, match="must be shares from 0 to 1, by position, at least one"):
             SimulatedDrafts(((1, 1, 1),), wrong)
+
+
+class Skewed(LinearModel):
+    """A prompt costs 5 ms beside its tokens, and a step waits for its longest row."""
+
+    details: ClassVar[list[StepDetail]] = []
+
+    def seconds_of(self, detail: StepDetail) -> float:
+        self.details.append(detail)
+        return 0.01 + 0.005 * detail.num_prompts + 1e-6 * detail.longest_context
+
+
+def test_a_model_may_ask_how_many_prompts_a_step_has_and_for_its_longest_row() -> None:
+    """A mean context cannot tell a step with one long row from one with even rows."""
+    Skewed.details.clear()
+    model = Skewed((Regime(math.inf, (1.0, 0, 0, 0, 0, 0)),))
+    lengths = np.array([50, 10, 300], np.int32), np.array([4, 4, 4], np.int32)
+    run = simulate(make_workload(np.zeros(3), lengths), EngineShape(num_blocks=100, max_model_len=1024), model)
+    first, *others = Skewed.details
+    assert (first.p, first.d, first.num_prompts, first.longest_context) == (360, 0, 3, 0)
+    assert [one.num_prompts for one in others] == [0] * len(others)
+    assert [one.longest_context for one in others] == [301, 302, 303]
+    assert all(one.decode_context < 3 * one.longest_context for one in others)
+    assert run.timeline.first_token.tolist() == pytest.approx([0.025] * 3)
+    assert run.timeline.end.tolist() == pytest.approx([0.025 + 0.03 + 1e-6 * (301 + 302 + 303)] * 3)
+    assert not run.num_steps_skipped

@@ -330,8 +330,8 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
         experts |= {"num_heads": 3, "n_groups": 1, "mamba_n_heads": 3}  # of state-space layers
         shape = LLAMA | {"architectures": [architecture], "head_dim": 32, "num_key_value_heads": 2} | experts
-        if architecture == "GraniteMoeHybridForCausalLM":
-            shape["layer_types"] = ["mamba", "attention"]
+        if architecture in ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM"):
+            shape["layer_types"] = ["linear_attention", "full_attention"]
         (tmp_path / "config.json").write_text(json.dumps(shape))
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)

@@ -145,6 +145,8 @@ MODELS["qwen3-next"] = (
         **EXPERTS,
     },
 )
+RECURRENT = {"mamba2", "granite-hybrid", "falcon-h1", "qwen3-next"}
+"""Which run by a fused forward only."""
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
