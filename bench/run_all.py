@@ -79,6 +79,7 @@ BENCHES = (
     Bench("weight_updates", ()),
     Bench("sleep", ()),
     Bench("kv_tiers", ("--rounds", "1", "--lengths", "2048")),
+    Bench("roles", ("--rounds", "3", "--prompts", "2")),
     Bench("experts", ()),
     Bench("latent", ("--threads", "1")),
     Bench("recurrent", ("--threads", "1")),

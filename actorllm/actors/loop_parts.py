@@ -1,6 +1,6 @@
 """What the loop of the scheduler actor does besides planning: each concern is a `LoopPart` with a place in `SchedulerActor.turn`.
 
-A part owns its state and decides by itself whether there is anything to do. The loop knows only the four hooks.
+A part owns its state and decides by itself whether there is anything to do. The loop knows only the five hooks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class LoopPart:
 
     def after_plan(self) -> None:
         """All steps that there is room for have been planned."""
+
+    def before_send(self, events: Events) -> None:
+        """The result of a step has been applied, and what it brought is sent next."""
 
     def after_result(self, events: Events) -> None:
         """The result of a step has been applied, and what it brought has been sent."""

@@ -227,6 +227,7 @@ class SchedulerActor(Actor):
             parts += (HandOffs(self, self._leases, self._outlets, lambda: self._workers),)
         self._before_plan = hooks(parts, "before_plan")
         self._after_plan = hooks(parts, "after_plan")
+        self._before_send = hooks(parts, "before_send")
         self._after_result = hooks(parts, "after_result")
         self._deadlines: tuple[Callable[[], float], ...] = hooks(parts, "next_deadline")
         self._renderer = Renderer(self._tokenizer, self._counters, self.scheduler.finish)
@@ -513,6 +514,8 @@ class SchedulerActor(Actor):
         events = self._apply(*self._results.popleft())
         if self._constraints.unsent and (ends := self._send_late_inputs()):
             events = with_ends(events, ends)
+        for hook in self._before_send:
+            hook(events)
         # While the next step runs; a request at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
         for hook in self._after_result:

@@ -52,6 +52,7 @@ class Mailbox:
         "has_end",
         "host",
         "is_aborted",
+        "kv_transfer",
         "num_cached",
         "num_open",
         "on_news",
@@ -92,6 +93,8 @@ class Mailbox:
         """By sequence: the index of the first token of each version of the weights. Values are replaced, never changed."""
         self.replica: int | None = None
         """The replica that it is pinned to; None: any."""
+        self.kv_transfer: dict[str, Any] | None = None
+        """What a gateway is answered (`types.kv_transfer`), where it had a prompt computed."""
 
     # On the engine thread or a tokenizer worker
 
@@ -574,6 +577,7 @@ class RequestStream:
         if is_finished:
             output.finished = True
             output.metrics = self._metrics()
+            output.kv_transfer_params = mailbox.kv_transfer
         return output
 
     @property

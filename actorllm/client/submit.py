@@ -22,10 +22,11 @@ from actorllm.intake.adapter_tokenizers import AdapterTokenizers
 from actorllm.intake.media.media_reader import block_keys
 from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
-from actorllm.messages import NO_U8, Submit
+from actorllm.messages import NO_I64, NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
 from actorllm.text.reasoning.thought import grammar_of
 from actorllm.types.adapter_folder import Adapter, AdapterDigests
+from actorllm.types.kv_transfer import read_transfer
 from actorllm.types.logits_processors.checks import ParameterChecks
 from actorllm.types.lora_request import LoRARequest
 from actorllm.types.objective import SLO
@@ -174,6 +175,7 @@ class SubmitMaker:
         if structured is not None and model.structured_outputs:
             structured = with_engine_options(structured, model.structured_outputs)
         grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
+        transfer = read_transfer(params.extra_args, params.max_tokens, bool(self._config.roles))
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes, salt, weights = NO_U8, self._salt_of(prompt), self._weights()
         digest, path = (None, None) if adapter is None else (adapter.digest, adapter.path)
@@ -216,6 +218,8 @@ class SubmitMaker:
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 adapter=digest,
                 adapter_path=path,
+                hands_off=transfer.hands_off,
+                kv_lease=np.array(transfer.lease, np.int64) if transfer.lease else NO_I64,
                 **carried,
             )
 

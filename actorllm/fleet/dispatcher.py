@@ -30,10 +30,20 @@ from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostErr
 from actorllm.fleet.merging import merged
 from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
-from actorllm.fleet.views import add_journal, journal_of, moving_routable_of, pin_of, role_of, routable_of, views_of
+from actorllm.fleet.views import (
+    add_journal,
+    journal_of,
+    mailbox_of,
+    moving_routable_of,
+    pin_of,
+    role_of,
+    routable_of,
+    views_of,
+)
 from actorllm.messages import KvOffer, Submit
 from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
+from actorllm.types.kv_transfer import answer_of
 from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -240,8 +250,9 @@ class Dispatcher:
         request = routable_of(submit, num_sequences)
         if self.on_arrival is not None:
             self.on_arrival(request, self._views_of(candidates))
-        number = self._choose(request, candidates)
-        hands_off = self._is_handed_off(number, candidates)
+        fit = self._fit(submit, candidates)
+        number = self._choose(request, fit, goes_on=submit.kv_lease.size > 0)
+        hands_off = submit.hands_off or (submit.max_tokens > 1 and self._is_handed_off(number, candidates))
         return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid, hands_off=hands_off)
 
     def _candidates(self, without: RoutedReplica | None = None) -> list[RoutedReplica]:
@@ -256,6 +267,17 @@ class Dispatcher:
             or ready
             or [replica for replica in others if replica.state in ("new", "starting")]
         )
+
+    @staticmethod
+    def _fit(submit: Submit, candidates: list[RoutedReplica]) -> list[RoutedReplica]:
+        """Where a gateway wants a request: its prompt alone is computed, or its KV is copied. Of other requests, anywhere."""
+        if submit.hands_off:
+            fit = [one for one in candidates if role_of(one) == "prefill"]
+        elif submit.kv_lease.size:
+            fit = [one for one in candidates if role_of(one) != "prefill"]
+        else:
+            return candidates
+        return fit or candidates
 
     @staticmethod
     def _is_handed_off(number: int, candidates: Sequence[RoutedReplica]) -> bool:
@@ -361,6 +383,10 @@ class Dispatcher:
         """
         source = self._replicas.get(number)
         entry = None if source is None else source.frontend.journal().get(offer.rid)
+        if entry is not None and entry.submit.max_tokens == 1:  # a gateway has another request go on with it
+            if (mailbox := mailbox_of(entry.consumer)) is not None:
+                mailbox.kv_transfer = answer_of(offer.lease.tolist(), offer.blocks.tolist())
+            return
         if source is None or entry is None or entry.is_aborted or entry.record.num_deaths or self.is_on_trial(source):
             return
         targets = [

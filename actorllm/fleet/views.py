@@ -72,9 +72,15 @@ def journal_of(replica: RoutedReplica) -> ProgramLoad:
 
 def pin_of(consumer: Consumer) -> int | None:
     """The replica that the caller asked for (`data_parallel_rank`); None: any."""
+    mailbox = mailbox_of(consumer)
+    return None if mailbox is None else mailbox.replica
+
+
+def mailbox_of(consumer: Consumer) -> Mailbox | None:
+    """Where the outputs of a request are taken; None: of a consumer of another kind."""
     if isinstance(consumer, Sibling):
         consumer = consumer.mailbox
-    return consumer.replica if isinstance(consumer, Mailbox) else None
+    return consumer if isinstance(consumer, Mailbox) else None
 
 
 def add_journal(view: ReplicaView, journal: ProgramLoad, sign: int = 1) -> None:

@@ -192,6 +192,7 @@ class Generation(EngineRequest):
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
     vllm_xargs: Annotated[dict[str, Any], Few] | None = None
+    kv_transfer_params: Annotated[dict[str, Any], Few] | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None

@@ -21,6 +21,7 @@ from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser, pa
 from actorllm.server.tools import response_format_of
 from actorllm.text.chat_template import Conversation, chat_templates
 from actorllm.text.reasoning.parsers import ReasoningParser, reasoning_named
+from actorllm.types.kv_transfer import NAME as KV_TRANSFER
 from actorllm.types.media_rules import Modality
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
@@ -253,6 +254,8 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
     asked = {name: given[name] for name in SAMPLING_FIELDS if name in given}
     if "vllm_xargs" in given:
         asked["extra_args"] = given["vllm_xargs"]
+    if given.get(KV_TRANSFER) is not None:
+        asked["extra_args"] = {**(asked.get("extra_args") or {}), KV_TRANSFER: given[KV_TRANSFER]}
     if decided.get("structured_outputs") is None:
         decided["structured_outputs"] = response_format_of(body)
     extra = body.model_extra or {}

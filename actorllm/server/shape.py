@@ -162,6 +162,8 @@ class OpenAIShape(Shape):
         ]
         tree["usage"] = self._usage(states)
         tree |= NOTHING_SERVED
+        if len(outputs) == 1:
+            tree["kv_transfer_params"] = outputs[0].kv_transfer_params
         self._add_to_whole(tree, outputs)
         if self.view.has_metrics:
             tree["metrics"] = self._metrics(states)

@@ -111,7 +111,8 @@ class RequestOutput(_Sparse):
     num_cache_creation_tokens: None = None
     prompt_token_id_logprobs: None = None
     multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What is sent with the prompt to have it decoded, where `do_remote_decode` had it computed."""
     ec_transfer_params: None = None
 
     def __init__(
@@ -130,7 +131,7 @@ class RequestOutput(_Sparse):
         num_cache_creation_tokens: None = None,
         prompt_token_id_logprobs: None = None,
         multi_modal_placeholders: dict[str, Any] | None = None,
-        kv_transfer_params: None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
         ec_transfer_params: None = None,
         **unknown: Any,
     ) -> None:

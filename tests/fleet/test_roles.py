@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 import actorllm.fleet.dispatcher
-from actorllm import AsyncLLM
+from actorllm import AsyncLLM, RequestOutput, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.scheduling.role_router import RoleRouter
+from actorllm.server import create_app
 from actorllm.types.roles import read_roles
 from tests.fleet.streams import Told, all_run, assert_same, kill, params, run_all, until
 
@@ -109,6 +111,89 @@ async def test_a_pinned_request_stays_where_it_is(
     assert await stream(fleet, 0, data_parallel_rank=0) == alone[0][0]
     assert await stream(fleet, 0, data_parallel_rank=1) == alone[0][0]
     assert handed_off(fleet) == before
+
+
+def transfer_params(number: int, given: Any, **more: Any) -> SamplingParams:
+    return params(number, **({"max_tokens": 40} | more), extra_args={"kv_transfer_params": given})
+
+
+async def last(llm: AsyncLLM, number: int, given: Any, **more: Any) -> RequestOutput:
+    return await llm.complete(PROMPTS[number], transfer_params(number, given, **more))
+
+
+@pytest.mark.anyio
+async def test_a_gateway_has_a_prompt_computed_and_then_decoded(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
+) -> None:
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    before = await transfers(fleet)
+    computed = await last(fleet, 0, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+    assert computed.outputs[0].token_ids == alone[0][0][:1]
+    given = computed.kv_transfer_params
+    assert given is not None
+    assert (given["do_remote_prefill"], given["do_remote_decode"]) == (True, False)
+    assert len(given["remote_block_ids"]) > 6
+    decoded = await last(fleet, 0, given)
+    assert decoded.outputs[0].token_ids == alone[0][0]
+    num_pulled = len(given["remote_block_ids"]) - 1  # all of the prompt: its last token is computed for the logits
+    assert decoded.num_cached_tokens == 8 * num_pulled
+    assert decoded.kv_transfer_params is None
+    after = await transfers(fleet)
+    assert after[1]["num_pulled_blocks"] - before[1]["num_pulled_blocks"] == num_pulled
+    # What is over, of another engine or of another prompt is computed.
+    for other in (given, given | {"remote_engine_id": "somewhere"}, given | {"remote_block_ids": [1]}):
+        assert (await last(fleet, 1, other)).outputs[0].token_ids == alone[0][1]
+    assert (await last(fleet, 2, {"do_remote_decode": False})).outputs[0].token_ids == alone[0][2]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("yes", "must be a mapping"),
+        ({"do_remote_decode": 1}, "must be true or false"),
+        ({"do_remote_decode": True}, "give max_tokens=1"),
+        ({"do_remote_prefill": True, "remote_engine_id": 7}, "remote_engine_id=7"),
+        ({"do_remote_prefill": True, "remote_block_ids": 7}, "remote_block_ids=7"),
+    ],
+)
+async def test_what_a_gateway_says_wrongly_fails_its_own_request(fleet: AsyncLLM, given: Any, told: str) -> None:
+    with pytest.raises(InvalidParameterError, match=told):
+        await last(fleet, 0, given)
+
+
+@pytest.mark.anyio
+async def test_the_server_takes_what_gateways_send(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    body = {"prompt": PROMPTS[3], "temperature": 0.9, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    transport = httpx.ASGITransport(app=create_app(fleet))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+
+        async def complete(**more: Any) -> dict[str, Any]:
+            response = await client.post("/v1/completions", json=body | more)
+            assert response.status_code == 200, response.text
+            told: dict[str, Any] = response.json()
+            return told
+
+        first = await complete(max_tokens=1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
+        second = await complete(max_tokens=40, kv_transfer_params=first["kv_transfer_params"])
+        await fleet.reset_prefix_cache()
+        assert second["choices"] == (await complete(max_tokens=40))["choices"]
+        assert second["kv_transfer_params"] is None
+        assert first["kv_transfer_params"]["do_remote_prefill"]
+        response = await client.post("/v1/completions", json=body | {"kv_transfer_params": {"do_remote_decode": True}})
+        assert response.status_code == 400
+        assert "max_tokens=1" in response.text
+
+
+@pytest.mark.anyio
+async def test_an_engine_without_roles_says_that_it_has_none() -> None:
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm:
+        with pytest.raises(InvalidParameterError, match="roles='1P1D'"):
+            await last(llm, 0, {"do_remote_decode": True}, max_tokens=1)
+        assert (await last(llm, 0, {"do_remote_prefill": True, "remote_engine_id": "x"})).finished
 
 
 PREFILL, DECODE = 0, 1

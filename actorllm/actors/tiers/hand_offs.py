@@ -18,6 +18,7 @@ from actorllm.clock import now
 from actorllm.errors import PeerLostError
 from actorllm.messages import KvOffer
 from actorllm.scheduling.events import Events
+from actorllm.scheduling.tiers.leases import Offer
 
 
 class HandOffHost(TransferHost, Protocol):
@@ -55,6 +56,15 @@ class HandOffs(LoopPart):
             transfers.leases.era = int(era)
             self._offer()
 
+    def before_send(self, events: Events) -> None:
+        """A gateway is told with the end of its request, which had its prompt computed and nothing else."""
+        transfers = self._host.scheduler.transfers
+        assert transfers is not None
+        if transfers.leases is not None and transfers.leases.num_expected:
+            for end in events.ends:
+                if end.reason in ("length", "stop"):
+                    self._tell(transfers.leases.offer_at_end(end.sequence, now()))
+
     def after_result(self, events: Events) -> None:
         self._offer()
 
@@ -64,7 +74,9 @@ class HandOffs(LoopPart):
         if transfers.leases is None or not transfers.leases.num_expected:
             return
         for offer in transfers.leases.new_offers(now()):
-            frontend, rid = offer.key
-            outlet = self._outlets.get(frontend)
-            if outlet is not None:
-                self._host.send_to(outlet, KvOffer(rid=rid, lease=offer.lease, blocks=offer.blocks))
+            self._tell(offer)
+
+    def _tell(self, offer: Offer | None) -> None:
+        outlet = None if offer is None else self._outlets.get(offer.key[0])
+        if offer is not None and outlet is not None:
+            self._host.send_to(outlet, KvOffer(rid=offer.key[1], lease=offer.lease, blocks=offer.blocks))

@@ -95,12 +95,25 @@ class Leases:
                 if offer is not None:
                     yield offer
 
+    def offer_at_end(self, sequence: Sequence, now: float) -> Offer | None:
+        """Of a request that has just ended, with the last thing that was done: what the prefix cache has of its prompt."""
+        if sequence not in self._expected or sequence.submit.max_tokens > 1 or self._kv.index is None:
+            return None
+        self._expected.discard(sequence)
+        most = min(sequence.num_prompt // self._kv.block_size, len(sequence.hashes) // HASH_BYTES)
+        return self._lease(sequence, self._kv.index.find(sequence.hashes, most), now)
+
     def _grant(self, sequence: Sequence, now: float) -> Offer | None:
         """None: it has no whole block that can be told from others, or there is no room in the table. It stays here then."""
         number = min(sequence.num_published, sequence.num_prompt // self._kv.block_size)
-        if not number or not sequence.can_publish or self.era is None:
+        if not sequence.can_publish:
             return None
-        blocks = self._kv.tables[0, sequence.slot, :number].copy()
+        return self._lease(sequence, self._kv.tables[0, sequence.slot, :number].copy(), now)
+
+    def _lease(self, sequence: Sequence, blocks: I32, now: float) -> Offer | None:
+        number = blocks.size
+        if not number or self.era is None:
+            return None
         lease = self._table.grant(blocks, sequence.hashes[HASH_BYTES * (number - 1) : HASH_BYTES * number], self.era)
         if lease is None:
             return None
