@@ -39,7 +39,7 @@ from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("neighbour", "invariance", "embedding", "calls", "quantization", "quantized_models", "small_operations", "lora"),
-    *("weight_updates", "sleep", "kv_tiers", "roles", "experts", "latent", "recurrent"),
+    *("weight_updates", "sleep", "kv_tiers", "roles", "experts", "latent", "recurrent", "encoder_decoder"),
     *("images", "speculation", "fleet", "nodes", "pipeline"),
     *("parameters", "structured", "simulation", "slo_statistics", "routers"),
     *("policies", "autoscaling", "rescheduling"),

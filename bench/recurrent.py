@@ -2,7 +2,7 @@
 
 Models of the shapes of Mamba 2, Granite 4 and Qwen3-Next, narrowed, with random weights. The other side is the stock module of
 `transformers` with its own cache and a whole batch at a time, because these models have no other way through actorllm. Sides take
-turns, each in a process of its own. Times are medians of decode steps, after prompts of 256 tokens.
+turns, each in a process of its own. Times are medians of decode steps, after prompts of 64 tokens.
 Run: python bench/recurrent.py [--json FILE] [--threads 1,2] [--dtype bfloat16]
 """
 
@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SIDES = ("fused", "transformers")
 BATCHES = (1, 16)
-PROMPT = 256
+PROMPT = 64
 
 
 def module_times(name: str, num_threads: int, dtype: str) -> dict[str, float]:

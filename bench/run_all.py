@@ -83,6 +83,7 @@ BENCHES = (
     Bench("experts", ()),
     Bench("latent", ("--threads", "1")),
     Bench("recurrent", ("--threads", "1")),
+    Bench("encoder_decoder", ("--rounds", "1", "--models", "bart-base")),
     Bench("images", ("--rounds", "1", "--tokens", "40")),
     Bench("speculation", ("--rounds", "1", "--tokens", "16")),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),

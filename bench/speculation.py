@@ -4,6 +4,8 @@ A logits processor forces the text, so that every side makes the same tokens: mo
 stand in one process and take turns, request by request, so that what else the machine does falls on all of them.
 Times are medians of rounds; ratios are of two sides of one round. A head with random weights shows what wrong drafts cost.
 Run: python bench/speculation.py [--json FILE] [--threads 2] [--models 135M] [--rounds 5] [--tokens 128] [--quantizations none,int8]
+[--batches 1,4,16,64]. In pieces, each of some minutes: `--parts scheduler,stories`, then `--parts models`, all with --keep, which
+leaves the rows of FILE that a run does not measure.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ def measure(model: str, quantization: str | None, arguments: argparse.Namespace)
             for side, config in sides.items()
         }
         cells = [(name, 1) for name in Forced.texts] + [("no repeats", batch) for batch in BATCHES[1:]]
+        cells = [(name, batch) for name, batch in cells if batch in arguments.batches]
         for name, batch in cells:
             text = Forced.texts[name]
             starts = [number * PROMPT % (len(text) - PROMPT) for number in range(batch)]
@@ -198,7 +201,7 @@ def stories(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for side, config in sides.items()
     }
     rows: list[dict[str, Any]] = []
-    for batch in BATCHES:
+    for batch in arguments.batches:
         prompts = [OPENINGS[number % len(OPENINGS)] for number in range(batch)]
         params = [
             SamplingParams(max_tokens=arguments.tokens, temperature=0.8, top_p=0.95, seed=number, ignore_eos=True)
@@ -322,15 +325,25 @@ def main() -> None:
     parser.add_argument("--quantizations", default="none,int8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batches", type=lambda text: [int(number) for number in text.split(",")], default=BATCHES)
+    parser.add_argument("--parts", default="scheduler,stories,models")
+    parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args()
-    before = list(os.getloadavg())
-    rows = [scheduler_cost(arguments.rounds)]
-    show(rows[0])
-    rows += stories(arguments)
-    for model in filter(None, arguments.models.split(",")):
+    before, parts = list(os.getloadavg()), arguments.parts.split(",")
+    rows: list[dict[str, Any]] = []
+    if "scheduler" in parts:
+        rows.append(scheduler_cost(arguments.rounds))
+        show(rows[0])
+    if "stories" in parts:
+        rows += stories(arguments)
+    for model in arguments.models.split(",") if "models" in parts else ():
         for quantization in arguments.quantizations.split(","):
             rows += measure(model, None if quantization == "none" else quantization, arguments)
     if arguments.json is not None:
+        if arguments.keep and arguments.json.exists():
+            measured = {row["figure"] for row in rows}
+            kept = json.loads(arguments.json.read_text())["rows"]
+            rows = [row for row in kept if row["figure"] not in measured] + rows
         data = {
             "command": command(),
             "environment": environment(),

@@ -162,6 +162,7 @@ def test_sleep_and_updates(folder: Path, expected: list[list[int]]) -> None:
         ({"batch_invariant": True}, "batch_invariant=True .* leave it out"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' .* leave it out"),
         ({"tensor_parallel_size": 2, "topology": "process"}, "tensor_parallel_size=2 .* set it to 1"),
+        ({"kv_offloading_size": 0.01}, "a KV tier .kv_offloading_size. .* leave it out"),
         ({"enable_lora": True}, "enable_lora=True .* leave it out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

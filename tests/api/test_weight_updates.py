@@ -376,7 +376,7 @@ def test_updates_leak_nothing(llm: LLM) -> None:
 
 
 @pytest.mark.slow(reason="a thousand updates; the quick test has fifty")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_thousand_updates_leak_nothing(llm: LLM) -> None:
     # Tensors of a size of their own leave holes between others, which the allocator keeps. From here on they are mapped.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)

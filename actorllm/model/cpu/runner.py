@@ -35,7 +35,7 @@ from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.recurrent.cache import RecurrentCache
-from actorllm.model.cpu.recurrent.limits import check_recurrent, check_states
+from actorllm.model.cpu.recurrent.refusals import check_recurrent, check_states
 from actorllm.model.cpu.recurrent.states import SlotStates
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
@@ -670,14 +670,19 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             if draft_model is not None:
                 draft_model.allocate(most * per_row)
             self.step(self._small_prompts(slots, per_row, temperature=1.0))
-            steps = costs.measured(lambda rows: self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)])))
-            drafts: Costs = ()
-            if draft_model is not None:
-                drafts = costs.measured(lambda rows: draft_model.try_pass(self.batch, slots[: min(rows, most)]))
+
+            def step(rows: int) -> None:
+                self.step(StepPlan(step=1, decode_slots=slots[: min(rows, most)]))
+
+            def draft(rows: int) -> None:
+                assert draft_model is not None
+                draft_model.try_pass(self.batch, slots[: min(rows, most)])
+
+            steps, *drafts = costs.measured(step) if draft_model is None else costs.measured(step, draft)
         finally:
             self._speculator, self._draft_model, self.processors = kept
             del self.cache, self.batch
-        return {"step_costs": steps, "draft_costs": drafts}
+        return {"step_costs": steps, "draft_costs": drafts[0] if drafts else ()}
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

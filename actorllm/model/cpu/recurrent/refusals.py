@@ -20,6 +20,7 @@ def check_recurrent(config: EngineConfig) -> None:
         "enable_lora=True": (config.lora is not None, "leave it out"),
         "batch_invariant=True": (config.batch_invariant, "leave it out"),
         "a KV tier (kv_offloading_size)": (config.cache.has_tiers, "leave it out: tiers keep blocks, and no states"),
+        "roles": (bool(config.cache.pools), "leave it out: replicas lend blocks, and no states"),
     }
     for name, (is_wanted, fix) in told.items():
         if is_wanted:
