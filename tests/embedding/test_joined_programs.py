@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.actors.scripted_topology import LIGHT_WORKERS
-from tests.embedding import test_no_side_effects, test_stopping
 from tests.embedding.host_program import run_host, running_host
+from tests.embedding.snapshots import ASYNC, SNAPSHOT
+from tests.embedding.stopping_programs import CANCELLED, HEAD
+from tests.embedding.stopping_programs import PROGRAMS as SOURCES
 
 OWNER = """
 import sys, time
@@ -29,7 +31,7 @@ def engine():
 def print_pids(llm):
     print("joined", flush=True)
 """
-"""In place of what programs of test_stopping.py have an engine by."""
+"""In place of what these programs have an engine by."""
 
 PROGRAMS = (
     "streams are open",
@@ -51,14 +53,14 @@ def name() -> Iterator[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_exit_code_is_the_applications_and_nothing_is_written(program: str, name: str) -> None:
-    source, code = test_stopping.PROGRAMS[program]
-    host = run_host("-X", "dev", "-c", test_stopping.HEAD + JOINED + source, "joined", name, code=code)
+    source, code = SOURCES[program]
+    host = run_host("-X", "dev", "-c", HEAD + JOINED + source, "joined", name, code=code)
     assert "joined" in host.output
     assert host.errors == ""
 
 
 def test_requests_are_cancelled_and_the_application_is_terminated(name: str) -> None:
-    with running_host("-c", test_stopping.HEAD + JOINED + test_stopping.CANCELLED, "joined", name) as host:
+    with running_host("-c", HEAD + JOINED + CANCELLED, "joined", name) as host:
         host.read_until("cancelled")
         assert host.wait() == -signal.SIGTERM, "as without the engine"
         assert host.errors == ""
@@ -66,7 +68,7 @@ def test_requests_are_cancelled_and_the_application_is_terminated(name: str) -> 
 
 def test_nothing_of_the_process_is_changed(name: str) -> None:
     own = 'AsyncLLM("storyteller", topology=TOPOLOGY, num_threads=1)'
-    assert own in test_no_side_effects.ASYNC
-    joined = test_no_side_effects.ASYNC.replace(own, f"AsyncLLM.attach({name!r})")
-    host = run_host("-c", test_no_side_effects.SNAPSHOT + joined)
+    assert own in ASYNC
+    joined = ASYNC.replace(own, f"AsyncLLM.attach({name!r})")
+    host = run_host("-c", SNAPSHOT + joined)
     assert "CHANGED" not in host.output, host.output

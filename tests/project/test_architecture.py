@@ -198,7 +198,7 @@ def test_messages_come_first() -> None:
 
 
 def test_only_who_owns_a_loop_knows_its_library() -> None:
-    names = ("ring/doorbell.py", "actors/engine_thread.py", "testing/virtual_loop.py")
+    names = ("ring/doorbell.py", "actors/engine_thread.py", "actors/loop_bell.py", "testing/virtual_loop.py")
     owners = {PACKAGE / name for name in names}
     files = [file for file in modules_of(PACKAGE) if file not in owners]
     assert offenders(files, {"asyncio", "uvloop", "trio"}) == []
