@@ -48,7 +48,7 @@ from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
-from actorllm.types.model_files import overridden, read_object, read_overrides
+from actorllm.types.model_files import MAX_HEADS, overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.params import is_text
 from actorllm.types.pipeline_stages import read_stages
@@ -839,10 +839,15 @@ def _encoder_decoder(
     module: LentModule | None,
 ) -> EncoderDecoder | None:
     """What the encoder of such a model takes. Raises ConfigError for what it does not go together with."""
+    architecture = _architecture(path, hf)
+    if pooler is not None and architecture in ENCODER_DECODERS:
+        raise ConfigError(
+            f"runner='pooling' is not supported for {architecture}, a model with an encoder and a decoder; leave it out"
+        )
     if pooler is not None or module is not None:
         return None
     asked = given | {"max_model_len": human_number(given["max_model_len"])}
-    found = EncoderDecoder.read(_architecture(path, hf), hf, generation, asked)
+    found = EncoderDecoder.read(architecture, hf, generation, asked)
     if found is not None:  # "auto" may have found a GPU
         given["device"] = "cpu"
     return found
@@ -1376,10 +1381,6 @@ def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any] | None) -> tup
 def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
     """Among how many ranks the heads can be shared out evenly; with more ranks than key heads, some hold the same one."""
     return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
-
-
-MAX_HEADS = 1 << 16
-"""Of a layer."""
 
 
 def _world_size(size: int, hf: dict[str, Any]) -> int:

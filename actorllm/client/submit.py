@@ -163,9 +163,13 @@ class SubmitMaker:
                 f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
         if prompt.embeds.size and params.prompt_logprobs is not None:
-            raise InvalidParameterError(
-                f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
+            has_encoder = prompt.encoder_input is not None
+            what = (
+                "of a model with an encoder and a decoder"
+                if has_encoder
+                else "where the prompt has embeddings and no token ids"
             )
+            raise InvalidParameterError(f"prompt_logprobs={params.prompt_logprobs}: there are none {what}")
         if lora_request is not None and not params.ignore_eos:
             stop_ids = [*stop_ids, *self._tokenizers.texts_of(lora_request.lora_path).end_ids]
         prompts = self.prompts_of(lora_request)

@@ -123,6 +123,8 @@ class TokenizedPrompt:
 
     def continued(self, token_ids: list[int]) -> Prompt:
         """The prompt of a request that goes on from this one."""
+        if self.encoder_input is not None:
+            raise InvalidPromptError("beam search is not supported for a model with an encoder and a decoder; use n")
         if self.embeds.size:
             raise InvalidPromptError("beam search goes on from token ids; prompt_embeds have none")
         return {"prompt_token_ids": token_ids, "cache_salt": self.cache_salt}

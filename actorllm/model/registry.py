@@ -18,7 +18,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
-from actorllm.types.model_files import overridden, read_object
+from actorllm.types.model_files import MAX_LAYERS, overridden, read_object
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ FAMILY_OF |= {
 }
 FAMILY_OF |= dict.fromkeys(REWARD_HEADS, "Qwen2ForCausalLM")
 FAMILY_OF["Gemma3TextModel"] = FAMILY_OF.pop("Gemma3Model")  # which takes images
-
-
-MAX_LAYERS = 4096
-"""Of a model, or of a head that drafts for one."""
 
 
 class Backend(Protocol):

@@ -249,7 +249,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
     def _without_updates(self) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"the weights of {self.config.model.architecture} on device={self.name!r} cannot be updated; those of "
-            f"models that generate text on the CPU can (device='cpu')"
+            f"models that generate text with a decoder alone on the CPU can (device='cpu')"
         )
 
     def statistics(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from actorllm.errors import ConfigError, CorruptModelError
 from actorllm.types.media_rules import checked_domains, checked_folder
+from actorllm.types.model_files import MAX_HEADS, MAX_LAYERS
 
 Kind: TypeAlias = Literal["text", "audio"]
 """What the encoder takes."""
@@ -76,6 +77,7 @@ class EncoderDecoder:
             return None
         kind = ARCHITECTURES[architecture]
         _check(architecture, given)
+        _check_sizes(hf)
         source, target = _lengths(kind, hf, given["max_model_len"])
         first = [_token(tree or {}, "decoder_start_token_id") for tree in (generation, hf)]
         forced = [_token(tree or {}, "forced_bos_token_id") for tree in (generation, hf)]
@@ -104,6 +106,22 @@ def _check(architecture: str, given: Mapping[str, Any]) -> None:
     for name, values in unused:
         if name in given and given[name] not in values:
             raise ConfigError(f"{name}={given[name]!r:.80} {told}; leave it out")
+
+
+SIZES = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"), MAX_LAYERS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_heads"), MAX_HEADS),
+}
+"""Of config.json, with the most that is known of each: whatever is made of each layer would not end."""
+
+
+def _check_sizes(hf: Mapping[str, Any]) -> None:
+    """Raises CorruptModelError."""
+    for key, most in SIZES.items():
+        value = hf.get(key)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and 1 <= value <= most):
+            raise CorruptModelError(f"config.json: {key} is {value!r:.40}, a number from 1 to {most} is needed")
 
 
 def _lengths(kind: Kind, hf: Mapping[str, Any], given: Any) -> tuple[int, int]:

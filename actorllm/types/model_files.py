@@ -13,6 +13,10 @@ from actorllm.errors import ConfigError, CorruptModelError, ModelNotFoundError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Which of several files holds which tensor."""
+MAX_LAYERS = 4096
+"""Of a model, or of a head that drafts for one."""
+MAX_HEADS = 1 << 16
+"""Of a layer."""
 
 
 def check_weights_exist(folder: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM, BeamSearchParams, SamplingParams
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError
+from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, InvalidPromptError
 from actorllm.messages import Submit
 from actorllm.messages.embeds import EMBEDDED
 from actorllm.scheduling.limits import Limits
@@ -106,10 +106,12 @@ def test_output_ends_where_the_decoder_has_no_position_left(llm: LLM) -> None:
 
 
 def test_what_rows_do_not_go_with_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="prompt_logprobs=1"):
+    with pytest.raises(InvalidParameterError, match="prompt_logprobs=1: there are none of a model with an encoder"):
         asked(llm, "a", SamplingParams(prompt_logprobs=1))
     with pytest.raises(InvalidPromptError, match="are not cut"):
         asked(llm, "a", SamplingParams(truncate_prompt_tokens=3))
+    with pytest.raises(InvalidPromptError, match="beam search is not supported for a model with an encoder"):
+        llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(InvalidPromptError, match="takes no conversation"):
         llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template="{{ messages }}", use_tqdm=False)
 
@@ -123,6 +125,7 @@ def test_what_rows_do_not_go_with_is_refused(llm: LLM) -> None:
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not supported"),
         ({"quantization": "int8"}, "quantization='int8' is not supported"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+        ({"runner": "pooling"}, "runner='pooling' is not supported for BartForConditionalGeneration"),
         ({"max_model_len": 65}, "use 64 or less"),
         ({"max_model_len": 1}, "2 or more"),
     ],
@@ -131,6 +134,14 @@ def test_what_is_not_made_for_such_models_is_named(folder: Path, arguments: dict
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_arguments(str(folder), **arguments)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("encoder_layers", 10**9), ("num_decoder_layers", 0), ("decoder_attention_heads", -1)]
+)
+def test_a_size_that_would_never_be_built_is_told_by_its_key(folder: Path, key: str, value: int) -> None:
+    with pytest.raises(CorruptModelError, match=rf"{key} is {value}, a number from 1 to \d+ is needed"):
+        EngineConfig.from_arguments(str(folder), hf_overrides={key: value})
 
 
 def test_the_length_bounds_each_part(folder: Path) -> None:
