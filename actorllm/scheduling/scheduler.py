@@ -237,7 +237,7 @@ class Scheduler:
         """What moves between memory and the tiers; None: there are none."""
         if tiers is not None:
             self.transfers = self._table.transfers = Transfers(
-                tiers, kv, self._cache, batch, self.ledger, self._end_loading, lends=lends
+                tiers, kv, self._cache, batch, self.ledger, self._end_loading, self._num_wanted_blocks, lends=lends
             )
         self._num_steps = 0
         self._num_prefill_tokens = 0
@@ -285,6 +285,12 @@ class Scheduler:
             self._table.wait(sequence)
         else:
             self._forks.wait_or_follow(sequence)
+
+    def _num_wanted_blocks(self) -> int:
+        """So many free ones let any request start that waits for a slot, and let every row grow."""
+        num_running = self.batch.num_slots - self.batch.num_free_slots
+        room = max(num_running, self.limits.headroom_blocks) if num_running else 0
+        return room + max((one.num_needed_blocks for one in self._table.waiting), default=0)
 
     def _end_loading(self, sequence: Sequence) -> None:
         """A request waits for no load any more."""
