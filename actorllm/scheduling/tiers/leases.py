@@ -59,6 +59,8 @@ class Offer:
     """Of the request."""
     lease: I64
     blocks: I32
+    num_cached: int
+    """Tokens of the prompt that were found in the prefix cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +125,7 @@ class Leases:
         self._kv.hold(blocks)
         self._leases.append(_Lease(lease, blocks, sequence.first_hash, now + self._term_s))
         self.num_granted += 1
-        return Offer(sequence.key, lease, blocks)
+        return Offer(sequence.key, lease, blocks, sequence.num_cached_tokens)
 
     def sweep(self, now: float, num_wanted: int = 0) -> None:
         """Let go of what was taken, and of what has been leased for long enough. num_wanted: blocks that should be free."""
