@@ -261,24 +261,18 @@ class Scheduler:
             sequence.state = State.FINISHED
             return refused
         self._table.enter(sequence)
-        if self.transfers is not None:
-            self._note_hand_off(sequence, self.transfers)
+        if self.transfers is not None and submit.hands_off and submit.fork_of is None:
+            self.transfers.lend(sequence)
         if submit.blocked_on is not None:
             self._table.block(sequence)
         else:
             self._load_or_wait(sequence)
         return None
 
-    @staticmethod
-    def _note_hand_off(sequence: Sequence, transfers: Transfers) -> None:
-        """It begins here and decodes elsewhere, or the other way round."""
-        if sequence.submit.hands_off and transfers.leases is not None and sequence.submit.fork_of is None:
-            transfers.leases.expect(sequence)
-        if sequence.submit.kv_lease.size:
-            transfers.borrow(sequence)
-
     def _load_or_wait(self, sequence: Sequence) -> None:
-        """A request has all that it needs, but perhaps its KV is in a tier."""
+        """A request has all that it needs, but perhaps its KV is in a tier, or in the memory of another replica."""
+        if self.transfers is not None and sequence.submit.kv_lease.size:
+            self.transfers.borrow(sequence)
         if self.transfers is not None and self.transfers.holds(sequence):
             self._table.block(sequence)
         elif sequence.submit.fork_of is None:

@@ -201,8 +201,13 @@ class Transfers:
 
     # What the scheduler tells
 
+    def lend(self, sequence: Sequence) -> None:
+        """A request begins here, and decodes elsewhere."""
+        if self.leases is not None:
+            self.leases.expect(sequence)
+
     def borrow(self, sequence: Sequence) -> None:
-        """A request comes with a lease on blocks of another replica."""
+        """A request with a lease on blocks of another replica has all else that it needs. `holds` is asked next."""
         lease = sequence.submit.kv_lease
         if lease.size == 4 and 0 < lease.item(3) <= len(sequence.hashes) // HASH_BYTES:
             self._borrowed[sequence] = Borrowed(lease[:3], lease.item(3))
@@ -546,6 +551,7 @@ class Transfers:
         for sequence in self.waiting:
             may_wait = sequence.state in (State.BLOCKED, State.PREEMPTED, FINISHED)
             assert may_wait, f"{sequence.key} waits for a load and is {sequence.state}"
+        assert self._borrowed.keys() <= self.waiting.keys(), "a request has a lease and does not wait for the copy"
         held = [load.found for load in self._loads] + [load.blocks for load in self._loads]
         held += [] if self._store is None else [self._store.blocks]
         held += [] if self.leases is None else [self.leases.held]

@@ -59,6 +59,28 @@ def test_leased_blocks_are_not_reused_until_the_lease_is_over() -> None:
     assert pair.first.scheduler.kv.num_free == 11
 
 
+def test_a_request_that_ends_before_it_could_copy_leaves_nothing() -> None:
+    """It waits for its grammar or its adapter first."""
+    pair = Pair()
+    pair.submit(1, prompt_of(1, 15))
+    while not (offers := pair.first.offers()):
+        pair.turn(pair.first)
+    second = pair.second
+    pair.prompts[2] = prompt_of(1, 15)
+    for rid in (2, 3):
+        second.submit(
+            rid, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=offers[0].lease, blocked_on="grammar"
+        )
+    second.abort(3)
+    second.scheduler.check_integrity()
+    second.scheduler.unblock((0, 2), None, second.now)
+    second.begin_copies()
+    second.finish_copy(pair.first)
+    second.run()
+    assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
+    assert second.transfers.statistics().num_pulled_blocks == 3
+
+
 def test_old_leases_end_where_requests_lack_blocks_the_oldest_first() -> None:
     """A gateway that takes nothing stops the lender for no longer than the grace, and its policy is not to blame."""
     pair = Pair(num_blocks=11)
