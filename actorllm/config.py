@@ -186,6 +186,11 @@ class ModelConfig(ModelNames):
         return None if self.media is None else self.media.modality
 
     @property
+    def told_model_len(self) -> int:
+        """What clients are told of max_model_len. Beside an encoder that is the decoder's, as in vLLM: they ask for its tokens."""
+        return self.max_model_len if self.encoder_decoder is None else self.encoder_decoder.max_target
+
+    @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
         num_vectors = 1 if self.media is None else self.media.num_vectors

@@ -72,7 +72,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "actorllm",
         "root": model.name if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else adapter.base_model_name or state.model_names[0],
-        "max_model_len": model.max_model_len,
+        "max_model_len": model.told_model_len,
     }
 
 
@@ -160,7 +160,7 @@ async def tokenize(request: Request) -> Response:
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
-    tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.max_model_len, "tokens": ids}
+    tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.told_model_len, "tokens": ids}
     return JSONResponse({**tree, "token_strs": strings}, headers=extras.headers())
 
 

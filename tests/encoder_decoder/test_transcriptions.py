@@ -84,6 +84,13 @@ async def test_the_text_is_that_of_the_model(client: httpx.AsyncClient, engine: 
 
 
 @pytest.mark.anyio
+async def test_clients_are_told_how_many_tokens_the_decoder_takes(client: httpx.AsyncClient) -> None:
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    assert card["max_model_len"] == 64, "max_target_positions, without the rows of the encoder"
+    assert (await client.post("/tokenize", json={"prompt": "a"})).json()["max_model_len"] == 64
+
+
+@pytest.mark.anyio
 async def test_the_language_is_heard_where_none_is_given(client: httpx.AsyncClient, engine: AsyncLLM) -> None:
     answer = (await post(client, sound(1), response_format="verbose_json")).json()
     assert answer["language"] in ("en", "de")
