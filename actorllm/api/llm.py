@@ -780,6 +780,8 @@ def _repeated(values: Sequence[T], times: Sequence[int]) -> list[T]:
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         each = [params] * count
+    elif isinstance(params, Mapping):  # else each of its names would be taken for the parameters of a prompt
+        raise InvalidParameterError("sampling_params must be SamplingParams, not a mapping: SamplingParams(**mapping)")
     else:
         each = list(params)
         if len(each) != count:
