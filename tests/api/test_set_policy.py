@@ -54,7 +54,9 @@ async def test_recordings_have_the_change(tmp_path: Path, monkeypatch: pytest.Mo
         return plan
 
     monkeypatch.setattr(RecordedScheduler, "schedule", watched)
-    async with AsyncLLM("storyteller", topology="inline", num_threads=1, max_num_seqs=2, record=file) as llm:
+    async with AsyncLLM(
+        "storyteller", dtype="float32", topology="inline", num_threads=1, max_num_seqs=2, record=file
+    ) as llm:
         expected = await texts(llm)
         async with anyio.create_task_group() as group:
             for _ in range(3):
@@ -85,7 +87,7 @@ async def test_recordings_have_the_change(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_wrong_one_changes_nothing() -> None:
-    async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm:
+    async with AsyncLLM("storyteller", dtype="float32", topology="inline", num_threads=1) as llm:
         for wrong in ("edg", "no_such_module:Class", f"{own_policies.__name__}:Longest"):
             with pytest.raises(InvalidParameterError):
                 await llm.set_policy(wrong)
@@ -106,7 +108,7 @@ async def test_a_wrong_one_changes_nothing() -> None:
 
 async def test_one_that_can_be_built_once_leaves_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_policies.Once, "num_built", 0)
-    async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm:
+    async with AsyncLLM("storyteller", dtype="float32", topology="inline", num_threads=1) as llm:
         await llm.set_policy("edf")
         with pytest.raises(InvalidParameterError, match=r"it is taken.*the policies are those of before"):
             await llm.set_policy(f"{own_policies.__name__}:Once", admission_policy="worst-case")
@@ -118,7 +120,7 @@ async def test_one_that_can_be_built_once_leaves_those_of_before(monkeypatch: py
 
 
 async def test_policies_that_end_the_process_fail_their_call_alone() -> None:
-    async with AsyncLLM("storyteller", num_threads=1) as llm:
+    async with AsyncLLM("storyteller", dtype="float32", num_threads=1) as llm:
         expected = await texts(llm)
         with pytest.raises(InvalidParameterError, match="SystemExit: no licence"):
             await llm.set_policy(f"{own_policies.__name__}:Exiting")
@@ -131,7 +133,7 @@ async def test_policies_that_end_the_process_fail_their_call_alone() -> None:
 
 
 async def test_a_scheduler_that_is_started_again_keeps_it_and_others_cannot_change_it() -> None:
-    async with AsyncLLM("storyteller", num_threads=1, name="policies-of-mine") as llm:
+    async with AsyncLLM("storyteller", dtype="float32", num_threads=1, name="policies-of-mine") as llm:
         expected = await texts(llm)
         await llm.set_policy(OWN)
         async with AsyncLLM.attach("policies-of-mine") as other:
@@ -147,7 +149,7 @@ async def test_a_scheduler_that_is_started_again_keeps_it_and_others_cannot_chan
 
 
 def test_a_blocking_engine() -> None:
-    with LLM("storyteller", topology="inline", num_threads=1) as llm:
+    with LLM("storyteller", dtype="float32", topology="inline", num_threads=1) as llm:
         before = llm.generate(PROMPTS[:2], PARAMS)
         llm.set_policy("edf", admission_policy="past-future")
         after = llm.generate(PROMPTS[:2], PARAMS)
@@ -157,7 +159,7 @@ def test_a_blocking_engine() -> None:
 
 
 async def test_every_replica_changes() -> None:
-    async with AsyncLLM("storyteller", num_threads=1, data_parallel_size=2) as llm:
+    async with AsyncLLM("storyteller", dtype="float32", num_threads=1, data_parallel_size=2) as llm:
         await llm.set_policy("srpf")
         replicas = (await llm.stats())["scheduler"]["replicas"]
         assert [one["policy"]["scheduling"] for one in replicas.values()] == ["srpf", "srpf"]
