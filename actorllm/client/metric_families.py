@@ -201,8 +201,7 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
         write("histogram", name, STEPS[name], buckets_of(STEP_BOUNDS[name], histogram))
     for name, histogram in requests["histograms"].items():
         bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
-        told = "Of requests that ended." if name in OF_REQUESTS else "Of sequences that ended."
-        write("histogram", name, told, buckets_of(bounds, histogram))
+        write("histogram", name, OF_REQUESTS.get(name, "Of sequences that ended."), buckets_of(bounds, histogram))
     return families
 
 

@@ -57,8 +57,11 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 The time to the first token is intake (ours: until the scheduler has the request), queue and prefill.
 """
 
-OF_REQUESTS = frozenset(("request_params_n", "request_max_num_generation_tokens"))
-"""Those that a request of several sequences is in once; it is in the others with each of its sequences."""
+OF_REQUESTS = {
+    "request_params_n": "Sequences of requests that ended.",
+    "request_max_num_generation_tokens": "Tokens of the longest sequence of requests that ended.",
+}
+"""What is said of those that a request of several sequences is in once; it is in the others with each sequence."""
 
 
 class RequestCounters:
