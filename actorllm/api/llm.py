@@ -371,6 +371,7 @@ class LLM(BlockingDoor):
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
+            pooling_task="embed",
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             priority=priority,
