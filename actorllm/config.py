@@ -1378,8 +1378,15 @@ def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
     return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
 
 
+MAX_HEADS = 1 << 16
+"""Of a layer."""
+
+
 def _world_size(size: int, hf: dict[str, Any]) -> int:
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads") or hf.get("num_attention_heads")
+    for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if isinstance(number, int) and not 1 <= number <= MAX_HEADS:
+            raise CorruptModelError(f"config.json: {name} is {number!r:.40}, a number from 1 to {MAX_HEADS} is needed")
     if isinstance(heads, int) and isinstance(kv_heads, int) and size not in (sizes := parallel_sizes(heads, kv_heads)):
         raise ConfigError(
             f"tensor_parallel_size={size}: {heads} attention heads over {kv_heads} key heads cannot be shared out "

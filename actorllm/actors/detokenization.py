@@ -110,15 +110,18 @@ class OutputRows:
     def end(self, end: End) -> None:
         """The request of the last row added has ended (fields as in RequestEnd)."""
         sequence = end.sequence
+        queued, scheduled, first_token = sequence.queued, sequence.scheduled, sequence.first_token
+        if first_token is not None:  # which may be of a scheduler before this one
+            queued, scheduled = min(queued, first_token), None if scheduled is None else min(scheduled, first_token)
         self.ends.append(
             [
                 len(self.rids) - 1,
                 end.reason,
                 end.stop_reason,
                 end.error,
-                sequence.queued,
-                sequence.scheduled,
-                sequence.first_token,
+                queued,
+                scheduled,
+                first_token,
                 sequence.last_token,
                 sequence.num_preemptions,
                 sequence.num_cached_tokens,

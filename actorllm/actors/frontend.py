@@ -156,6 +156,8 @@ class JournalEntry:
     """Those that have come and were not handed out; they are, with the first token or the end."""
     num_prompt_logprobs: int = 0
     """How many have come."""
+    num_cached: int | None = None
+    """Prompt tokens that the replica found in its cache which computed the prompt, and handed it off; None: it was not."""
     num_recoveries: int = 0
     """How often its scheduler died."""
     num_moves: int = 0
@@ -591,7 +593,7 @@ class FrontendActor(Actor):
         rids, index, tokens = outputs.rids.tolist(), outputs.index.tolist(), outputs.tokens.tolist()
         counts = outputs.counts.tolist() if outputs.counts.size else None
         text, text_ends = outputs.text, outputs.text_ends.tolist()
-        ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
+        ends = {end[0]: self._end_of(rids[end[0]], RequestEnd(*end)) for end in outputs.ends} if outputs.ends else None
         vectors = self._vectors(outputs) if outputs.vector_rows.size else {}
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
@@ -604,7 +606,7 @@ class FrontendActor(Actor):
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
                 entry = self._journal.get(rid)
-                if entry is not None and not entry.emitted:
+                if entry is not None and not entry.emitted and entry.num_cached is None:
                     entry.consumer.note_cached(num_tokens)
         # Rows share one column of tokens and one text: each takes what is next of both.
         at = text_at = 0
@@ -667,6 +669,13 @@ class FrontendActor(Actor):
                 if end is not None or not consumer.wakes_at_end:
                     woken.append(consumer)
         self._wake(woken)
+
+    def _end_of(self, rid: int, end: RequestEnd) -> RequestEnd:
+        """What a replica copied of another one was not in a cache before the request came."""
+        entry = self._journal.get(rid)
+        if entry is None or entry.num_cached is None:
+            return end
+        return replace(end, num_cached_tokens=entry.num_cached)
 
     def _recover(self, rids: list[int]) -> None:
         """Of these something has come, for the first time since their scheduler died."""

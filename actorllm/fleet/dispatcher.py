@@ -402,6 +402,8 @@ class Dispatcher:
         target = self._replicas[self._choose(routable_of(entry.submit, len(entries)), targets, goes_on=True)]
         for one in entries.values():
             one.submit = replace(one.submit, hands_off=False, kv_lease=offer.lease)
+            one.num_cached = offer.num_cached
+            one.consumer.note_cached(offer.num_cached)
         target.frontend.adopt_handed_off(entries, partial(self._note_hand_off, offer.lease.item(3)))
         self.num_handed_off += len(entries)
         self._show_sent(source)

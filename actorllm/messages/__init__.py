@@ -540,12 +540,14 @@ class Begun:
 class KvOffer:
     """The prompt of this request is computed, and another replica may copy these blocks of it for a while.
 
-    lease: [replica, slot, number, blocks], as in `Submit.kv_lease`. blocks: their numbers, for readers of the offer.
+    lease: [replica, slot, number, blocks], as in `Submit.kv_lease`. blocks: their numbers, for readers of the offer. num_cached:
+    tokens of the prompt that were found in the prefix cache.
     """
 
     rid: int
     lease: I64
     blocks: I32
+    num_cached: int
 
 
 # Between any two actors -----------------------------------------------------------------------------------------------

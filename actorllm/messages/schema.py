@@ -244,7 +244,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
         "WeightsChanged": _entry(SCHEDULER, version=STR, identity=STR, rids=I32, num_tokens=INDEXES),
         "ProbeGroup": _entry(SCHEDULER, rids=I32, size=COUNT, is_alone=BOOL),
         "Begun": _entry(SCHEDULER, rids=I32),
-        "KvOffer": _entry(SCHEDULER, rid=INT, lease=Field("i8", 0), blocks=INDEXES),
+        "KvOffer": _entry(SCHEDULER, rid=INT, lease=Field("i8", 0), blocks=INDEXES, num_cached=INT),
         "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map"), data=U8),
         "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE, data=U8),
     }

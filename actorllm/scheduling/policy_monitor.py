@@ -67,7 +67,7 @@ class PolicyMonitor:
 
     def stall(self, scheduler: Scheduler) -> str | None:
         """Called when nothing was planned though there was room. Why that is a stall; None: it is none, or none yet."""
-        if scheduler.num_in_flight or (scheduler.transfers is not None and scheduler.transfers.is_moving):
+        if scheduler.num_in_flight or (scheduler.transfers is not None and scheduler.transfers.holds_blocks):
             return None
         num = len(scheduler.running()) + scheduler.num_waiting
         if not num:

@@ -237,7 +237,7 @@ class Scheduler:
         """What moves between memory and the tiers; None: there are none."""
         if tiers is not None:
             self.transfers = self._table.transfers = Transfers(
-                tiers, kv, self._cache, batch, self.ledger, self._end_loading, lends=lends
+                tiers, kv, self._cache, batch, self.ledger, self._end_loading, self._num_wanted_blocks, lends=lends
             )
         self._num_steps = 0
         self._num_prefill_tokens = 0
@@ -261,30 +261,30 @@ class Scheduler:
             sequence.state = State.FINISHED
             return refused
         self._table.enter(sequence)
-        if self.transfers is not None:
-            self._note_hand_off(sequence, self.transfers)
+        if self.transfers is not None and submit.hands_off and submit.fork_of is None:
+            self.transfers.lend(sequence)
         if submit.blocked_on is not None:
             self._table.block(sequence)
         else:
             self._load_or_wait(sequence)
         return None
 
-    @staticmethod
-    def _note_hand_off(sequence: Sequence, transfers: Transfers) -> None:
-        """It begins here and decodes elsewhere, or the other way round."""
-        if sequence.submit.hands_off and transfers.leases is not None and sequence.submit.fork_of is None:
-            transfers.leases.expect(sequence)
-        if sequence.submit.kv_lease.size:
-            transfers.borrow(sequence)
-
     def _load_or_wait(self, sequence: Sequence) -> None:
-        """A request has all that it needs, but perhaps its KV is in a tier."""
+        """A request has all that it needs, but perhaps its KV is in a tier, or in the memory of another replica."""
+        if self.transfers is not None and sequence.submit.kv_lease.size:
+            self.transfers.borrow(sequence)
         if self.transfers is not None and self.transfers.holds(sequence):
             self._table.block(sequence)
         elif sequence.submit.fork_of is None:
             self._table.wait(sequence)
         else:
             self._forks.wait_or_follow(sequence)
+
+    def _num_wanted_blocks(self) -> int:
+        """So many free ones let any request start that waits for a slot, and let every row grow."""
+        num_running = self.batch.num_slots - self.batch.num_free_slots
+        room = max(num_running, self.limits.headroom_blocks) if num_running else 0
+        return room + max((one.num_needed_blocks for one in self._table.waiting), default=0)
 
     def _end_loading(self, sequence: Sequence) -> None:
         """A request waits for no load any more."""

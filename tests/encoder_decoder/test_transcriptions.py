@@ -165,6 +165,9 @@ async def test_what_is_no_recording_is_refused(client: httpx.AsyncClient) -> Non
     too_long = await post(client, wav(np.zeros(121 * 1000, np.float32), 1000))
     assert too_long.status_code == 400
     assert "at most 120 s" in too_long.json()["error"]["message"]
+    too_short = await post(client, wav(sound(1)[:1], 48_000))
+    assert too_short.status_code == 400
+    assert "shorter than one sample" in too_short.json()["error"]["message"]
     assert (await post(client, b"x" * (9 << 20))).status_code == 413
     for content, kind in (
         (b"{}", "application/json"),
@@ -174,6 +177,18 @@ async def test_what_is_no_recording_is_refused(client: httpx.AsyncClient) -> Non
         answer = await client.post(URL, content=content, headers={"content-type": kind})
         assert answer.status_code == 400, answer.text
     assert (await client.post(URL, files={"other": b"x"}, data={"model": "whisper"})).status_code == 400
+
+
+@pytest.mark.anyio
+async def test_a_file_may_name_its_channels(client: httpx.AsyncClient) -> None:
+    """The header of such a WAV file is the extensible one, which recorders write for 24 bits."""
+    answers = []
+    for kind in ("WAV", "WAVEX"):
+        file = io.BytesIO()
+        soundfile.write(file, sound(1), RATE, format=kind, subtype="PCM_24")
+        answers.append((await post(client, file.getvalue(), language="en")).json())
+    assert "text" in answers[0]
+    assert answers[1] == answers[0]
 
 
 @pytest.mark.anyio

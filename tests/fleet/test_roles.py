@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import actorllm.fleet.dispatcher
-from actorllm import AsyncLLM, RequestOutput, SamplingParams
+from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.fleet.dispatcher import Dispatcher
@@ -101,6 +101,24 @@ async def test_every_kind_of_request_is_handed_off(
 ) -> None:
     """Siblings, grammars, penalties, log-probabilities; embeddings have no hashes, and stay."""
     assert_same(await run_all(fleet), alone[1])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+async def test_what_was_copied_was_not_cached_and_times_are_in_order(fleet: AsyncLLM, kind: RequestOutputKind) -> None:
+    """Usage names what was in a cache when the request came; durations between its times are not negative."""
+    await fleet.reset_prefix_cache()
+    before = handed_off(fleet)
+    prompt = f"{kind} {PROMPTS[0]}"
+    found = await fleet.complete(prompt, params(1, max_tokens=24, output_kind=kind))
+    assert handed_off(fleet) == before + 1
+    assert found.num_cached_tokens == 0
+    times = found.metrics
+    assert times is not None
+    assert times.num_cached_tokens == 0
+    assert times.arrival_time <= times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+    again = await fleet.complete(prompt, params(1, max_tokens=24, output_kind=kind))
+    assert again.num_cached_tokens > 0, "by the replica that computed the prompt"
 
 
 @pytest.mark.anyio

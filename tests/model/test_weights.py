@@ -191,6 +191,21 @@ def test_what_is_not_supported_is_said(folder: Path, change: dict[str, Any], mes
         ),
         ({"hidden_size": 50, "head_dim": None}, "hidden_size=50"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "layer_types": 7}, "layer_types is 7, a list of names is needed"),
+        ({"rope_parameters": 7}, "rope_parameters is 7, an object is needed"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None, a number of at least 0 is needed"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1, a number of at least 0 is needed"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, a number from 1 to 65536 is needed"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1, a number from 1 to 65536 is needed"),
+        ({"architectures": ["Mamba2ForCausalLM"], "expand": {}}, "expand is {}, a number is needed"),
+        (
+            {"architectures": ["FalconH1ForCausalLM"], "mamba_n_heads": 8, "key_multiplier": "x"},
+            "key_multiplier is 'x', a number is needed",
+        ),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 16, "logits_scaling": 0},
+            "logits_scaling is 0, and logits are divided by it",
+        ),
     ],
 )
 def test_a_contradictory_config_is_said(folder: Path, change: dict[str, Any], message: str) -> None:

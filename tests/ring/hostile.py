@@ -150,7 +150,7 @@ MESSAGES: tuple[Message, ...] = (
     WeightsChanged(version="1", identity="ab", rids=ONE, num_tokens=ONE),
     ProbeGroup(rids=ONE, size=3, is_alone=False),
     Begun(rids=ONE),
-    KvOffer(rid=3, lease=np.arange(4), blocks=ONE),
+    KvOffer(rid=3, lease=np.arange(4), blocks=ONE, num_cached=0),
     StepPlan(step=9, freed=ONE, new_tokens=np.arange(33, dtype=np.int32), decode_slots=None),
     LateInputs(step=2, slots=ONE, allowed=np.ones(4, np.uint32)),
     Drafted(step=3, slots=ONE, counts=ONE, tokens=ONE),

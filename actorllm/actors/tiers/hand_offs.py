@@ -79,4 +79,5 @@ class HandOffs(LoopPart):
     def _tell(self, offer: Offer | None) -> None:
         outlet = None if offer is None else self._outlets.get(offer.key[0])
         if offer is not None and outlet is not None:
-            self._host.send_to(outlet, KvOffer(rid=offer.key[1], lease=offer.lease, blocks=offer.blocks))
+            told = KvOffer(rid=offer.key[1], lease=offer.lease, blocks=offer.blocks, num_cached=offer.num_cached)
+            self._host.send_to(outlet, told)

@@ -19,6 +19,8 @@ RATES = range(1_000, 192_001)
 """Samples of a second."""
 MAX_CHANNELS = 8
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+READ = {*FORMATS, "WAVEX"}
+"""As soundfile calls them. A WAV file whose header names its channels is WAVEX: recordings of 24 bits and of several channels."""
 
 
 def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, place: str) -> NDArray[np.float32]:
@@ -53,6 +55,8 @@ def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, plac
         raise InvalidPromptError(f"{place}: its samples must be finite")
     if given != rate:
         samples = _resampled(samples, given, rate, place)
+        if not samples.size:
+            raise InvalidPromptError(f"{place}: it is shorter than one sample of the {rate} in a second that are taken")
     return np.ascontiguousarray(samples, np.float32)
 
 
@@ -75,7 +79,7 @@ def _opened(content: bytes, max_seconds: float, place: str) -> tuple[NDArray[np.
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             rate, channels = int(file.samplerate), int(file.channels)
-            if file.format not in FORMATS or channels > MAX_CHANNELS:
+            if file.format not in READ or channels > MAX_CHANNELS:
                 raise ValueError(f"{file.format} in {channels} channels")
             # What the header says of the length may be wrong: so much is read and no more.
             most = int(max_seconds * rate) + 1

@@ -6,6 +6,7 @@ A backend declares which other values it knows (`DecoderConfig.switches`), so th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -244,9 +245,9 @@ class DecoderConfig:
                 f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}"
             )
         activation = hf.get("hidden_act", "silu")
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             known = " and ".join(repr(name) for name in ACTIVATIONS if name != "swish")
-            raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only {known} are")
+            raise UnsupportedModelError(f"hidden_act {activation!r:.80} is not supported; only {known} are")
         read_checkpoint(hf)  # raises what is not read of quantized weights
         head_dim = positive(hf, "head_dim", hidden_size // num_heads)
         if head_dim % 2:
@@ -259,7 +260,7 @@ class DecoderConfig:
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+            "rms_norm_eps": number(hf, "rms_norm_eps", 1e-6, least=0),
             "max_position_embeddings": positive(hf, "max_position_embeddings", 2048),
             "ties_embeddings": bool(hf.get("tie_word_embeddings", False)),
             "activation": ACTIVATIONS[activation],
@@ -284,9 +285,36 @@ def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int
     return value
 
 
+def number(hf: Mapping[str, Any], key: str, default: float | None = None, least: float = -math.inf) -> float:
+    """A finite number of config.json, no smaller than `least`; CorruptModelError when it is something else."""
+    value = hf.get(key, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise CorruptModelError(f"config.json: {key} is {value!r:.80}, a number{bound} is needed")
+    return float(value)
+
+
+def layer_types(types: Any, num_layers: int) -> list[str]:
+    """What config.json says of each layer. Raises CorruptModelError."""
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise CorruptModelError(f"config.json: layer_types is {types!r:.80}, a list of names is needed")
+    if len(types) != num_layers:
+        raise CorruptModelError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
+    return types
+
+
+def rope_tree(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of rotations, by either name. Raises CorruptModelError."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CorruptModelError(f"config.json: rope_parameters is {rope!r:.80}, an object is needed")
+    return dict(rope)
+
+
 def rope_parameters(hf: Mapping[str, Any], types: Sequence[str] = ROPE_TYPES) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes it, or the older `rope_theta` and `rope_scaling`. types: those known."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope = rope_tree(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -302,9 +330,7 @@ def rope_parameters(hf: Mapping[str, Any], types: Sequence[str] = ROPE_TYPES) ->
 
 def windows_by_layer_type(num_layers: int, window: int | None, types: Any) -> tuple[int | None, ...]:
     """The window of the layers of type sliding_attention. types: of every layer, as config.json has them."""
-    if len(types) != num_layers:
-        raise CorruptModelError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    unknown = set(layer_types(types, num_layers)) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"attention of type {sorted(unknown)[0]!r} is not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

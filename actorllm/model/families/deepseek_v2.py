@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.families.decoder_config import DecoderConfig, LatentShape, positive, rope_parameters
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape, number, positive, rope_parameters
 from actorllm.model.families.expert_shape import expert_shape
 from actorllm.model.rope import ROPE_TYPES, YARN
 
@@ -88,7 +88,7 @@ def latent_decoder(hf: Mapping[str, Any], *, is_interleaved: bool, **experts: An
             "n_routed_experts",
             "moe_intermediate_size",
             layers=layers,
-            scale=float(hf["routed_scaling_factor"]),
+            scale=number(hf, "routed_scaling_factor"),
             shared_size=None if not num_shared else size * positive(hf, "n_shared_experts"),
             **experts,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, positive
+from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, number, positive
 from actorllm.model.families.granite_hybrid import mamba2_shape
 
 DEFAULTS: dict[str, Any] = {
@@ -42,26 +42,26 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         if hf.get(name):
             raise UnsupportedModelError(f"{name}={hf[name]!r:.80} is not supported for this architecture")
     inner = positive(hf, "mamba_d_ssm", positive(hf, "mamba_expand") * positive(hf, "hidden_size"))
-    gate, x, b, c, steps = (float(hf["ssm_in_multiplier"]) * one for one in numbers(hf, "ssm_multipliers", 5))
+    gate, x, b, c, steps = (number(hf, "ssm_in_multiplier") * one for one in numbers(hf, "ssm_multipliers", 5))
     shape = mamba2_shape(
         hf,
         inner,
         has_norm=bool(hf.get("mamba_rms_norm", False)),
         gates_first=not hf.get("mamba_norm_before_gate", True),
         scales=(gate, x, b, c, steps),
-        output_scale=float(hf["ssm_out_multiplier"]),
+        output_scale=number(hf, "ssm_out_multiplier"),
     )
-    attention_in = float(hf["attention_in_multiplier"])
+    attention_in = number(hf, "attention_in_multiplier")
     dim = positive(hf, "head_dim", positive(hf, "hidden_size") // positive(hf, "num_attention_heads"))
     first, last = numbers(hf, "mlp_multipliers", 2)
     return DecoderConfig.from_hugging_face(
         hf,
         names=NAMES,
         # Scores are products of queries and keys, and what is attended to is a sum of values.
-        attention_scale=dim**-0.5 * attention_in**2 * float(hf["key_multiplier"]),
-        attention_output_scale=attention_in * float(hf["attention_out_multiplier"]),
-        embedding_scale=float(hf["embedding_multiplier"]),
-        logits_scale=float(hf["lm_head_multiplier"]),
+        attention_scale=dim**-0.5 * attention_in**2 * number(hf, "key_multiplier"),
+        attention_output_scale=attention_in * number(hf, "attention_out_multiplier"),
+        embedding_scale=number(hf, "embedding_multiplier"),
+        logits_scale=number(hf, "lm_head_multiplier"),
         mlp_scales=(first, last),
         recurrent=shape,
         mixers=("both",) * positive(hf, "num_hidden_layers"),
@@ -75,4 +75,4 @@ def numbers(hf: Mapping[str, Any], name: str, count: int) -> list[float]:
         return [1.0] * count
     if not isinstance(given, list | tuple) or len(given) != count:
         raise CorruptModelError(f"config.json: {name} is {given!r:.80}, a list of {count} numbers is needed")
-    return [float(one) for one in given]
+    return [number({name: one}, name) for one in given]

@@ -7,6 +7,7 @@ from typing import Any
 
 from actorllm.model.families.decoder_config import (
     DecoderConfig,
+    number,
     positive,
     rope_parameters,
     windows_by_layer_type,
@@ -53,7 +54,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         is_stacked=True,
         has_bias=True,
         has_router_bias=True,
-        swiglu=(float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])),
+        swiglu=(number(hf, "swiglu_alpha"), number(hf, "swiglu_limit")),
     )
     return DecoderConfig.from_hugging_face(
         hf,

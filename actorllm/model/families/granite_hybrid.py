@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.families.decoder_config import DecoderConfig, Mixer, TensorNames, positive
+from actorllm.model.families.decoder_config import DecoderConfig, Mixer, TensorNames, layer_types, number, positive
 from actorllm.model.families.expert_shape import expert_shape
 from actorllm.model.families.mamba2 import limits
 from actorllm.model.families.recurrent_shapes import Mamba2Shape
@@ -62,16 +62,19 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     inner = positive(hf, "mamba_expand") * positive(hf, "hidden_size")
     shape = mamba2_shape(hf, inner)
     has_bias = bool(hf.get("attention_bias"))
+    scaling = number(hf, "logits_scaling")
+    if not scaling:
+        raise CorruptModelError("config.json: logits_scaling is 0, and logits are divided by it")
     return DecoderConfig.from_hugging_face(
         {**hf, "intermediate_size": shared_size},
         names=NAMES,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         rotates=position == "rope",
-        attention_scale=float(hf["attention_multiplier"]),
-        embedding_scale=float(hf["embedding_multiplier"]),
-        residual_scale=float(hf["residual_multiplier"]),
-        logits_scale=1 / float(hf["logits_scaling"]),
+        attention_scale=number(hf, "attention_multiplier"),
+        embedding_scale=number(hf, "embedding_multiplier"),
+        residual_scale=number(hf, "residual_multiplier"),
+        logits_scale=1 / scaling,
         experts=experts,
         recurrent=shape,
         mixers=mixers(hf),
@@ -82,9 +85,7 @@ def mixers(hf: Mapping[str, Any]) -> tuple[Mixer, ...]:
     """By layer. Raises ModelError."""
     num_layers = positive(hf, "num_hidden_layers")
     types = hf.get("layer_types") or ["mamba"] * num_layers
-    if len(types) != num_layers:
-        raise CorruptModelError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
-    unknown = set(types) - set(MIXERS)
+    unknown = set(layer_types(types, num_layers)) - set(MIXERS)
     if unknown:
         raise UnsupportedModelError(f"layers of type {sorted(unknown)[0]!r:.80} are not supported")
     found = tuple(MIXERS[kind] for kind in types)
@@ -103,7 +104,7 @@ def mamba2_shape(hf: Mapping[str, Any], inner: int, **differences: Any) -> Mamba
         "kernel_size": positive(hf, "mamba_d_conv"),
         "has_conv_bias": bool(hf.get("mamba_conv_bias", True)),
         "has_bias": bool(hf.get("mamba_proj_bias", False)),
-        "eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "eps": number(hf, "rms_norm_eps", 1e-6, least=0),
         "limits": limits(hf.get("time_step_limit")),
         "prefix": "mamba",
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, positive
+from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, number, positive
 from actorllm.model.families.recurrent_shapes import Mamba2Shape
 
 DEFAULTS: dict[str, Any] = {
@@ -34,10 +34,10 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         kernel_size=positive(hf, "conv_kernel"),
         has_conv_bias=bool(hf.get("use_conv_bias", True)),
         has_bias=bool(hf.get("use_bias", False)),
-        eps=float(hf["layer_norm_epsilon"]),
+        eps=number(hf, "layer_norm_epsilon", least=0),
         limits=limits(hf.get("time_step_limit")),
     )
-    if shape.inner_size != hf["expand"] * positive(hf, "hidden_size"):
+    if shape.inner_size != number(hf, "expand") * positive(hf, "hidden_size"):
         raise CorruptModelError(
             f"config.json: {shape.num_heads} heads of {shape.head_dim} are not expand={hf['expand']!r:.80} times hidden_size"
         )

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, positive, rope_parameters
+from actorllm.model.families.decoder_config import (
+    DecoderConfig,
+    TensorNames,
+    number,
+    positive,
+    rope_parameters,
+    rope_tree,
+)
 from actorllm.model.families.expert_shape import expert_shape
 from actorllm.model.families.granite_hybrid import mixers
 from actorllm.model.families.recurrent_shapes import GatedDeltaShape
@@ -52,14 +59,15 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         shared="mlp.shared_expert",
         shared_gate="mlp.shared_expert_gate",
     )
-    rope = {**(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
-    share = rope.pop("partial_rotary_factor", None) or hf["partial_rotary_factor"]
+    rope = rope_tree(hf)
+    own = rope.pop("partial_rotary_factor", None)
+    share = number(hf if own is None else {"partial_rotary_factor": own}, "partial_rotary_factor", least=0)
     rope = {"rope_theta": hf.get("rope_theta") or 10_000.0} | rope
     return DecoderConfig.from_hugging_face(
         hf,
         names=TensorNames(norm_offset=1.0, beside="mtp."),
         rope=rope_parameters({"rope_parameters": rope}),
-        rotary_share=float(share),
+        rotary_share=share,
         qk_norm="head",
         gates_attention=True,
         experts=experts if any(layers) else None,
@@ -69,7 +77,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
             key_dim=positive(hf, "linear_key_head_dim"),
             value_dim=positive(hf, "linear_value_head_dim"),
             kernel_size=positive(hf, "linear_conv_kernel_dim"),
-            eps=float(hf.get("rms_norm_eps", 1e-6)),
+            eps=number(hf, "rms_norm_eps", 1e-6, least=0),
         ),
         mixers=mixers({**hf, "layer_types": types}),
     )

@@ -70,7 +70,7 @@ def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
                 return CONFIG_MAPPING[str(kind)].from_dict(copy.deepcopy(hf))
             return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise CorruptModelError(f"{model.path}/config.json cannot be used: {error}") from error
+        raise CorruptModelError(f"{model.path}/config.json cannot be used: {' '.join(str(error).split())}") from error
 
 
 def built(auto: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device | None = None) -> Any:

@@ -5,7 +5,8 @@ leased: they are held (`KVCacheManager.hold`), and a table that both replicas se
 the table again after that. If the lease is still there, the blocks were not reused meanwhile. Otherwise it computes them.
 
 A lease ends when its reader has taken the blocks, when its term is over, or when the KV must not be found any more. It leaves the
-table before its blocks are free. So nothing waits for a reader, and no reader can keep blocks for longer than a term.
+table before its blocks are free. So nothing waits for a reader, and no reader can keep blocks for longer than a term. Where
+requests of this replica lack blocks, leases that are no longer new end as well, the oldest first.
 
 Pure: the table is given. Owned by `Transfers`.
 """
@@ -27,6 +28,8 @@ from actorllm.scheduling.sequence import FINISHED, Key, Sequence
 
 TERM_S = 10.0
 """How long a lease lasts at most."""
+GRACE_S = 0.25
+"""How long it lasts though requests of this replica lack its blocks."""
 
 
 class LeaseTable(Protocol):
@@ -56,6 +59,8 @@ class Offer:
     """Of the request."""
     lease: I64
     blocks: I32
+    num_cached: int
+    """Tokens of the prompt that were found in the prefix cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,13 +125,14 @@ class Leases:
         self._kv.hold(blocks)
         self._leases.append(_Lease(lease, blocks, sequence.first_hash, now + self._term_s))
         self.num_granted += 1
-        return Offer(sequence.key, lease, blocks)
+        return Offer(sequence.key, lease, blocks, sequence.num_cached_tokens)
 
-    def sweep(self, now: float) -> None:
-        """Let go of what was taken, and of what has been leased for long enough."""
+    def sweep(self, now: float, num_wanted: int = 0) -> None:
+        """Let go of what was taken, and of what has been leased for long enough. num_wanted: blocks that should be free."""
         for one in self._leases[:]:
             is_taken = self._table.is_taken(one.lease)
-            if is_taken or now >= one.until:
+            is_in_the_way = now >= self._grace_end(one) and self._kv.num_free < num_wanted
+            if is_taken or now >= one.until or is_in_the_way:
                 self.num_expired += not is_taken
                 self._end(one)
 
@@ -146,10 +152,15 @@ class Leases:
         self._leases.remove(one)
         self._kv.let_go(one.blocks)
 
-    @property
-    def next_deadline(self) -> float:
-        """When the first lease is over; infinity: there is none."""
-        return min((one.until for one in self._leases), default=math.inf)
+    def next_deadline(self, num_wanted: int = 0) -> float:
+        """When the first lease is over; infinity: there is none. num_wanted: as of `sweep`."""
+        if not self._leases:
+            return math.inf
+        first = self._leases[0]  # all terms are alike
+        return self._grace_end(first) if self._kv.num_free < num_wanted else first.until
+
+    def _grace_end(self, one: _Lease) -> float:
+        return one.until - self._term_s + min(GRACE_S, self._term_s)
 
     @property
     def num_expected(self) -> int:

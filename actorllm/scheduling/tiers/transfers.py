@@ -153,13 +153,15 @@ class Transfers:
         batch: Batch,
         ledger: Ledger,
         go_on: Callable[[Sequence], None],
+        num_wanted: Callable[[], int],
         *,
         max_load_blocks: int = 256,
         max_store_blocks: int = 64,
         lends: LeaseTable | None = None,
     ) -> None:
         """lends: where other replicas see what they may copy of this one; None: nothing. go_on: what becomes of a request that
-        waits for no load any more. It may ask `holds` again, and is told no once."""
+        waits for no load any more. It may ask `holds` again, and is told no once. num_wanted: blocks that should
+        be free, else leases give way."""
         if kv.index is None:
             raise ValueError("tiers keep what a prefix cache finds, and there is none")
         self._directory = directory
@@ -169,6 +171,7 @@ class Transfers:
         self._ledger = ledger
         self._last_answered = self._last_void = 0
         self._go_on = go_on
+        self._num_wanted = num_wanted
         self._max_load = max_load_blocks
         # Blocks that are held are missing elsewhere: a small part of the pool.
         self._max_store = max(1, min(max_store_blocks, kv.pool.num_blocks // 16))
@@ -198,8 +201,13 @@ class Transfers:
 
     # What the scheduler tells
 
+    def lend(self, sequence: Sequence) -> None:
+        """A request begins here, and decodes elsewhere."""
+        if self.leases is not None:
+            self.leases.expect(sequence)
+
     def borrow(self, sequence: Sequence) -> None:
-        """A request comes with a lease on blocks of another replica."""
+        """A request with a lease on blocks of another replica has all else that it needs. `holds` is asked next."""
         lease = sequence.submit.kv_lease
         if lease.size == 4 and 0 < lease.item(3) <= len(sequence.hashes) // HASH_BYTES:
             self._borrowed[sequence] = Borrowed(lease[:3], lease.item(3))
@@ -323,12 +331,19 @@ class Transfers:
     def next_deadline(self) -> float:
         """When a request has waited long enough, or a lease is over; infinity: there is neither."""
         first = min((wait.until for wait in self.waiting.values()), default=math.inf)
-        return first if self.leases is None else min(first, self.leases.next_deadline)
+        if self.leases is None or not self.leases.num_leases:
+            return first
+        return min(first, self.leases.next_deadline(self._num_wanted()))
 
     @property
     def is_moving(self) -> bool:
-        """Whether anything is under way: requests may lack room for its sake."""
+        """Whether anything is under way."""
         return bool(self._loads) or self._store is not None
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether requests may lack room for the sake of what is under way, or lent."""
+        return self.is_moving or (self.leases is not None and self.leases.num_leases > 0)
 
     # What is to be moved
 
@@ -338,7 +353,7 @@ class Transfers:
         is_idle: there is nothing to compute.
         """
         if self.leases is not None and self.leases.num_leases:
-            self.leases.sweep(now)
+            self.leases.sweep(now, self._num_wanted())
         if self.waiting:
             self._next_loads(now)
         jobs: list[BlockLoad | BlockStore] = []
@@ -536,6 +551,7 @@ class Transfers:
         for sequence in self.waiting:
             may_wait = sequence.state in (State.BLOCKED, State.PREEMPTED, FINISHED)
             assert may_wait, f"{sequence.key} waits for a load and is {sequence.state}"
+        assert self._borrowed.keys() <= self.waiting.keys(), "a request has a lease and does not wait for the copy"
         held = [load.found for load in self._loads] + [load.blocks for load in self._loads]
         held += [] if self._store is None else [self._store.blocks]
         held += [] if self.leases is None else [self.leases.held]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actorllm.actors.tiers.lease_board import SLOTS, LeaseBoard, Lender
-from actorllm.scheduling.tiers.leases import TERM_S
+from actorllm.scheduling.policy_monitor import PolicyMonitor
+from actorllm.scheduling.tiers.leases import GRACE_S, TERM_S
 from tests.effort import examples
 from tests.scheduling.chained_tokens import reference_stream
 from tests.scheduling.tiers.lending import Pair, Replica
@@ -56,6 +57,56 @@ def test_leased_blocks_are_not_reused_until_the_lease_is_over() -> None:
     assert pair.first.transfers.statistics().num_expired_leases == 1
     assert pair.board.read(*offers[0].lease.tolist()[:3], pair_digest(pair, 1)) is None
     assert pair.first.scheduler.kv.num_free == 11
+
+
+def test_a_request_that_ends_before_it_could_copy_leaves_nothing() -> None:
+    """It waits for its grammar or its adapter first."""
+    pair = Pair()
+    pair.submit(1, prompt_of(1, 15))
+    while not (offers := pair.first.offers()):
+        pair.turn(pair.first)
+    second = pair.second
+    pair.prompts[2] = prompt_of(1, 15)
+    for rid in (2, 3):
+        second.submit(
+            rid, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=offers[0].lease, blocked_on="grammar"
+        )
+    second.abort(3)
+    second.scheduler.check_integrity()
+    second.scheduler.unblock((0, 2), None, second.now)
+    second.begin_copies()
+    second.finish_copy(pair.first)
+    second.run()
+    assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
+    assert second.transfers.statistics().num_pulled_blocks == 3
+
+
+def test_old_leases_end_where_requests_lack_blocks_the_oldest_first() -> None:
+    """A gateway that takes nothing stops the lender for no longer than the grace, and its policy is not to blame."""
+    pair = Pair(num_blocks=11)
+    first = pair.first
+    offers, granted = [], []
+    for rid in (1, 2, 3):
+        pair.submit(rid, prompt_of(rid, 15))
+        while not (found := first.offers()):
+            pair.turn(first)
+        offers += found
+        granted.append(first.now)
+        first.abort(rid)
+        first.run()
+    first.submit(4, prompt_of(4, 16), max_tokens=2, ignore_eos=True)  # 5 blocks, and 9 of 11 are lent
+    assert first.launch() is None
+    assert PolicyMonitor().stall(first.scheduler) is None
+    until = first.transfers.next_deadline
+    assert until == pytest.approx(granted[0] + GRACE_S)
+    first.now = max(until, first.now)
+    first.transfers.next(first.now, False)
+    assert [first.transfers.leases.num_leases, first.scheduler.kv.num_free] == [2, 5]
+    first.run()
+    assert first.streams[4] == reference_stream(prompt_of(4, 16), 4, 2)
+    assert pair.board.read(*offers[0].lease.tolist()[:3], pair_digest(pair, 1)) is None
+    assert pair.board.read(*offers[2].lease.tolist()[:3], pair_digest(pair, 3)) is not None
+    first.scheduler.check_integrity()
 
 
 def pair_digest(pair: Pair, rid: int) -> bytes:
