@@ -206,7 +206,7 @@ STRINGS = ("tokenizer", "name", "record", "admission_policy")
 def _option_of(name: str, default: Any) -> dict[str, Any]:
     if is_switch(name):
         return {"action": argparse.BooleanOptionalAction}
-    if default is None and name in ("enable_prefix_caching", "async_scheduling"):
+    if default is None and set(get_args(TYPES.get(name))) == {bool, type(None)}:
         return {"action": argparse.BooleanOptionalAction}
     convert: Callable[[str], Any] = _literal
     if isinstance(default, str) or name in STRINGS:

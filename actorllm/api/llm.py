@@ -371,6 +371,7 @@ class LLM(BlockingDoor):
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
+            pooling_task="embed",
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             priority=priority,
@@ -780,6 +781,8 @@ def _repeated(values: Sequence[T], times: Sequence[int]) -> list[T]:
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         each = [params] * count
+    elif isinstance(params, Mapping):  # else each of its names would be taken for the parameters of a prompt
+        raise InvalidParameterError("sampling_params must be SamplingParams, not a mapping: SamplingParams(**mapping)")
     else:
         each = list(params)
         if len(each) != count:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from actorllm.actors.topology import ATTACHED
-from actorllm.scheduling.telemetry.request_counters import BOUNDS
+from actorllm.scheduling.telemetry.request_counters import BOUNDS, OF_REQUESTS
 from actorllm.scheduling.telemetry.step_history import STEP_BOUNDS
 from actorllm.types.engine_metrics import Counter, Gauge, Histogram, Metric
 
@@ -201,7 +201,7 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
         write("histogram", name, STEPS[name], buckets_of(STEP_BOUNDS[name], histogram))
     for name, histogram in requests["histograms"].items():
         bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
-        write("histogram", name, "Of sequences that ended.", buckets_of(bounds, histogram))
+        write("histogram", name, OF_REQUESTS.get(name, "Of sequences that ended."), buckets_of(bounds, histogram))
     return families
 
 

@@ -400,6 +400,8 @@ class GrammarCompiler:
             for schema in schemas_of(tag):
                 dropped += held(schema, is_hint=is_hint)
             return str(llguidance.grammar_from("lark", lark_of(tag, special, json_options(grammar))))
+        if kind == "grammar" and "::=" not in text:  # as vLLM tells it; llguidance takes "?start: ..." for GBNF
+            return str(llguidance.grammar_from("lark", text))
         if kind in ("regex", "choice", "grammar"):
             return str(llguidance.grammar_from(kind, text))
         raise GrammarError(f"{kind!r:.80} is no kind of grammar")

@@ -117,6 +117,8 @@ def test_a_command_line_with_underscores_or_dashes() -> None:
         (["--profiler-config.a+", "x,y", "--profiler-config.a+=z"], "profiler_config", {"a": ["x", "y", "z"]}),
         (["--speculative-config.method", "ngram"], "speculative_config", {"method": "ngram"}),
         (["--max-num-batched-tokens", "8K"], "max_num_batched_tokens", 8192),
+        (["--enable-lora", "--max-loras", "2"], "enable_lora", True),
+        (["--no-enable-lora"], "enable_lora", False),
     ],
 )
 def test_a_command_line_as_people_write_it_for_vllm(words: list[str], name: str, value: Any) -> None:

@@ -73,6 +73,7 @@ async def test_json_of_a_schema(llm: AsyncLLM, options: dict[str, Any]) -> None:
         ({"choice": ["yes", "no", "perhaps later"]}, "yes|no|perhaps later"),
         ({"grammar": 'root ::= "go " dir\ndir ::= "left" | "right"'}, "go (left|right)"),
         ({"grammar": 'start: "go " DIR\nDIR: "up" | "down"'}, "go (up|down)"),
+        ({"grammar": '?start: go\n?go: "go " dir\n?dir: "up" | "down"\n'}, "go (up|down)"),
         ({"regex": ""}, ""),
     ],
     ids=str,

@@ -126,6 +126,8 @@ def test_a_reranker_without_a_head_for_labels(is_tied: bool, tmp_path: Path) -> 
         ):
             (output,) = llm.score("w3 w4", "w10", use_tqdm=False, chat_template=chat_template)
             assert output.prompt_token_ids == tokenizer(ids)["input_ids"]
+        with pytest.raises(InvalidParameterError, match="task='embed' is not supported"):
+            llm.embed("w3 w4", use_tqdm=False)  # its score is no vector
 
 
 def test_tokens_that_the_vocabulary_does_not_have(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ OF_VLLM = {  # of vLLM 0.32
     *("request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_num_preemptions"),
     *("request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+    *("request_params_n", "request_max_num_generation_tokens"),
 }
 
 
@@ -108,6 +109,18 @@ async def test_the_same_counts_stand_under_the_names_of_vllm(llm: AsyncLLM, clie
     assert 'vllm:num_requests_waiting{engine="0",model_name="storyteller"} 0.0\n' in text
     async with client_of(create_app(llm, vllm_metrics=False)) as other:
         assert "vllm:" not in (await other.get("/metrics")).text
+
+
+async def test_a_request_of_several_sequences_counts_once(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+    before = await scrape(client)
+    for n in (1, 3):
+        body = {"prompt": [1, 2, 3], "n": n, "max_tokens": 4, "ignore_eos": True}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    grown = {name: value - before.get(name, 0) for name, value in (await scrape(client)).items()}
+    assert (grown["request_params_n_count"], grown["request_params_n_sum"]) == (2, 4)
+    assert grown["request_max_num_generation_tokens_count"] == 2
+    assert grown["request_max_num_generation_tokens_sum"] == 8
+    assert grown["request_generation_tokens_count"] == 4
 
 
 async def test_open_metrics_on_demand(client: httpx.AsyncClient) -> None:

@@ -23,6 +23,9 @@ FOLD = 256
 MAX_VALUE = 1e15
 """Larger values count as this. An attached program makes up its times of arrival, and their sum must not overflow."""
 
+MAX_OPEN = 4096
+"""Requests of several sequences whose ends are awaited; of the oldest beyond them the rest has moved to another scheduler."""
+
 _TIMES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_TIMES = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
@@ -45,12 +48,20 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "request_generation_tokens": _COUNTS,
     "request_prefill_kv_computed_tokens": _COUNTS,
     "request_params_max_tokens": _COUNTS,
+    "request_params_n": (1, 2, 5, 10, 20),
+    "request_max_num_generation_tokens": _COUNTS,
     "request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
 }
 """Histograms under vLLM's names, with vLLM's upper bounds of their buckets; there is one bucket more, without a bound.
 
 The time to the first token is intake (ours: until the scheduler has the request), queue and prefill.
 """
+
+OF_REQUESTS = {
+    "request_params_n": "Sequences of requests that ended.",
+    "request_max_num_generation_tokens": "Tokens of the longest sequence of requests that ended.",
+}
+"""What is said of those that a request of several sequences is in once; it is in the others with each sequence."""
 
 
 class RequestCounters:
@@ -61,6 +72,8 @@ class RequestCounters:
         self._num_promised = 0
         self._num_kept = dict.fromkeys(READINGS, 0)
         self._ends: list[tuple[float | None, ...]] = []
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}
+        """Of requests that have ended in part, by their first sequence: how many have, and the tokens of the longest."""
         self._counts = {name: np.zeros(len(bounds) + 1, np.int64) for name, bounds in BOUNDS.items()}
         self._sums = dict.fromkeys(BOUNDS, 0.0)
 
@@ -85,6 +98,7 @@ class RequestCounters:
                 sequence.num_preemptions,
                 submit.prompt.size - sequence.num_cached_tokens if sequence.scheduled is not None else None,
                 submit.max_tokens,
+                *self._of_request(end, num_output),
             )
         )
         if submit.slo is not None:
@@ -93,6 +107,23 @@ class RequestCounters:
             self.log.add(end, num_output)
         if len(self._ends) >= FOLD:
             self._fold()
+
+    def _of_request(self, end: End, num_output: int) -> tuple[int | None, int | None]:
+        """Where the last sequence of a request ends: how many it had, and the tokens of the longest."""
+        submit, (frontend, rid) = end.sequence.submit, end.sequence.key
+        num_ended, longest = 1, num_output
+        if submit.num_sequences > 1:
+            if submit.is_resumed:  # how many of the others had ended is not known
+                return None, None
+            first = (frontend, rid if submit.fork_of is None else submit.fork_of)
+            num_before, longest_before = self._open.pop(first, (0, -1))
+            num_ended, longest = num_before + 1, max(longest_before, num_output)
+            if num_ended < submit.num_sequences:
+                self._open[first] = (num_ended, longest)
+                if len(self._open) > MAX_OPEN:
+                    del self._open[next(iter(self._open))]
+                return None, None
+        return num_ended, longest if longest >= 0 else None
 
     def _judge(self, end: End, slo: SLO | None, num_output: int) -> None:
         """Whether a promise was kept; of requests that were aborted it is not known."""
@@ -117,7 +148,7 @@ class RequestCounters:
         ends, self._ends = self._ends, []
         columns = np.array(ends, np.float64).T
         arrival, queued, scheduled, first, last, num_prompt, num_output, *others = columns
-        num_preemptions, num_computed, max_tokens = others
+        num_preemptions, num_computed, max_tokens, num_sequences, longest = others
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             self._observe("time_to_first_token_seconds", first - arrival)
             self._observe("request_time_per_output_token_seconds", ((last - first) / (num_output - 1))[num_output > 1])
@@ -131,6 +162,8 @@ class RequestCounters:
         self._observe("request_generation_tokens", num_output)
         self._observe("request_prefill_kv_computed_tokens", num_computed)
         self._observe("request_params_max_tokens", max_tokens)
+        self._observe("request_params_n", num_sequences)
+        self._observe("request_max_num_generation_tokens", longest)
         self._observe("request_num_preemptions", num_preemptions)
 
     def _observe(self, name: str, values: NDArray[np.float64]) -> None:

@@ -190,7 +190,7 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         named: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         named = CHOICES[kind]
     else:
         told = f"tool_choice: type={kind!r:.80} must be one of {', '.join(CHOICES)}, tool"

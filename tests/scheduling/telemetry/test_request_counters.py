@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.messages import DEADLINE_PASSED, Submit
+from actorllm.messages import DEADLINE_PASSED, Submit, sequences_of
 from actorllm.scheduling.events import End
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.telemetry.request_counters import BOUNDS, FOLD, RequestCounters
@@ -48,6 +48,26 @@ def test_times_and_counts_are_those_of_the_requests() -> None:
     assert counts["request_prompt_tokens"] == number + 1
     assert counts["request_generation_tokens"] == counts["time_to_first_token_seconds"] == number
     assert tally.statistics() == told
+
+
+def test_a_request_counts_when_its_last_sequence_ends() -> None:
+    tally = RequestCounters()
+    request = replace(sequence_of().submit, siblings=np.array([2, 3], np.int32))
+    members = []
+    for submit in sequences_of(request):
+        member = sequence_of()
+        member.submit, member.key = submit, (0, submit.rid)
+        members.append(member)
+    for member, num_output in zip(members, (3, 9, 4), strict=True):
+        assert not sum(tally.statistics()["histograms"]["request_params_n"]["counts"])
+        tally.add(End(member, "length"), num_output)
+    moved = sequence_of()  # to another scheduler, which knows nothing of its siblings
+    moved.submit = replace(members[0].submit, is_resumed=True)
+    tally.add(End(moved, "length"), 5)
+    histograms = tally.statistics()["histograms"]
+    longest = histograms["request_max_num_generation_tokens"]
+    assert (sum(longest["counts"]), longest["sum"]) == (1, 9)
+    assert histograms["request_params_n"]["sum"] == 3
 
 
 @pytest.mark.parametrize("times", [(-1.7e308, 11.0), (1.7e308, 11.0), (-1.7e308, 1.7e308), (1.7e308, -1.7e308)])
