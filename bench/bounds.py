@@ -644,6 +644,54 @@ BOUNDS = (
         "the request waits; the oldest of the preempted are not stored",
     ),
     Bound(
+        "KV that one replica lends to another",
+        (
+            "actors.tiers.lease_board: Lender._free",
+            "scheduling.tiers.leases: Leases._leases",
+        ),
+        "each request whose prompt was computed by a replica of that role",
+        ("actors.tiers.lease_board:SLOTS=128",),
+        "leases of a replica, which end after ten seconds, or as soon as their blocks are lacking",
+        "the request stays where it is, or its prompt is computed again",
+    ),
+    Bound(
+        "requests that go from one replica to another by their roles",
+        (
+            "fleet.replica: ReplicaFrontend._handed_off",
+            "scheduling.tiers.leases: Leases._expected",
+            "scheduling.tiers.transfers: Transfers._borrowed",
+            "scheduling.tiers.transfers: Transfers.given_back",
+        ),
+        "each request that a replica of the other role goes on with",
+        WAITING,
+        "requests; an entry goes with its request",
+        "`EngineOverloaded`",
+    ),
+    Bound(
+        "requests of several sequences that have ended in part",
+        ("scheduling.telemetry.request_counters: RequestCounters._open",),
+        "each request with `n`",
+        ("scheduling.telemetry.request_counters:MAX_OPEN=4096",),
+        "requests",
+        "the oldest is not counted",
+    ),
+    Bound(
+        "fields of an upload",
+        ("server.audio.form: UploadForm.fields",),
+        "each `/v1/audio/transcriptions`",
+        ("server.audio.form:MAX_FIELDS=64", "server.audio.form:MAX_TEXT=65536"),
+        "fields, and bytes of each that is text",
+        "400",
+    ),
+    Bound(
+        "windows of a recording that are computed at a time",
+        ("server.audio.speech_answer: SpeechAnswer._open",),
+        "each `/v1/audio/transcriptions`",
+        ("server.audio.speech_answer:AHEAD=4", "server.audio.windows:MAX_WINDOWS=60"),
+        "windows of 30 s: those in the engine, and those of a recording",
+        "the others wait; a longer recording gets 400",
+    ),
+    Bound(
         "adapters in slots",
         (
             "scheduling.residency: Residency.slots",
@@ -696,6 +744,7 @@ BOUNDS = (
             "actors.actor: _OpenAsk.replies",
             "actors.engine_thread: LoopThread._pending",
             "actors.engine_thread: ThreadHost._queue",
+            "actors.loop_bell: LoopBell._waiting",
             "server.line: ControlLine._asked",
         ),
         "calls such as `stats()` and `GET /metrics`",
@@ -708,9 +757,13 @@ BOUNDS = (
 NOT_FILLED: dict[str, tuple[str, ...]] = {
     "never changed, or as long as an argument of the engine": (
         "kvcache.prefix_index: NO_KEYS",
+        "fleet.role_memory: RoleMemory._pools",
+        "scheduling.role_router: RoleRouter.num_decided",
         "types.media_rules: MediaRules.processor_kwargs",
     ),
     "one entry for each process, link or thread of the engine, or for each of their deaths, which are paced": (
+        "actors.tiers.peer_memory: PeerMemory._maps",
+        "api.awaited_tokenizer: _with_await",
         "actors.executor: FairExecutor._threads",
         "client.cache_memory: CacheMemory._reservations",
         "supervision.standby: Standby._awaited",
@@ -842,6 +895,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (
+        "server.audio.asked: SpeechTokens.languages",
+        "server.audio.asked: SpeechTokens.stamps",
         "server.tool_formats.tagged: TaggedParser._kinds",
         "scheduling.batch: Batch._free_slots",
         "scheduling.sequence: Sequence.policy_state",
