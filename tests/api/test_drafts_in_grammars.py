@@ -119,7 +119,8 @@ def test_what_a_grammar_forces_is_drafted_and_not_sampled(monkeypatch: pytest.Mo
     unchecked = speculation["num_draft_tokens"] - speculation["num_accepted_tokens"]
     assert unchecked <= speculation["num_drafts"], "what is forced is never wrong; the last waits for its mask"
     assert speculation["num_accepted_tokens"] >= 6
-    assert sampled <= most_sampled
+    # A first step may be computed before its grammar says that all is forced; its one row is sampled then.
+    assert max(sampled, most_sampled) <= 1
 
 
 def test_a_mask_of_another_position_is_found(reference: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import extra_key
+from tests.api.deaths_and_forks import tokens_over_deaths
 from tests.api.prompted import DRAFTS, OTHERS, PARAMS, PROMPT, Stream, streams
 from tests.model.hf.decoders import save
 from tests.model.ranks import model_folder
@@ -83,13 +82,7 @@ def test_forks_have_the_streams_of_requests_of_their_own() -> None:
 def test_streams_survive_the_death_of_a_worker(expected: Stream) -> None:
     async def run() -> list[int]:
         async with AsyncLLM("storyteller", **OPTIONS) as engine:
-            tokens: list[int] = []
-            victims = ["worker0", "scheduler"]
-            async for output in engine.generate(PROMPT, PARAMS):
-                tokens = list(output.outputs[0].token_ids)
-                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
-                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
-            return tokens
+            return await tokens_over_deaths(engine, PROMPT, PARAMS)
 
     assert asyncio.run(run()) == [token for token, _ in expected]
 

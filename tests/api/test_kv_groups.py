@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.slo.simulator import EngineShape
+from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
 from tests.api.prompted import DRAFTS
 from tests.model.architectures import table
 from tests.model.hf.decoders import prompt, reference, save
@@ -113,16 +112,7 @@ def test_a_hit_needs_only_the_tail_of_the_window(model: tuple[Path, Any], expect
 
 
 def test_forks_have_the_streams_of_requests_of_their_own(model: tuple[Path, Any]) -> None:
-    params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
-
-    def forked(**arguments: Any) -> list[list[int]]:
-        with LLM(str(model[0]), **INLINE | arguments) as llm:
-            (output,) = llm.generate([{"prompt_token_ids": prompt(9, 43)}], params, use_tqdm=False)
-            return [list(one.token_ids) for one in output.outputs]
-
-    together = forked(max_num_seqs=4)
-    assert together == forked(max_num_seqs=1, enable_prefix_caching=False)
-    assert len({tuple(stream) for stream in together}) == 3
+    check_forks(str(model[0]), {"prompt_token_ids": prompt(9, 43)}, INLINE)
 
 
 def test_a_recording_replays(model: tuple[Path, Any], expected: list[list[int]], tmp_path: Path) -> None:
@@ -138,13 +128,7 @@ def test_a_recording_replays(model: tuple[Path, Any], expected: list[list[int]],
 def test_streams_survive_deaths(model: tuple[Path, Any], expected: list[list[int]]) -> None:
     async def survived() -> list[int]:
         async with AsyncLLM(str(model[0]), **OPTIONS) as engine:
-            tokens: list[int] = []
-            victims = ["worker0", "scheduler"]
-            async for output in engine.generate(PROMPTS[0], PARAMS[0]):
-                tokens = list(output.outputs[0].token_ids)
-                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
-                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
-            return tokens
+            return await tokens_over_deaths(engine, PROMPTS[0], PARAMS[0])
 
     assert asyncio.run(survived()) == expected[0]
 

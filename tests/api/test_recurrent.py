@@ -6,8 +6,6 @@ A state belongs to a slot. So slots that are given to other requests, in the mid
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.recurrent.states import StateRows
+from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
 from tests.api.prompted import DRAFTS
 from tests.model.hf.decoders import prompt, reference, save
 
@@ -121,28 +120,13 @@ def test_a_slot_whose_request_was_aborted_is_as_new(folder: Path, expected: list
 
 
 def test_forks_have_the_streams_of_requests_of_their_own(folder: Path) -> None:
-    params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
-
-    def forked(**arguments: Any) -> list[list[int]]:
-        with LLM(str(folder), **INLINE | arguments) as llm:
-            (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-            return [list(one.token_ids) for one in output.outputs]
-
-    together = forked(max_num_seqs=4)
-    assert together == forked(max_num_seqs=1, enable_prefix_caching=False)
-    assert len({tuple(stream) for stream in together}) == 3
+    check_forks(str(folder), PROMPTS[0], INLINE)
 
 
 def test_streams_survive_the_death_of_worker_and_scheduler(folder: Path, expected: list[list[int]]) -> None:
     async def survived() -> list[int]:
         async with AsyncLLM(str(folder), **OPTIONS, max_num_seqs=4) as engine:
-            tokens: list[int] = []
-            victims = ["worker0", "scheduler"]
-            async for output in engine.generate(PROMPTS[0], PARAMS[0]):
-                tokens = list(output.outputs[0].token_ids)
-                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
-                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
-            return tokens
+            return await tokens_over_deaths(engine, PROMPTS[0], PARAMS[0])
 
     assert asyncio.run(survived()) == expected[0]
 

@@ -13,6 +13,7 @@ import torch
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.types.encoder_decoder import ARCHITECTURES
+from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
 from tests.encoder_decoder.small_models import SAVE, VOCABULARY, ids, logits, stock
 from tests.model.architectures import table
 
@@ -124,16 +125,7 @@ def test_cached_requests_have_the_same_streams(model: Model) -> None:
 
 
 def test_forks_have_the_streams_of_requests_of_their_own(model: Model) -> None:
-    params = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=20, ignore_eos=True)
-
-    def forked(**arguments: Any) -> list[list[int]]:
-        with LLM(str(model.folder), **INLINE | arguments) as llm:
-            (output,) = llm.generate(model.prompts[2:3], params, use_tqdm=False)
-            return [list(one.token_ids) for one in output.outputs]
-
-    together = forked(max_num_seqs=4)
-    assert together == forked(max_num_seqs=1, enable_prefix_caching=False)
-    assert len({tuple(stream) for stream in together}) == 3
+    check_forks(str(model.folder), model.prompts[2], INLINE)
 
 
 @pytest.mark.slow(reason="loads transformers in five processes")
@@ -141,12 +133,7 @@ def test_forks_have_the_streams_of_requests_of_their_own(model: Model) -> None:
 def test_streams_survive_the_death_of_worker_scheduler_and_encoder(model: Model) -> None:
     async def survived() -> list[list[int]]:
         async with AsyncLLM(str(model.folder), **OPTIONS) as engine:
-            tokens: list[int] = []
-            victims = ["worker0", "scheduler"]
-            async for output in engine.generate(model.prompts[0], PARAMS[0]):
-                tokens = list(output.outputs[0].token_ids)
-                if victims and len(tokens) >= 12 - 8 * (len(victims) - 1):
-                    os.kill(engine._engine.pids[victims.pop(0)], signal.SIGKILL)
+            tokens = await tokens_over_deaths(engine, model.prompts[0], PARAMS[0])
             os.kill(engine._engine.statistics()["encoder"]["process_pid"], signal.SIGKILL)
             last: Any = None
             async for output in engine.generate(model.prompts[1], PARAMS[1]):
