@@ -309,9 +309,10 @@ class PrefixIndex:
         for number, end in zip(numbers, ends, strict=True):
             run = runs.get(number)
             if run is not None:
-                left = run.blocks.size - (end - first)
-                if left < 0 or run.blocks[left] != blocks[end - 1]:  # not its end, latest first
-                    lost = np.isin(run.blocks, blocks[first:end]).nonzero()[0]
+                evicted = blocks[first:end]
+                left = run.blocks.size - evicted.size
+                if left < 0 or np.count_nonzero(run.blocks[left:][::-1] != evicted):  # not its end, latest first
+                    lost = np.isin(run.blocks, evicted).nonzero()[0]
                     # None: they lay behind blocks that it lost before.
                     left = int(lost[0]) if lost.size else run.blocks.size
                 if left == 0 and not run.children and not run.tails:

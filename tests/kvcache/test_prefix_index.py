@@ -195,6 +195,23 @@ def test_blocks_that_were_held_go_out_of_order_and_the_rest_is_found() -> None:
         made.kv.pool.check_integrity()
 
 
+def test_blocks_of_the_middle_that_go_together_take_the_end_with_them() -> None:
+    """As many blocks as lie behind the last of these, but not those."""
+    made = Sequences(num_blocks=12)
+    prompt = [1, 1, 2, 2, 3, 3, 4, 4]
+    slot, _ = made.start(prompt) or (0, 0)
+    first, second, third, last = made.kv.tables[0, slot, :4].tolist()
+    made.end(slot)
+    for block in (third, first, last):
+        made.kv.hold(np.array([block]))
+        made.kv.let_go(np.array([block]))
+    made.kv.reserve(made.kv.pool.num_unkept)
+    assert made.kv.reserve(2).tolist() == [second, third]
+    assert made.index.find(hashes_of(prompt), 4).tolist() == [first]
+    made.index.check_integrity()
+    made.kv.pool.check_integrity()
+
+
 def test_output_is_found_although_nobody_hashed_it_before(sequences: Sequences) -> None:
     sequences.run([1, 2, 3, 40, 50, 60, 70], num_prompt=3)
     sequences.run([1, 2, 3, 40, 51, 61, 71], num_prompt=3)
