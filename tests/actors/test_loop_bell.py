@@ -15,7 +15,10 @@ import uvloop
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.loop_bell import LoopBell
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="the loop's own means are used there")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "eventfd"),
+    reason="the bell needs os.eventfd, which Linux has; elsewhere call_soon_threadsafe of the loop is used, as for uvloop and trio",
+)
 
 
 def eventfds() -> set[str]:
