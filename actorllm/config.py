@@ -224,8 +224,8 @@ class CacheConfig:
     """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
-    offloading_path: str | None = None
-    """Of that memory, which the owner of the engine has; None: there is none."""
+    offloading_paths: tuple[str, ...] = ()
+    """Of that memory, which the owner of the engine has, by rank; empty: there is none."""
     disk_path: str | None = None
     """The folder for such blocks; None: there is none."""
     disk_bytes: int = 0
@@ -251,7 +251,7 @@ class CacheConfig:
     @property
     def has_tiers(self) -> bool:
         """Blocks that leave the cache may be kept elsewhere."""
-        return self.offloading_path is not None or self.disk_path is not None
+        return bool(self.offloading_paths) or self.disk_path is not None
 
     @property
     def cache_dtype(self) -> str:
@@ -602,7 +602,7 @@ class EngineConfig(EngineNames):
         cache = tree.pop("cache")
         return cls(
             model=ModelConfig(**model),
-            cache=CacheConfig(**(cache | {"pools": tuple(cache.get("pools", ()))})),
+            cache=CacheConfig(**(cache | {name: tuple(cache.get(name, ())) for name in ("pools", "offloading_paths")})),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
             speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
@@ -979,12 +979,16 @@ def _without_tiers(
         return "by models that make vectors"
     if module is not None:
         return "with module=: nothing tells its weights from others"
-    if given["tensor_parallel_size"] > 1 or stages or given["is_launched"]:
-        return "with several ranks yet"
+    if stages:
+        return "with several stages yet: their parts of a block differ in size"
+    if given["is_launched"]:
+        return "with ranks that another program has launched"
+    if given["tensor_parallel_size"] > 1 and given["nnodes"] != 1:
+        return "with ranks on several machines: each has its part of a block"
     if speculation is not None and speculation.model is not None:
-        return "with a draft model yet"
+        return "with a draft model yet: its KV would be missing"
     if given["record"] is not None:
-        return "with record= yet"
+        return "with record=: a replay has no memory or disk to read from"
     return None
 
 

@@ -149,7 +149,7 @@ class WorkerActor(Actor):
 
         fingerprint = fingerprint_of(config, arithmetic_of(config, self.runner.scheme)).hex()
         cache = replace(config.cache, tier_fingerprint=fingerprint, tier_slot_bytes=self.runner.block_bytes)
-        for file in open_tiers(cache):
+        for file in open_tiers(cache, self.rank, config.num_workers):
             file.close()
         return fingerprint, self.runner.block_bytes
 
@@ -199,10 +199,11 @@ class WorkerActor(Actor):
         """Have the cache where other replicas see it. What was lent of the worker whose place this one takes is over first."""
         assert config.cache.lease_path is not None
         board = LeaseBoard(config.cache.lease_path, config.max_blocks)
-        self._cache_era = board.begin_era(config.replica)
-        if path := config.cache.pools[config.replica]:
+        self._cache_era = board.begin_era(config.replica, self.rank)
+        pools = config.cache.pools[self.rank :: config.num_workers]  # of this rank of each replica
+        if path := pools[config.replica]:
             self.runner.share_cache(path)
-        self._peers = PeerMemory(config.cache.pools, board, self.runner.block_regions)
+        self._peers = PeerMemory(pools, board, self.runner.block_regions)
 
     def _open_tiers(self, config: EngineConfig) -> list[SlotFile]:
         """None where this worker computes other bits than the one whose place it takes: the files of the model were changed."""
@@ -211,7 +212,7 @@ class WorkerActor(Actor):
                 "the files of the model have changed since the engine was started; its KV tiers are not used"
             )
             return []
-        return open_tiers(config.cache)
+        return open_tiers(config.cache, self.rank, config.num_workers)
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link

@@ -263,6 +263,8 @@ class Scheduler:
         self._table.enter(sequence)
         if self.transfers is not None and submit.hands_off and submit.fork_of is None:
             self.transfers.lend(sequence)
+        if self.transfers is not None and submit.kv_lease.size:
+            self.transfers.keep_lease(sequence)
         if submit.blocked_on is not None:
             self._table.block(sequence)
         else:
