@@ -55,7 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
-from actorllm.types.roles import Role, with_roles
+from actorllm.types.roles import MAPPED, Role, with_roles
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -242,6 +242,8 @@ class CacheConfig:
     of a replica that lends nothing; no entry: there are no roles."""
     lease_path: str | None = None
     """Of the memory that says which blocks are lent (`actors.tiers.lease_board`)."""
+    transport: str = MAPPED
+    """How blocks come from another replica: `types.roles.MAPPED`, or by NIXL. Then `pools` have what it is reached by."""
 
     @property
     def has_transfers(self) -> bool:
@@ -711,6 +713,7 @@ class EngineConfig(EngineNames):
                 offloading_bytes=tiers.memory_bytes,
                 disk_path=tiers.disk_path if tiers.disk_bytes else None,
                 disk_bytes=tiers.disk_bytes,
+                transport=given.get("kv_transport", MAPPED),
             ),
             # What a step may hold, and the policies that fill it.
             scheduler=SchedulerConfig(

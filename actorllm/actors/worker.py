@@ -47,6 +47,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import Drafted, LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
+from actorllm.types.roles import NIXL
 from actorllm.types.sleep import SLEEPING_PARTS
 from actorllm.types.weight_version import WeightSource
 
@@ -179,6 +180,8 @@ class WorkerActor(Actor):
             self.runner.allocate(config.cache.num_blocks)
         else:
             self.runner.allocate_groups(config.cache.num_blocks, config.num_window_blocks)
+        if self._peers is not None:
+            self._peers.publish(self._own_pool(config))
         if config.cache.has_tiers:
             slot_bytes = sum(view.nbytes for view in self.runner.block_views(0))
             if slot_bytes != config.cache.tier_slot_bytes:  # what a block is, is not all in these bytes
@@ -201,9 +204,17 @@ class WorkerActor(Actor):
         board = LeaseBoard(config.cache.lease_path, config.max_blocks)
         self._cache_era = board.begin_era(config.replica, self.rank)
         pools = config.cache.pools[self.rank :: config.num_workers]  # of this rank of each replica
-        if path := pools[config.replica]:
+        if config.cache.transport == NIXL:
+            from actorllm.actors.tiers.nixl_memory import NixlMemory  # imports NIXL
+
+            self._peers = NixlMemory(pools, board, self.runner.block_regions)
+            return
+        if path := self._own_pool(config):
             self.runner.share_cache(path)
         self._peers = PeerMemory(pools, board, self.runner.block_regions)
+
+    def _own_pool(self, config: EngineConfig) -> str:
+        return config.cache.pools[config.replica * config.num_workers + self.rank]
 
     def _open_tiers(self, config: EngineConfig) -> list[SlotFile]:
         """None where this worker computes other bits than the one whose place it takes: the files of the model were changed."""

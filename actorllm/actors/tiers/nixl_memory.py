@@ -61,20 +61,26 @@ class NixlMemory(PeerMemory):
             _pieces(start, (one.shape[0], lent.cache_blocks + NUM_SPECIAL_BLOCKS, one.shape[2]), sources)
             for start, one in zip(starts, regions, strict=True)
         ]
-        agent = self._agent
-        handle = agent.initialize_xfer(
-            "READ",
-            agent.get_xfer_descs(np.concatenate(mine), "DRAM"),
-            agent.get_xfer_descs(np.concatenate(theirs), "DRAM"),
-            name,
-        )
-        state = agent.transfer(handle)
-        while state == "PROC":
-            time.sleep(POLL_S)
-            state = agent.check_xfer_state(handle)
-        agent.release_xfer_handle(handle)
+        try:
+            state = self._read(name, np.concatenate(mine), np.concatenate(theirs))
+        except Exception as error:  # NIXL has kinds of its own, which a package without NIXL cannot name
+            raise OSError(f"NIXL could not read from replica {lent.replica}: {error}") from error
         if state != "DONE":
             raise OSError(f"NIXL could not read from replica {lent.replica}: {state}")
+
+    def _read(self, name: str, mine: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> str:
+        """How it ended."""
+        agent = self._agent
+        places = [agent.get_xfer_descs(one, "DRAM") for one in (mine, theirs)]
+        handle = agent.initialize_xfer("READ", *places, name)
+        try:
+            state: str = agent.transfer(handle)
+            while state == "PROC":
+                time.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            return state
+        finally:
+            agent.release_xfer_handle(handle)
 
     def _lender(self, replica: int) -> tuple[str, list[int]]:
         """The agent of a replica, and where its cache begins. Raises OSError, ValueError: it has no card now."""

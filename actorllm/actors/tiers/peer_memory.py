@@ -49,19 +49,24 @@ class PeerMemory:
         lent = self._board.read(replica, slot, number, digest)
         if lent is None or lent.blocks.size < first + len(blocks):
             return 0, time.perf_counter() - began
-        try:
-            regions = self._regions_of(lent)
-        except (OSError, ValueError):  # its owner has ended, or it is smaller than its lease says
-            return 0, time.perf_counter() - began
-        sources = lent.blocks[first : first + len(blocks)]
         targets = np.array(blocks, np.int32)
-        for own, other in zip(self._own(), regions, strict=True):
-            copy_blocks(own, targets, other, sources)
-        is_good = self._board.is_valid(lent)
+        try:
+            self._fill(lent, targets, lent.blocks[first : first + len(blocks)])
+            is_good = self._board.is_valid(lent)
+        except (OSError, ValueError):  # its owner has ended, or it is smaller than its lease says
+            is_good = False
         if not is_good:  # what was copied may be no finite numbers
             for own in self._own():
                 own[:, targets] = 0
         return len(blocks) if is_good else 0, time.perf_counter() - began
+
+    def publish(self, path: str) -> None:
+        """The own cache has its memory from here on. Where that is mapped, there is nothing to do. path: its own of `paths`."""
+
+    def _fill(self, lent: Lent, targets: NDArray[np.int32], sources: NDArray[np.int32]) -> None:
+        """Copy blocks of a lease. Raises OSError, ValueError: they cannot be had."""
+        for own, other in zip(self._own(), self._regions_of(lent), strict=True):
+            copy_blocks(own, targets, other, sources)
 
     def _regions_of(self, lent: Lent) -> list[NDArray[np.uint8]]:
         """Those of the lender, whose cache may have another number of blocks than this one."""
