@@ -47,6 +47,12 @@ FAMILIES = {
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "MambaForCausalLM": "mamba",
+    "FalconMambaForCausalLM": "falcon_mamba",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
 }
 """The file of each architecture in `families/`."""
 
