@@ -237,6 +237,11 @@ def test_every_family_has_dummy_weights(folder: Path) -> None:
     for architecture in FAMILIES:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
         heads = 2 * TINY_LLAMA["hidden_size"] // TINY_LLAMA["head_dim"] if "head_dim" in TINY_LLAMA else 4
-        experts |= {"num_heads": heads, "mamba_n_heads": heads, "n_groups": 1, "full_attn_idxs": [0]}  # of recurrent layers
+        experts |= {
+            "num_heads": heads,
+            "mamba_n_heads": heads,
+            "n_groups": 1,
+            "full_attn_idxs": [0],
+        }  # of recurrent layers
         (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]} | experts))
         load(folder, load_format="dummy")
