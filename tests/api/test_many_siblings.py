@@ -11,7 +11,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.errors import EngineOverloaded, InvalidParameterError
-from tests.api.test_parallel_sampling import becomes_idle
+from tests.api.becoming_idle import becomes_idle
 
 NUMBER, SLOTS, BLOCK = 2000, 64, 32
 PROMPT: Any = {"prompt_token_ids": [5 + 7 * at % 400 for at in range(4 * BLOCK + 1)]}

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-import actorllm.fleet.dispatcher
 from actorllm import AsyncLLM
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.scheduling.role_router import RoleRouter
 from actorllm.types import roles
+from tests.fleet.handing_off import DECODE, OPTIONS, PREFILL, PROMPTS, hand_off_every_prompt, streams, transfers
 from tests.fleet.streams import all_run, kill
-from tests.fleet.test_roles import DECODE, OPTIONS, PREFILL, PROMPTS, streams, transfers
 
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"roles": "1P1D"},
@@ -29,10 +27,7 @@ def test_without_nixl_the_engine_says_what_to_install(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def every_prompt_is_handed_off() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoleRouter, "pays", lambda self, request, prefill, decode: request.num_prompt >= 8)
-        patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
-        yield
+    yield from hand_off_every_prompt()
 
 
 @pytest.mark.anyio

@@ -15,47 +15,26 @@ from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.scheduling.role_router import RoleRouter
 from actorllm.server import create_app
 from actorllm.types.roles import read_roles
+from tests.fleet.handing_off import (
+    DECODE,
+    OPTIONS,
+    PREFILL,
+    PROMPTS,
+    hand_off_every_prompt,
+    stream,
+    streams,
+    transfers,
+)
 from tests.fleet.streams import Told, all_run, assert_same, kill, params, run_all, until
 
 pytestmark = [pytest.mark.leaks_by_module, pytest.mark.timeout(240)]
 
-PREFILL, DECODE = 0, 1
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 8, "standby_worker": False}
-LONG = (
-    "Once upon a time there was a bear who lived in a deep dark forest near a lake, and in that forest there was honey. "
-    * 2
-)
-PROMPTS = [f"{LONG} It was number {number}" for number in range(6)]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def every_prompt_is_handed_off() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoleRouter, "pays", lambda self, request, prefill, decode: request.num_prompt >= 8)
-        patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
-        yield
-
-
-async def stream(llm: AsyncLLM, number: int, **more: Any) -> list[int]:
-    found: list[int] = []
-    async for output in llm.generate(PROMPTS[number], params(number, max_tokens=40), **more):
-        found = list(output.outputs[0].token_ids)
-    return found
-
-
-async def streams(llm: AsyncLLM) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-
-    async def one(number: int) -> None:
-        found[number] = await stream(llm, number)
-
-    async with anyio.create_task_group() as group:
-        for number in range(len(PROMPTS)):
-            group.start_soon(one, number)
-    return [found[number] for number in sorted(found)]
+    yield from hand_off_every_prompt()
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +51,6 @@ async def fleet() -> AsyncIterator[AsyncLLM]:
     await all_run(llm)
     yield llm
     llm.shutdown()
-
-
-async def transfers(llm: AsyncLLM) -> list[dict[str, Any]]:
-    """Of each replica."""
-    replicas = (await llm.stats())["scheduler"]["replicas"].values()
-    return [replica["scheduler"]["transfers"] for replica in replicas]
 
 
 def handed_off(llm: AsyncLLM) -> int:
@@ -409,7 +382,11 @@ def test_names_of_vllm() -> None:
         ({"roles": "1P1D", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"roles": "1P1D", "topology": "inline"}, "topology='process'"),
         ({"roles": "90P90D"}, "64 replicas"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "give roles='1P1D'"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "NixlConnector .* needs roles",
+        ),
+        ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}}, "give roles='1P1D'"),
         ({"kv_transfer_config": CONNECTOR}, "needs roles"),
         ({"kv_transfer_config": CONNECTOR | {"kv_role": "kv_producer"}, "roles": "1P1D"}, "kv_role='kv_producer'"),
         ({"kv_transfer_config": CONNECTOR | {"kv_port": 1}, "roles": "1P1D"}, "'kv_port'"),

@@ -1,7 +1,7 @@
 """`NixlMemory`: as `PeerMemory`, by reads of NIXL (https://github.com/ai-dynamo/nixl), whose wheel works on a CPU.
 
-A lender has its cache in memory of its own, which it registers with an agent of NIXL. Where the mapped memory would be, a file
-without a name has its *card*: what another agent needs to reach it, and where the cache begins. A reader loads the card of the
+A lender has its cache in memory of its own, which it registers with an agent of NIXL. A file without a name, which is the mapped
+memory otherwise, has its *card*: how another agent reaches it, and where the cache begins. A reader loads the card of the
 lender when it is a new one. Blocks are read by one transfer of all layers. Leases are as ever: a read counts only if the lease is
 there after it as well.
 

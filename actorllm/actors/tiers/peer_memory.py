@@ -1,9 +1,9 @@
 """`PeerMemory`: the KV memory of other replicas of this machine, of which blocks are copied that they have leased.
 
 The memory of a lender is a file without a name that its owner has. This process maps it to read, once, and once more where it has
-grown. Blocks side by side in both caches are copied by one call for all layers, and what is large by two threads: one does not
-use all that memory can do. Nothing is encoded, and the lender does nothing for it. What is copied counts only if the lease is
-there after the copy as well (`lease_board`).
+grown. Blocks side by side in both caches are copied by one call for all layers. Of many bytes two threads copy half each, since
+one does not use all that memory can do. Nothing is encoded, and the lender does nothing for it. What is copied counts only if the
+lease is there after the copy as well (`lease_board`).
 """
 
 from __future__ import annotations
