@@ -271,7 +271,7 @@ class DecoderTensors:
                 or self._is_of_another_rank(name)
                 or self._is_of_drafts(name)
                 or self._model_part.lacks(name)
-                or (self._config.names.beside is not None and name.startswith(self._config.names.beside))
+                or name.startswith(self._config.names.beside)
             )
         )
 
