@@ -42,6 +42,7 @@ class GatedDeltaMixer:
         for piece in rows.pieces:
             tokens = slice(piece.start, piece.start + piece.size)
             out[tokens] = self._prompt(inputs[tokens], decay[tokens], beta[tokens], states, piece)
+            piece.keep(states)
         scale = out.square().mean(2, keepdim=True).add_(shape.eps).rsqrt_()
         out.mul_(scale).mul_(self._norm)
         return out.view(len(made), -1).mul_(torch.nn.functional.silu(gate.float())).to(made.dtype)

@@ -50,6 +50,7 @@ class Mamba2Mixer:
         for piece in rows.pieces:
             tokens = slice(piece.start, piece.start + piece.size)
             out[tokens] = self._prompt(inputs[tokens], steps[tokens], states, piece)
+            piece.keep(states)
         return self._gated(out, gate).to(made.dtype)
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
