@@ -14,7 +14,7 @@ from actorllm.messages import pack
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.slo.simulator import EngineShape
 from tests.api.deaths_and_forks import FORKS, tokens_over_deaths
-from tests.model.hf.decoders import prompt, save
+from tests.model.hf.decoders import RECURRENT, prompt, save
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 256, "block_size": 8, "skip_tokenizer_init": True,
@@ -58,9 +58,10 @@ def conversation(llm: LLM) -> tuple[list[list[int]], list[int]]:
 
 SLOW = pytest.mark.slow(reason="a dozen engines for each; `test_hybrids` is quick")
 HYBRIDS = ["granite-hybrid", "falcon-h1", "qwen3-next"]
+OTHERS = sorted(RECURRENT - {"mamba2"})
 
 
-@pytest.fixture(scope="module", params=["mamba2", *(pytest.param(name, marks=SLOW) for name in HYBRIDS)])
+@pytest.fixture(scope="module", params=["mamba2", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
     save(request.param, made, max_position_embeddings=256)

@@ -15,9 +15,9 @@ from actorllm.messages import StepPlan
 from actorllm.model.cpu.recurrent.cache import RecurrentCache
 from actorllm.model.cpu.runner import CpuRunner
 from tests.model.driver import Driver, int32
-from tests.model.hf.decoders import prompt, save
+from tests.model.hf.decoders import RECURRENT, prompt, save
 
-FAMILIES = ["mamba2", "granite-hybrid", "falcon-h1", "qwen3-next"]
+FAMILIES = sorted(RECURRENT)
 TOKENS = prompt(3, 150)
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 192, "block_size": 8, "skip_tokenizer_init": True,

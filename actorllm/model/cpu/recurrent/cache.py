@@ -51,7 +51,7 @@ class RecurrentCache(PagedCache):
         self.states.copy(both[:, 1], both[:, 0])
 
     def keep_decoded(self, inputs: StepInputs) -> None:
-        """Keep the states behind decoded tokens. Those of prompts are kept where they are worked off (`Piece.keep`)."""
+        """Keep the states behind decoded tokens. Those of prompts are kept where they are worked off (`Piece.store`)."""
         decoded = set(inputs.decode_slots.tolist())
         rows = [(save.slot, self.states.num_slots + save.place) for save in inputs.saves if save.slot in decoded]
         if rows:

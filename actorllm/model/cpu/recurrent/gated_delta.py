@@ -42,7 +42,6 @@ class GatedDeltaMixer:
         for piece in rows.pieces:
             tokens = slice(piece.start, piece.start + piece.size)
             out[tokens] = self._prompt(inputs[tokens], decay[tokens], beta[tokens], states, piece)
-            piece.keep(states)
         scale = out.square().mean(2, keepdim=True).add_(shape.eps).rsqrt_()
         out.mul_(scale).mul_(self._norm)
         return out.view(len(made), -1).mul_(torch.nn.functional.silu(gate.float())).to(made.dtype)
@@ -87,13 +86,13 @@ class GatedDeltaMixer:
         is_new = piece.position == 0
         conv, heads = states["conv"], states["heads"]
         made, before = self._convolution.prompt(inputs, None if is_new else conv[piece.slot])
-        conv[piece.slot] = before
+        piece.store(conv, before)
         query, key, value = self._split(made)
         state = torch.zeros_like(heads[0]) if is_new else heads[piece.slot].clone()
         out = torch.empty_like(value)
         for here, ahead in rounds(piece):
             out[here] = self._tiles((query[here], key[here], value[here]), decay[here], beta[here], state, ahead)
-        heads[piece.slot] = state
+        piece.store(heads, state)
         return out
 
     @staticmethod

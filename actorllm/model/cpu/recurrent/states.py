@@ -42,11 +42,11 @@ class Piece(NamedTuple):
     kept_in: int = -1
     """The row that the states behind these tokens are copied to; -1: none."""
 
-    def keep(self, states: States) -> None:
-        """To be called once these tokens are worked off. states: of the layer."""
+    def store(self, rows: torch.Tensor, state: torch.Tensor) -> None:
+        """These tokens are worked off. rows: an array of the layer. state: what it has behind them."""
+        rows[self.slot] = state
         if self.kept_in >= 0:
-            for rows in states.values():
-                rows[self.kept_in] = rows[self.slot]
+            rows[self.kept_in] = state
 
     def cut(self, saves: list[SavedState], num_slots: int) -> list[Piece]:
         """The same tokens in as many pieces as end where states are kept. saves: of this slot, in the order of its tokens."""
