@@ -159,6 +159,7 @@ OWN_RULES = {
         quantizes=True,
         adapts=True,
         drafts=True,
+        drafting_models=("draft_model",),
         has_own_memory=True,
         title="CUDA",
     ),

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineError, UnsupportedModelError
+from actorllm.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model.adapters.store import Adapters
@@ -54,6 +54,7 @@ from actorllm.model.cuda.decoder import (
     StepTokens,
 )
 from actorllm.model.cuda.device import Device, Download
+from actorllm.model.cuda.draft_model import DeviceDraftModel, draft_engine
 from actorllm.model.cuda.drafts import SampledRows, add_masks, edits_of, num_draft_slots, right_runs, sampled_rows
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
@@ -82,7 +83,9 @@ from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.weights import Weights
+from actorllm.types.drafter import Speculation
 from actorllm.types.quantization import FP8
+from actorllm.types.speculation import DRAFT_MODEL, NGRAM, SUFFIX
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -228,6 +231,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._label_head: LinearHead | LayeredHead | None = None
         """From pooled states to scores, on the device."""
         self._speculator: Speculator | None = None
+        self._draft_runner: CudaRunner | None = None
+        """Of the model that drafts."""
+        self._draft_model: DeviceDraftModel | None = None
         self._newest: CudaHandle | None = None
         """The step that was executed last, until it is finished: then there is none under way."""
 
@@ -235,7 +241,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
         with self.device.active():
             self._rows_of_size.clear()
-            self._loaded_rows = self._label_head = self._speculator = self._newest = None
+            self._loaded_rows = self._label_head = self._speculator = self._draft_model = self._newest = None
+            drafting, self._draft_runner = self._draft_runner, None
+            if drafting is not None:
+                drafting.close()
             super().close()
             self.device.release()
 
@@ -245,8 +254,6 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def load(self) -> None:
         """Read the weights, or draw them, straight to the device, while the kernels are compiled. Raises ModelError."""
         check_shares(self.model_config, self.config.model, self.config.world_size)
-        if self.config.speculation is not None:
-            self._speculator = Speculator(self.config.speculation, self.model_config.vocab_size)
         self.collectives = Collectives.connect(self.config, self.rank, self.device)
         self.ranks = self.collectives.ranks
         is_compiled = self.device.torch_device.type == "cuda"
@@ -255,6 +262,28 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.processors = processors_of(self.config, self.dtype, self.device.torch_device)
         if self.device.proves_itself:
             self._check_kernels()
+        if self.config.speculation is not None:
+            self._load_drafter(self.config.speculation)
+
+    def _load_drafter(self, speculation: Speculation) -> None:
+        """Make what drafts. Raises ModelError, ConfigError."""
+        if speculation.method == DRAFT_MODEL:
+            if not isinstance(self.model_config, DecoderConfig):
+                raise UnsupportedModelError(
+                    f"speculative_config (method={DRAFT_MODEL!r}) is not supported for {self.config.model.architecture} yet, which "
+                    f"runs through transformers; use {NGRAM!r} or {SUFFIX!r}"
+                )
+            config, shape = draft_engine(self.config)
+            self._draft_runner = CudaRunner(
+                config, self.rank, show_progress=self._show_progress, device=self.device, plan=shape
+            )
+            try:
+                self._draft_runner.load()
+            except ModelError as error:
+                raise type(error)(f"speculative_config: the draft model: {error}") from error
+            is_greedy = speculation.draft_sample_method == "greedy"
+            self._draft_model = DeviceDraftModel(self._draft_runner, is_greedy=is_greedy)
+        self._speculator = Speculator(speculation, self.model_config.vocab_size, self._draft_model)
 
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
@@ -291,7 +320,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @property
     def block_bytes(self) -> int:
-        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize
+        of_drafts = 0 if self._draft_runner is None else self._draft_runner.block_bytes
+        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize + of_drafts
 
     def _decoder(self, plan: DecoderConfig, weights: Weights, form: Form) -> DeviceDecoder:
         """With room for adapters, if requests may have them."""
@@ -422,7 +452,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         cache = self.config.cache
         num_blocks, plans = self._largest_steps()
         with self.device.active():
-            self._allocate(num_blocks)
+            for runner in (self, self._draft_runner):
+                if runner is not None:
+                    runner._allocate(num_blocks)
             self.device.reset_peak()
             before = self.device.held_bytes()
             for plan in plans:
@@ -432,6 +464,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             share = cache.memory_utilization if cache.memory_utilization is not None else DEFAULT_MEMORY_SHARE
             room = int(self.device.total_bytes() * share) - self.device.foreign_bytes() - held
             del self._pool
+            if self._draft_runner is not None:
+                del self._draft_runner._pool
         if self.model.needs_trial:
             # A module makes logits of its own type first, and its graphs have memory of their own.
             rows, tokens = self._max_rows, self.config.scheduler.max_num_batched_tokens
@@ -439,7 +473,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             of_step = max(0, peak - before) * min(rows, SIZES[-1]) // tokens
             room -= 2 * logits + of_step if self._records else logits
         if self._records:
-            room -= GRAPH_BYTES * len(self._kinds)
+            room -= GRAPH_BYTES * (len(self._kinds) + (self._draft_runner is not None))
         return room - self._logprobs_bytes
 
     @property
@@ -457,6 +491,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
+        if self._draft_runner is not None:
+            self._draft_runner.allocate(num_blocks)
         self._allocate(num_blocks)
         if missing := self._missing_experiments:
             told = "decode steps are launched kernel by kernel; %s=%s would record them, which no GPU has shown to work"
@@ -580,10 +616,14 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._loaded_rows = None
         if self._speculator is not None:
             self._speculator.clear()
+        if self._draft_runner is not None:
+            self._draft_runner.forget_requests()
 
     def discard(self) -> None:
         super().discard()
         self._newest = None
+        if self._draft_runner is not None:
+            self._draft_runner.discard()
 
     def _zero(self, block_ids: I32) -> None:
         with self._on_device():
@@ -634,6 +674,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @property
     def wants_to_record(self) -> bool:
         """Whether `record_next` has something to do, and may be called when this rank has time."""
+        if self._draft_runner is not None and self._draft_runner.wants_to_record:
+            return True
         return self.collectives.size == 1 and self.graphs.next_wanted() is not None
 
     @torch.inference_mode()
@@ -726,7 +768,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """Record one of the steps that are wanted as graphs. False: there is none. For when there is nothing else to do."""
         key = self.graphs.next_wanted()
         if key is None:
-            return False
+            return self._draft_runner is not None and self._draft_runner.record_next()
         with self._on_device():
             if key[0].plain is GraphPart.MIXED:
                 assert self.mixed is not None
@@ -841,8 +883,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """The sampling is launched, too, unless it waits."""
         started = clock.now()
         with self._on_device():
-            self._apply(plan)
-            self._update_state(plan)
+            self.apply(plan)
             drafts = None if self._speculator is None else self._guess(plan, self._speculator)
             inputs = self.batch.inputs(plan, drafts)
             sampling = self._sampling_rows(inputs)
@@ -872,6 +913,13 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._newest = handle
         return handle
 
+    @torch.inference_mode()
+    def apply(self, plan: StepPlan) -> None:
+        """Carry out what a plan says about requests and blocks, here and on the device; `execute` does."""
+        with self._on_device():
+            self._apply(plan)
+            self._update_state(plan)
+
     def waits_for_results(self, plan: StepPlan) -> bool:
         if self._newest is None or self._speculator is None:
             return False
@@ -886,6 +934,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """What is guessed of the decode rows of this step."""
         assert self._newest is None or self._newest.sampled is None, "the step before is not finished"
         speculator.apply(plan, self.batch.known_tokens)
+        if self._draft_model is not None:
+            self._draft_model.apply(plan)
         slots = self.batch.decode_slots
         if not plan.max_drafts or not slots.size:
             return None
