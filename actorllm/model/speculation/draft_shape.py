@@ -10,7 +10,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.registry import decoder_config
-from actorllm.types.model_files import read_object
+from actorllm.types.model_files import read_model_config
 from actorllm.types.weight_version import FIRST_WEIGHTS
 
 
@@ -26,7 +26,7 @@ def draft_config(target: ModelConfig, folder: str, switches: Set[str]) -> tuple[
 
     switches: of the backend's forward (`DecoderConfig.switches`). Raises ModelError.
     """
-    tree = read_object(Path(folder) / "config.json")
+    tree = read_model_config(Path(folder))
     names = tree.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else repr(names)
     try:
