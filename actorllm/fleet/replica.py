@@ -111,7 +111,9 @@ class ReplicaFrontend(FrontendActor):
         return self._next_rid()
 
     async def on_stop(self) -> None:
-        if not self.lives_on:  # else of a start that failed, or of a replica that was lost: its owner says what comes of it
+        if (
+            not self.lives_on
+        ):  # else of a start that failed, or of a replica that was lost: its owner says what comes of it
             await super().on_stop()
 
     def on_offer(self, offer: KvOffer) -> None:
