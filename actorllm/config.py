@@ -1149,15 +1149,17 @@ def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
             f'"host:port"'
         )
     ranks = given["tensor_parallel_size"] * given["pipeline_parallel_size"]
-    rank_nodes: tuple[str, ...] = ()
+    rank_nodes, num_machines = (), None
     if nodes and given["nnodes"] > 1 and ranks > 1:  # as in vLLM: the ranks of one replica
-        if not is_of_ray:
-            rank_nodes, nodes = tuple(nodes), ()
         _check_rank_nodes(given | {"device": device}, ranks, is_of_ray)
+        if is_of_ray:
+            num_machines = given["nnodes"]
+        else:  # those of the replica here
+            rank_nodes, nodes = tuple(nodes), ()
     return {
         "nodes": tuple(nodes),
         "rank_nodes": rank_nodes,
-        "num_machines": given["nnodes"] if is_of_ray and given["nnodes"] > 1 and ranks > 1 else None,
+        "num_machines": num_machines,
         "ray_address": given["ray_address"],
         "placement": _choice("placement", given["placement"], ("spread", "pack")),
         "placement_timeout_s": _seconds("placement_timeout_s", given, 1.0),
