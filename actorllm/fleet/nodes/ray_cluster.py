@@ -5,8 +5,8 @@ death of Ray's head stops none. Restarts are the fleet's: Ray starts no actor ag
 replica asks for another one; Ray moves the bundle of a dead node by itself.
 
 What can never fit is refused at once, with what was asked for and what the largest node has. What may fit is waited for, and
-the log says so. The ranks of a replica are on one machine, or on as few as have room: one agent has the replica and its first
-ranks, and calls the agents of the others itself (`rank_child`).
+the log says so. The ranks of a replica are on one machine, or on as few as have room. One agent has the replica and its first
+ranks. It calls the agents of the others itself (`rank_child`).
 """
 
 from __future__ import annotations
