@@ -190,10 +190,13 @@ def rules_of(device: str) -> BackendRules:
     return found
 
 
-def choose(device: Any) -> str:
-    """ "auto" is "cuda" where torch is built for it and a GPU is visible. Raises ConfigError for "cuda" where not."""
-    if device == "cpu":
-        return "cpu"
+def choose(device: Any, *, is_elsewhere: bool = False) -> str:
+    """ "auto" is "cuda" where torch is built for it and a GPU is visible. Raises ConfigError for "cuda" where not.
+
+    is_elsewhere: all workers are on other machines, which see for themselves.
+    """
+    if device == "cpu" or (device == "cuda" and is_elsewhere):
+        return str(device)
     if device not in ("auto", "cuda"):
         names = (*DEVICES, *sorted(others()))
         if device in names:
@@ -230,6 +233,14 @@ def why_not_cuda() -> str | None:
     if not (any(_DEV.glob("nvidia[0-9]*")) or (_DEV / "dxg").exists()):
         return "no NVIDIA GPU is visible on this machine (/dev has none); install its driver"
     return None
+
+
+def num_visible_gpus() -> int:
+    """GPUs of NVIDIA that a worker here would see, without torch; 0 where their number is not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(name.strip() not in ("", "-1") for name in visible.split(","))
+    return sum(1 for _ in _DEV.glob("nvidia[0-9]*"))
 
 
 def _torch_build() -> tuple[str, str | None]:
