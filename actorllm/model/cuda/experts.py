@@ -2,8 +2,8 @@
 
 The router's scores are float32. Each token then takes its experts, and the pairs of tokens and experts are put in the order of
 experts. Two products, in one launch each, read the weights of those experts that have pairs. At last the results of each token are
-weighted and added up in the order of its choice, and the MLP that every token takes is added, if there is one. All of it is
-launched with fixed grids, so it can be a part of a recorded step.
+weighted and added up in the order of its choice. The MLP that every token takes is added, if there is one. All of it is launched
+with fixed grids, so it can be a part of a recorded step.
 
 The weights of a rank's experts are one tensor for each of the two products. Padding takes no expert. Many tokens go through in
 pieces, so that what lies between the products stays small.
