@@ -36,6 +36,8 @@ def num_window_blocks(
         window: tokens that a token sees, itself included.
         spare: tokens of a slot beyond the one that a step samples.
     """
-    per_slot = -(-(window - 1) // block_size) + -(-(1 + spare) // block_size) + 3
+    # What the next token looks at, with its own place, the next one and the spare ones, begins and ends anywhere in a block.
+    # A chunk takes as many more as it fills, and one.
+    per_slot = -(-(window + spare) // block_size) + 2
     chunks = -(-max_num_batched_tokens // block_size)
     return min(num_blocks, max_num_seqs * per_slot + chunks)

@@ -57,6 +57,7 @@ from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.draft_model import DeviceDraftModel, draft_engine
 from actorllm.model.cuda.drafts import SampledRows, add_masks, edits_of, num_draft_slots, right_runs, sampled_rows
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
+from actorllm.model.cuda.latent import check_latent
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
 from actorllm.model.cuda.mixed import MixedSteps, rows_of_tokens, supports
 from actorllm.model.cuda.proof import memory, steps
@@ -288,6 +289,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
         if isinstance(plan, DecoderConfig):
+            if plan.latent is not None:
+                check_latent(plan.latent, self.config)
             form = device_form(model)
             with open_on_device(model, form, self.dtype, self._show_progress, self.device.torch_device) as weights:
                 if model.pooler is not None and model.pooler.head is not None:
@@ -320,8 +323,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @property
     def block_bytes(self) -> int:
+        shape = self.model.shape
+        per_token = self.model_config.num_layers * shape.num_parts * shape.num_kv_heads * shape.head_dim
         of_drafts = 0 if self._draft_runner is None else self._draft_runner.block_bytes
-        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize + of_drafts
+        return self.config.cache.block_size * per_token * self._cache_dtype.itemsize + of_drafts
 
     def _decoder(self, plan: DecoderConfig, weights: Weights, form: Form) -> DeviceDecoder:
         """With room for adapters, if requests may have them."""
@@ -360,7 +365,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @property
     def pool(self) -> torch.Tensor:
-        """Of the cache: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        """Of the cache: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]; of latents, 1 in the place of 2."""
         return self._pool.pool
 
     def launch_decode(self, part: GraphPart | None, size: int, slots: I32) -> None:
@@ -539,7 +544,14 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._rows_of_size.clear()
         with self.device.active():
             self._pool = DeviceCache(
-                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self._cache_dtype
+                self.device,
+                c.num_layers,
+                shape.num_kv_heads,
+                shape.head_dim,
+                num_blocks,
+                size,
+                self._cache_dtype,
+                shape.num_parts,
             )
             self.state = StateTable(
                 self.device, config.scheduler.max_num_seqs, -(-length // size), self._num_draft_slots
