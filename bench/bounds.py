@@ -284,6 +284,21 @@ BOUNDS = (
         "the blocks used least lately are given to others",
     ),
     Bound(
+        "states of recurrent layers behind prefixes",
+        (
+            "kvcache.snapshot_pool: SnapshotPool._free",
+            "kvcache.snapshot_pool: SnapshotPool._published",
+            "kvcache.snapshot_pool: SnapshotPool._alike",
+            "scheduling.snapshots: Snapshots._own",
+            "scheduling.snapshots: Snapshots._branches",
+            "scheduling.snapshots: Snapshots._restored",
+        ),
+        "prompts, `cache_salt`",
+        ("config:DEFAULT_NUM_SEQS=256",),
+        "places in the memory of the workers, and requests with a slot",
+        "the states used least lately are overwritten",
+    ),
+    Bound(
         "prompts that are looked up while another request computes them",
         ("scheduling.prefix_cache: PrefixCache._fresh",),
         "prompts, `cache_salt`",

@@ -128,8 +128,6 @@ class WorkerActor(Actor):
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
-        if self.runner.num_snapshots is not None:
-            sizes["snapshots"] = self.runner.num_snapshots
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
@@ -137,6 +135,8 @@ class WorkerActor(Actor):
         if config.cache.has_tiers:
             sizes["tier"] = self._tier(config)
         num_blocks = self.runner.profile_num_blocks()
+        if self.runner.num_snapshots is not None:
+            sizes["snapshots"] = self.runner.num_snapshots
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
             # With its share of the second group, or of states.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from actorllm_kernels.attn_decode import per_sm
+from actorllm_kernels import attn_decode, latent_decode
 from actorllm_kernels.compiled import Compiled, Loop, facts
 from actorllm_kernels.configs import MAX_SHARED, num_multiprocessors, table_of, target
 from actorllm_kernels.launches import Launch, names_for, record_one
@@ -38,6 +38,8 @@ MAX_NARROW_OF_FLOAT8 = 0.51
 LOADS_AHEAD = (
     "attn_decode",
     "attn_prefill",
+    "latent_decode",
+    "latent_prefill",
     "skinny_gemm",
     "quantized_gemm",
     "grouped_gemm",
@@ -47,7 +49,7 @@ LOADS_AHEAD = (
 """Kernels whose loops are nothing if their loads are not under way before they are needed."""
 READS_WEIGHTS = ("skinny_gemm", "quantized_gemm", "grouped_gemm", "lm_head_sample")
 """Kernels that take as long as it takes to read a weight: all multiprocessors must ask for it."""
-WARPGROUP = ("attn_prefill",)
+WARPGROUP = ("attn_prefill", "latent_prefill")
 
 Found = dict[str, dict[str, Compiled]]
 """architecture -> launch -> facts."""
@@ -110,11 +112,14 @@ def _loop_violations(compiled: Compiled, max_narrow: float) -> list[str]:
 
 def residency(name: str, launch: Launch, compiled: Compiled, architecture: str) -> list[str]:
     """Programs that share the work evenly must all be there at once; a second wave would begin when the first has ended."""
-    if not name.startswith("attn_decode"):
-        return []
-    constants = launch.constants
+    constants, meta = launch.constants, torch.device("meta")
     with target(table_of(architecture)):
-        wanted = per_sm(torch.device("meta"), constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
+        if name.startswith("attn_decode"):
+            wanted = attn_decode.per_sm(meta, constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
+        elif name.startswith("latent_decode"):
+            wanted = latent_decode.per_sm(constants["NUM_GROUPS"] * constants["GROUP"], meta)
+        else:
+            return []
     if wanted <= compiled.resident:
         return []
     return [f"{name} on {architecture} wants {wanted} programs per multiprocessor, and {compiled.resident} fit"]

@@ -299,6 +299,39 @@ def attention(
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+def rotated_pairs(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: [num_tokens, num_heads, dim], whose adjacent numbers are a pair; cos, sin: [max_positions, dim / 2] (arXiv:2104.09864)."""
+    first, second = x[..., ::2], x[..., 1::2]
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    return torch.stack((first * c - second * s, second * c + first * s), -1).flatten(-2)
+
+
+def latent_tokens(
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """What the cache holds of tokens: the latent, normed, and the part of all heads, rotated (DeepSeek-V2, arXiv:2405.04434).
+
+    tokens: [num_tokens, rank + rotary]; norm: [rank].
+    """
+    latent, rotary = tokens[:, : len(norm)], tokens[:, len(norm) :]
+    turned = rotated_pairs(rotary.unsqueeze(1), positions, cos, sin)[:, 0]
+    return torch.cat((rmsnorm(latent, norm, eps), turned), 1)
+
+
+def latent_attention(q: torch.Tensor, latents: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+    """The last tokens of one sequence over all of it: [num_new, num_heads, rank].
+
+    q: [num_new, num_heads, width], absorbed; latents: [num_tokens, width], of which the first `rank` numbers are values as well.
+    """
+    rows = latents.unsqueeze(1)
+    return attention(q, rows, rows, scale)[..., :rank]
+
+
 # Logits beside the draw ---------------------------------------------------------------------------------------------------
 
 
@@ -354,12 +387,40 @@ def router_scores(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return scores if bias is None else scores + bias
 
 
-def chosen_experts(scores: list[float], num_active: int, normalizes: bool) -> tuple[list[int], list[float]]:
-    """Of one token: the experts with the highest scores, of equal ones the first, and their weights (arXiv:1701.06538)."""
-    numbers = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:num_active]
-    of_total = numbers if normalizes else range(len(scores))
-    total = math.fsum(math.exp(scores[i] - max(scores)) for i in of_total)
-    return numbers, [math.exp(scores[i] - max(scores)) / total for i in numbers]
+def chosen_experts(
+    scores: list[float],
+    num_active: int,
+    normalizes: bool,
+    *,
+    correction: list[float] | None = None,
+    num_groups: int = 1,
+    num_active_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[list[int], list[float]]:
+    """Of one token: the experts with the highest scores, of equal ones the first, and their weights (arXiv:1701.06538).
+
+    correction: weights are sigmoids of the scores, and what is compared has this added (DeepSeek-V3, arXiv:2412.19437); None: they
+    are those of a softmax. num_groups: of which the best num_active_groups count, by their best expert, or by their best two.
+    """
+    compared, kind = scores, 1
+    if correction is not None:
+        compared, kind = [_sigmoid(score) + more for score, more in zip(scores, correction, strict=True)], 2
+    size = len(scores) // num_groups
+    groups = [sorted(compared[i : i + size], reverse=True) for i in range(0, len(scores), size)]
+    best = sorted(range(num_groups), key=lambda i: (-sum(groups[i][:kind]), i))[:num_active_groups]
+    here = [i for i in range(len(scores)) if i // size in best]
+    numbers = sorted(here, key=lambda i: (-compared[i], i))[:num_active]
+    if correction is not None:
+        weights = [_sigmoid(scores[i]) for i in numbers]
+        total = math.fsum(weights) if normalizes else 1.0
+    else:
+        weights = [math.exp(scores[i] - max(scores)) for i in numbers]
+        total = math.fsum(weights if normalizes else (math.exp(score - max(scores)) for score in scores))
+    return numbers, [weight / total * scale for weight in weights]
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 def grouped_pairs(numbers: torch.Tensor, first: int, num_experts: int) -> tuple[list[int], list[int]]:

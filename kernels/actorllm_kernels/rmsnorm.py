@@ -28,6 +28,7 @@ def rmsnorm_kernel(
     num_lines,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
@@ -51,7 +52,7 @@ def rmsnorm_kernel(
         tl.store(residual_ptr + row * SIZE + columns, x, mask=mask)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    tl.store(y_ptr + row * STRIDE + columns, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * Y_STRIDE + columns, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def rmsnorm(
@@ -66,9 +67,9 @@ def rmsnorm(
 ) -> None:
     """y = norm(x) * weight; with a residual: residual += x, and y is the norm of that.
 
-    x, y, residual: [num_tokens, hidden_size]; y may be x. x and y may be columns of wider rows, both of the same width; the
-    residual is contiguous. weight: [hidden_size]. ahead: the weight of the product that comes next, 16 bits wide.
-    pdl: launch as a dependent of the kernel before.
+    x, y, residual: [num_tokens, hidden_size]; y may be x. x and y may be columns of wider rows; the residual is
+    contiguous. weight: [hidden_size]. ahead: the weight of the product that comes next, 16 bits wide. pdl: launch as a dependent of
+    the kernel before.
     """
     num_tokens, size = x.shape
     config = {**lookup("rmsnorm", "small" if size <= 2048 else "large", x.device), **dependent(pdl, x.device)}
@@ -88,6 +89,7 @@ def rmsnorm(
         ),
         SIZE=size,
         STRIDE=x.stride(0),
+        Y_STRIDE=y.stride(0),
         BLOCK=triton.next_power_of_2(size),
         HAS_RESIDUAL=residual is not None,
         HAS_AHEAD=num_lines > 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,6 +22,9 @@ from actorllm_kernels.group_pairs import group_pairs
 from actorllm_kernels.grouped_gemm import grouped_gemm
 from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import launch_kv_copy
+from actorllm_kernels.latent_decode import heads_together, latent_decode
+from actorllm_kernels.latent_prefill import latent_prefill
+from actorllm_kernels.latent_rope_kv import latent_rope_kv
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.lora_expand import lora_expand
 from actorllm_kernels.lora_shrink import lora_shrink
@@ -61,6 +65,9 @@ SHIPPED["rmsnorm-4096-residual"] = partial(_rmsnorm, 4096, True, False)
 SHIPPED["rmsnorm-4096"] = partial(_rmsnorm, 4096, False, False)
 SHIPPED["rmsnorm-4096-residual-ahead-pdl"] = lambda: _rmsnorm(4096, True, True, _meta(6144, 4096))
 SHIPPED["rmsnorm-4096-pdl"] = partial(_rmsnorm, 4096, False, True)
+SHIPPED["rmsnorm-1536-columns-pdl"] = lambda: rmsnorm(
+    _meta(32, 2112)[:, :1536], _meta(1536, dtype=F32), 1e-6, _meta(32, 1536), pdl=True
+)
 
 
 def _qknorm_rope_kv(
@@ -216,6 +223,71 @@ SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 25
 SHIPPED["attn_prefill-64x8x64-window-sinks"] = partial(_attn_prefill, 64, 8, 64, 128, 0.0, True)
 
 
+DEEPSEEK_LITE, DEEPSEEK = (16, 128, 128, 512, 64), (128, 128, 128, 512, 64)
+"""Heads, what is not rotated of a query, a value, a latent, and what is rotated: DeepSeek-V2-Lite, and V2, V3, R1."""
+
+
+def _latent_rope_kv(num_tokens: int, num_heads: int, plain: int, _value: int, rank: int, rotary: int) -> None:
+    made = _meta(num_tokens, num_heads * (plain + rotary) + rank + rotary)
+    latent_rope_kv(
+        made[:, : -rank - rotary].view(num_tokens, num_heads, -1),
+        made[:, -rank - rotary :],
+        _meta(num_tokens, dtype=I32),
+        _meta(num_tokens, dtype=I64),
+        _meta(1000, rotary // 2, dtype=F32),
+        _meta(1000, rotary // 2, dtype=F32),
+        _meta(rank, dtype=F32),
+        _meta(num_tokens, num_heads, rank + rotary)[..., rank:],
+        _meta(100, PAGE, rank + rotary),
+        pdl=True,
+    )
+
+
+def _latent_decode(num_rows: int, num_heads: int, _plain: int, _value: int, rank: int, rotary: int) -> None:
+    q, rows, device = _meta(num_rows, num_heads, rank + rotary), _meta(num_rows, dtype=I32), torch.device("meta")
+    heads = heads_together(num_heads, device)
+    partials = _meta(2000, heads.group, rank, dtype=F32)
+    latent_decode(
+        q,
+        _meta(100, PAGE, rank + rotary),
+        rows,
+        _meta(600, 640, dtype=I32),
+        rows,
+        _meta(num_rows + 1, dtype=I32),
+        _meta(1, dtype=I32),
+        _meta(num_rows * heads.num_groups, dtype=I32),
+        _meta(num_rows, num_heads, rank),
+        partials,
+        partials[..., 0],
+        0.1,
+        programs=heads.division.programs,
+        tile=heads.division.tile,
+        pdl=True,
+    )
+
+
+def _latent_prefill(num_heads: int, _plain: int, _value: int, rank: int, rotary: int) -> None:
+    rows = _meta(3, dtype=I32)
+    latent_prefill(
+        _meta(1024, num_heads, rank + rotary),
+        _meta(100, PAGE, rank + rotary),
+        rows,
+        _meta(600, 640, dtype=I32),
+        rows,
+        rows,
+        _meta(32, 2, dtype=I32),
+        _meta(1024, num_heads, rank),
+        0.1,
+    )
+
+
+for of_heads in (DEEPSEEK_LITE, DEEPSEEK):
+    words = "x".join(map(str, of_heads))
+    SHIPPED[f"latent_rope_kv-32-{words}-pdl"] = partial(_latent_rope_kv, 32, *of_heads)
+    SHIPPED[f"latent_decode-256-{words}-pdl"] = partial(_latent_decode, 256, *of_heads)
+    SHIPPED[f"latent_prefill-{words}"] = partial(_latent_prefill, *of_heads)
+
+
 def _skinny_gemm(num_rows: int, num_outputs: int, num_inputs: int, what: str) -> None:
     x, y = _meta(num_rows, num_inputs), _meta(num_rows, num_outputs)
     skinny_gemm(
@@ -365,7 +437,10 @@ for kind, tokens, model, is_down, what in (
     SHIPPED[name] = partial(_grouped_gemm, kind, tokens, *model, is_down, what)
 
 
-def _experts(what: str, num_tokens: int, num_experts: int, num_active: int, size: int, _inner: int) -> None:
+def _experts(
+    what: str, num_tokens: int, num_experts: int, num_active: int, size: int, _inner: int, num_groups: int = 0
+) -> None:
+    """num_groups: of experts that sigmoids score, beside an MLP of all tokens; 0: none of these."""
     shape = num_tokens, num_active
     numbers, weights = _meta(*shape, dtype=I32), _meta(*shape, dtype=F32)
     scores = _meta(num_tokens, num_experts, dtype=F32)
@@ -373,16 +448,29 @@ def _experts(what: str, num_tokens: int, num_experts: int, num_active: int, size
         weight, bias = _meta(num_experts, size, dtype=F32), _meta(num_experts, dtype=F32)
         router_scores(_meta(num_tokens, size), weight, bias, scores, pdl=True)
     elif what == "choose_experts":
-        choose_experts(scores, _meta(num_tokens, dtype=I64), numbers, weights, True, pdl=True)
+        more: dict[str, Any] = {}
+        if num_groups:
+            correction = _meta(num_experts, dtype=F32)
+            more = {
+                "correction": correction,
+                "num_groups": num_groups,
+                "num_active_groups": num_groups // 2,
+                "scale": 2.5,
+            }
+        choose_experts(scores, _meta(num_tokens, dtype=I64), numbers, weights, True, pdl=True, **more)
     elif what == "group_pairs":
         group_pairs(numbers, _meta(numbers.numel(), dtype=I32), _meta(num_experts + 1, dtype=I32), 0, pdl=True)
     else:
-        sum_experts(_meta(numbers.numel(), size), numbers, weights, _meta(num_tokens, size), 0, num_experts, pdl=True)
+        y = _meta(num_tokens, size)
+        beside = y if num_groups else None
+        sum_experts(_meta(numbers.numel(), size), numbers, weights, y, 0, num_experts, beside, pdl=True)
 
 
 for what in ("router_scores", "choose_experts", "group_pairs", "sum_experts"):
     for model in (QWEN3_MOE, GPT_OSS):
         SHIPPED[f"{what}-64-{'x'.join(map(str, model))}-pdl"] = partial(_experts, what, 64, *model)
+for what in ("choose_experts", "sum_experts"):
+    SHIPPED[f"{what}-64-256x8x7168x2048x8-pdl"] = partial(_experts, what, 64, 256, 8, 7168, 2048, 8)  # DeepSeek-V3
 
 
 def _state() -> SamplingState:

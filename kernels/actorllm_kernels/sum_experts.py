@@ -16,11 +16,13 @@ def sum_experts_kernel(
     found_ptr,
     numbers_ptr,
     weights_ptr,
+    beside_ptr,
     y_ptr,
     first,
     end,
     SIZE: tl.constexpr,
     ACTIVE: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -36,6 +38,8 @@ def sum_experts_kernel(
         num_read = tl.where((number >= first) & (number < end), SIZE, 0)
         x = tl.load(found_ptr + pair * SIZE + column, mask=column < num_read, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + pair) * x
+    if HAS_BESIDE:
+        total += tl.load(beside_ptr + token * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * SIZE + column, total.to(y_ptr.dtype.element_ty), mask=column < SIZE)
 
 
@@ -46,6 +50,7 @@ def sum_experts(
     y: torch.Tensor,
     first: int,
     end: int,
+    beside: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -56,15 +61,17 @@ def sum_experts(
         numbers, weights: int32 and float32 [num_tokens, num_active].
         y: [num_tokens, size], contiguous.
         first, end: numbers of the experts that are here.
+        beside: [num_tokens, size], added as it is; None: nothing.
     """
     num_tokens, size = y.shape
     config = lookup("sum_experts", "*", y.device)
     launch(
         sum_experts_kernel,
         (num_tokens, triton.cdiv(size, config["BLOCK"])),
-        (found, numbers, weights, y, first, end),
+        (found, numbers, weights, y if beside is None else beside, y, first, end),
         SIZE=size,
         ACTIVE=numbers.shape[1],
+        HAS_BESIDE=beside is not None,
         **dependent(pdl, y.device),
         **config,
     )

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from actorllm_kernels import reference
 from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles
+from actorllm_kernels.latent_decode import largest_divisor, latent_decode
+from actorllm_kernels.latent_prefill import latent_prefill
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp
@@ -133,6 +135,89 @@ def run_prefill(
             sinks=None if sinks is None else sinks.double(),
         )
         assert_close(out[tokens], expected)
+
+
+def run_latent_decode(
+    seq_lens: list[int],
+    programs: int,
+    *,
+    num_heads: int = 4,
+    group: int = 2,
+    rank: int = 48,
+    rotary: int = 16,
+    dtype: torch.dtype = torch.float32,
+    page: int = 32,
+    tile: int = 16,
+) -> None:
+    """group: heads of a program; it divides their number."""
+    cache = Paged.make(seq_lens, 1, rank + rotary, page, dtype)
+    num_rows, num_groups, scale = len(seq_lens), num_heads // group, (rank + rotary) ** -0.5
+    q = 2 * torch.randn(num_rows, num_heads, rank + rotary).to(dtype)
+    out = torch.full((num_rows, num_heads, rank), torch.nan, dtype=dtype)
+    ends, quota = torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    arrivals = torch.zeros(num_rows * num_groups, dtype=torch.int32)
+    partials = torch.full((2 * programs, group, rank), torch.nan)
+    partial_lse = torch.full((2 * programs, group), torch.nan)
+    plan_decode(cache.seq_lens, ends, quota, programs, num_groups, tile=tile)
+    latent_decode(
+        q,
+        cache.keys[:, 0],
+        cache.rows,
+        cache.table,
+        cache.seq_lens,
+        ends,
+        quota,
+        arrivals,
+        out,
+        partials,
+        partial_lse,
+        scale,
+        programs=programs,
+        tile=tile,
+    )
+    assert not arrivals.any(), "the next launch would merge too early"
+    for i, n in enumerate(seq_lens):
+        if n == 0:
+            assert not out[i].any()
+            continue
+        rows, _ = cache.sequence(i)
+        assert_close(out[i : i + 1], reference.latent_attention(q[i : i + 1].double(), rows[:, 0], rank, scale))
+
+
+def run_latent_prefill(
+    chunks: list[tuple[int, int]],
+    *,
+    num_heads: int = 4,
+    rank: int = 48,
+    rotary: int = 16,
+    dtype: torch.dtype = torch.float32,
+    block_m: int = 32,
+    page: int = 32,
+    tile: int = 16,
+) -> None:
+    counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
+    cache = Paged.make(seq_lens.tolist(), 1, rank + rotary, page, dtype)
+    scale = (rank + rotary) ** -0.5
+    q = 2 * torch.randn(int(counts.sum()), num_heads, rank + rotary).to(dtype)
+    out = torch.full((len(q), num_heads, rank), torch.nan, dtype=dtype)
+    starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    tokens_of_program = block_m // largest_divisor(num_heads, block_m)
+    latent_prefill(
+        q,
+        cache.keys[:, 0],
+        cache.rows,
+        cache.table,
+        cache.seq_lens,
+        torch.from_numpy(starts),
+        torch.from_numpy(query_tiles(counts, seq_lens, tokens_of_program)),
+        out,
+        scale,
+        block_m=block_m,
+        tile=tile,
+    )
+    for i in range(len(chunks)):
+        tokens, (rows, _) = slice(starts[i], starts[i + 1]), cache.sequence(i)
+        assert_close(out[tokens], reference.latent_attention(q[tokens].double(), rows[:, 0], rank, scale))
 
 
 def run_product(

@@ -66,6 +66,44 @@ def test_a_token_takes_the_experts_with_the_highest_scores(normalizes: bool) -> 
     )
 
 
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize("is_corrected", [True, False])
+@pytest.mark.parametrize(("num_groups", "num_active_groups"), [(1, 1), (4, 2), (3, 1)])
+def test_experts_in_groups(num_groups: int, num_active_groups: int, is_corrected: bool, normalizes: bool) -> None:
+    """Of softmax and of sigmoids, whose correction decides who is chosen and not with what weight."""
+    scores = 2 * numbers_of(9, 12)
+    scores[3] = torch.nan
+    correction = numbers_of(12, seed=7) if is_corrected else None
+    numbers, weights = torch.zeros(9, 3, dtype=torch.int32), torch.zeros(9, 3)
+    slots = torch.arange(9)
+    slots[1] = -1
+    choose_experts(
+        scores,
+        slots,
+        numbers,
+        weights,
+        normalizes,
+        correction=correction,
+        num_groups=num_groups,
+        num_active_groups=num_active_groups,
+        scale=2.5,
+    )
+    assert numbers[1].tolist() == [-1, -1, -1], "padding takes none"
+    assert all(0 <= number < 12 for number in numbers[3].tolist())
+    for token in (0, 2, *range(4, 9)):
+        expected, of_expected = reference.chosen_experts(
+            scores[token].tolist(),
+            3,
+            normalizes,
+            correction=None if correction is None else correction.tolist(),
+            num_groups=num_groups,
+            num_active_groups=num_active_groups,
+            scale=2.5,
+        )
+        assert numbers[token].tolist() == expected
+        assert_close(weights[token], torch.tensor(of_expected))
+
+
 @pytest.mark.parametrize(("num_tokens", "first", "here"), [(1, 0, 8), (40, 0, 8), (700, 3, 4), (3, 2, 1)])
 def test_pairs_are_in_the_order_of_their_experts(num_tokens: int, first: int, here: int) -> None:
     numbers = chosen(num_tokens, 8, 2)
@@ -164,6 +202,20 @@ def test_results_are_weighted_and_added_up(dtype: torch.dtype) -> None:
     y = torch.zeros(5, 1100, dtype=dtype)
     sum_experts(found, numbers, weights, y, 1, 4)
     assert_close(y, reference.summed_experts(found.view(5, 3, -1).double(), weights.double(), is_here))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_every_token_takes_is_added_as_it_is(dtype: torch.dtype) -> None:
+    found, weights, beside = (
+        numbers_of(4, 1100).to(dtype),
+        numbers_of(2, 2, seed=1),
+        numbers_of(2, 1100, seed=2).to(dtype),
+    )
+    y = torch.zeros(2, 1100, dtype=dtype)
+    sum_experts(found, torch.zeros(2, 2, dtype=torch.int32), weights, y, 0, 1, beside)
+    here = torch.ones(2, 2, dtype=torch.bool)
+    expected = reference.summed_experts(found.view(2, 2, -1).double(), weights.double(), here) + beside.double()
+    assert_close(y, expected)
 
 
 def test_what_cannot_be_is_refused() -> None:

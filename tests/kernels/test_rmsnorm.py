@@ -35,3 +35,10 @@ def test_adds_the_residual_first(dtype: torch.dtype) -> None:
     rmsnorm(x, weight, 1e-5, x, residual)
     assert_close(residual, total)  # the interpreter does not round to the nearest bfloat16
     assert_close(x, reference.rmsnorm(residual.double(), weight.double(), 1e-5))
+
+
+def test_columns_of_wider_rows_to_rows_of_their_own() -> None:
+    wide, weight, y = torch.randn(3, 200), torch.randn(96), torch.full((4, 96), 9.0)
+    rmsnorm(wide[:, 64:160], weight, 1e-6, y[:3])
+    assert_close(y[:3], reference.rmsnorm(wide[:, 64:160].double(), weight.double(), 1e-6))
+    assert (y[3] == 9).all()

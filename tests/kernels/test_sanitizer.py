@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from actorllm_kernels.skinny_gemm import SplitScratch
 from tests.effort import examples
-from tests.kernels.cases import draw_filtered, run_decode, run_prefill, run_product
+from tests.kernels.cases import (
+    draw_filtered,
+    run_decode,
+    run_latent_decode,
+    run_latent_prefill,
+    run_prefill,
+    run_product,
+)
 from tests.kernels.sampling import make_state, on_the_cpu
 from tests.kernels.sanitizer import sanitized
 
@@ -74,6 +81,41 @@ def test_decode_attention(
 def test_prefill_attention(seed: int, **shape: Any) -> None:
     with sanitized(seed) as sanitizer:
         run_prefill(page=64, **shape)
+    assert sanitizer.findings == []
+
+
+@PROFILE
+@given(
+    lengths=st.lists(st.sampled_from(EDGES), min_size=1, max_size=4),
+    programs=st.sampled_from([1, 2, 7, 33]),
+    heads=st.sampled_from([(1, 1), (6, 3), (5, 5)]),
+    sizes=st.sampled_from([(12, 8), (48, 16)]),
+    seed=st.integers(0, 1000),
+)
+def test_decode_attention_over_latents(
+    lengths: list[int], programs: int, heads: tuple[int, int], sizes: tuple[int, int], seed: int
+) -> None:
+    (num_heads, group), (rank, rotary) = heads, sizes
+    with sanitized(seed) as sanitizer:
+        run_latent_decode(
+            lengths, programs, num_heads=num_heads, group=group, rank=rank, rotary=rotary, page=64, tile=32
+        )
+    assert sanitizer.findings == []
+
+
+@PROFILE
+@given(
+    chunks=st.lists(st.sampled_from([(1, 1), (1, 65), (63, 63), (64, 64), (65, 193)]), min_size=1, max_size=3),
+    num_heads=st.sampled_from([1, 6, 20]),
+    sizes=st.sampled_from([(12, 8), (48, 16)]),
+    seed=st.integers(0, 1000),
+)
+def test_prefill_attention_over_latents(
+    chunks: list[tuple[int, int]], num_heads: int, sizes: tuple[int, int], seed: int
+) -> None:
+    rank, rotary = sizes
+    with sanitized(seed) as sanitizer:
+        run_latent_prefill(chunks, num_heads=num_heads, rank=rank, rotary=rotary, block_m=16, page=64, tile=32)
     assert sanitizer.findings == []
 
 

@@ -30,16 +30,18 @@ class DeviceCache:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        num_parts: int = 2,
     ) -> None:
+        """num_parts: 2: keys and values; 1: rows that are both (`AttentionShape.num_parts`)."""
         self.device = device
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
+        shape = (num_layers, num_blocks, num_parts, num_kv_heads, block_size, head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (layer[:, 0], layer[:, 1]) for layer in self.pool.unbind(0)
+            (layer[:, 0], layer[:, -1]) for layer in self.pool.unbind(0)
         ]
-        """Keys and values of each layer, [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Keys and values of each layer, [num_blocks, num_kv_heads, block_size, head_dim]; of latents twice the same rows."""
 
     def zero(self, block_ids: I32) -> None:
         if block_ids.size:

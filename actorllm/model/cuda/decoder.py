@@ -28,12 +28,13 @@ from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.experts import DeviceExperts, ExpertActivations
+from actorllm.model.cuda.latent import DeviceLatent, LatentActivations, geometry
 from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
 from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
-from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.model.families.tensors import DecoderTensors, ExpertTensors, LayerTensors
+from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
+from actorllm.model.families.tensors import DecoderTensors, ExpertTensors, LatentTensors, LayerTensors
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles, rotation_length
@@ -60,6 +61,7 @@ SWITCHES = frozenset(
         "embedding_scale",
         "experts",
         "has_sinks",
+        "latent",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -92,8 +94,8 @@ class DeviceDecodeRows:
         self.ids, self.positions, self.seq_lens = (integers(num_rows) for _ in range(3))
         self.kv_slots = integers(num_rows, dtype=torch.int64)
         self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in shape.windows}
-        self.arrivals = integers(num_rows * shape.num_kv_heads)
-        """Of the parts of a sequence and head, while attention runs; 0 between launches."""
+        self.arrivals = integers(num_rows * shape.most_groups)
+        """Of the parts of a sequence and group of query heads, while attention runs; 0 between launches."""
 
     def first(self, num_rows: int) -> DeviceDecodeRows:
         """The same for fewer rows, in the same memory."""
@@ -142,10 +144,22 @@ class AttentionShape:
     head_dim: int
     windows: tuple[int, ...]
     """Those that occur; 0: all keys."""
+    latent: LatentShape | None = None
+    """Of a cache of latents. `num_kv_heads` is then 1, and `head_dim` the numbers that it holds of a token."""
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def most_groups(self) -> int:
+        """Groups of query heads that attend together, at most."""
+        return self.num_kv_heads if self.latent is None else self.num_heads
+
+    @property
+    def num_parts(self) -> int:
+        """What the cache holds of a token and head: keys and values, or rows that are both."""
+        return 2 if self.latent is None else 1
 
 
 def check_head_size(head_dim: int) -> None:
@@ -164,14 +178,19 @@ class PagedAttention:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.shape = shape
         on = device.torch_device
-        self.division = division(on, shape.head_dim, shape.group)
+        if shape.latent is None:
+            group, value_dim, self.num_groups = shape.group, shape.head_dim, shape.num_kv_heads
+            self.division = division(on, shape.head_dim, shape.group)
+            self.tokens_per_tile = tokens_per_tile(shape.group, shape.head_dim, on)
+        else:
+            group, self.num_groups, self.division, self.tokens_per_tile = geometry(shape.num_heads, on)
+            value_dim = shape.latent.rank
         if on.type != "cuda":
             self.division = self.division._replace(programs=HOST_PROGRAMS)
-        self.tokens_per_tile = tokens_per_tile(shape.group, shape.head_dim, on)
         self._device = device
         parts = 2 * self.division.programs
-        self._partials = torch.empty(parts, shape.group, shape.head_dim, device=on)
-        self._partial_lse = torch.empty(parts, shape.group, device=on)
+        self._partials = torch.empty(parts, group, value_dim, device=on)
+        self._partial_lse = torch.empty(parts, group, device=on)
 
     def plan(self, rows: DeviceDecodeRows, *, pdl: bool) -> None:
         """Once per step, for all layers."""
@@ -181,7 +200,7 @@ class PagedAttention:
                 plan.ends,
                 plan.quota,
                 self.division.programs,
-                self.shape.num_kv_heads,
+                self.num_groups,
                 window=window,
                 tile=self.division.tile,
                 pdl=pdl,
@@ -256,6 +275,64 @@ class PagedAttention:
                 sinks=sinks,
             )
 
+    def attend_latents(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        out: torch.Tensor,
+        tokens: StepTokens,
+        table: torch.Tensor,
+        *,
+        scale: float,
+        pdl: bool,
+    ) -> None:
+        """Of absorbed queries; the latents of these tokens are in the cache already.
+
+        Arguments:
+            q: [num_tokens, num_heads, width].
+            latents: [num_blocks, block_size, width].
+            out: [num_tokens, num_heads, rank].
+            tokens: of the step.
+            table: block tables, by slot.
+            scale: of scores.
+            pdl: as of `attend`.
+        """
+        num_decodes = 0
+        if tokens.decodes is not None:
+            rows = tokens.decodes
+            num_decodes, plan = rows.num_rows, rows.plans[0]
+            ops.latent_decode(
+                q[:num_decodes],
+                latents,
+                rows.rows,
+                table,
+                rows.seq_lens,
+                plan.ends,
+                plan.quota,
+                rows.arrivals,
+                out[:num_decodes],
+                self._partials,
+                self._partial_lse,
+                scale,
+                programs=self.division.programs,
+                tile=self.division.tile,
+                pdl=pdl,
+            )
+        if tokens.prefills is not None:
+            chunks = tokens.prefills
+            first = 0 if chunks.counts_all else num_decodes
+            ops.latent_prefill(
+                q[first:],
+                latents,
+                chunks.slots,
+                table,
+                chunks.seq_lens,
+                chunks.starts,
+                chunks.tiles,
+                out[first:],
+                scale,
+            )
+
 
 class DeviceModel(Protocol):
     """A loaded model on a device, as the runner sees it."""
@@ -316,9 +393,12 @@ class DeviceLayer:
         rope: tuple[torch.Tensor, torch.Tensor],
         product: Callable[[str, LinearWeight], DeviceLinear],
         experts: Callable[[ExpertTensors], DeviceExperts],
+        latent: Callable[[LatentTensors], DeviceLatent],
     ) -> None:
-        """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight. experts: of these tensors."""
+        """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight. experts, latent: of these
+        tensors."""
         self.qkv, self.output = product("qkv", tensors.qkv), product("output", tensors.output)
+        self.latent = None if tensors.latent is None else latent(tensors.latent)
         self.experts = None if tensors.experts is None else experts(tensors.experts)
         self.gate_up: DeviceLinear | None = None
         self.down: DeviceLinear | None = None
@@ -332,12 +412,14 @@ class DeviceLayer:
 
     @property
     def linears(self) -> list[DeviceLinear]:
-        return [part for part in (self.qkv, self.output, self.gate_up, self.down) if part is not None]
+        of_queries = None if self.latent is None else self.latent.query_up
+        return [part for part in (self.qkv, of_queries, self.output, self.gate_up, self.down) if part is not None]
 
     @property
     def num_bytes(self) -> int:
         """Of the weights that a token reads."""
-        return sum(part.num_bytes for part in self.linears) + (0 if self.experts is None else self.experts.num_bytes)
+        beside = sum(part.num_bytes for part in (self.latent, self.experts) if part is not None)
+        return sum(part.num_bytes for part in self.linears) + beside
 
     @property
     def forms(self) -> Iterator[str]:
@@ -362,8 +444,16 @@ class Activations:
         heads, dim = config.num_heads, config.head_dim
         self.num_tokens = num_tokens
         self.h, self.x, self.delta = (empty(config.hidden_size) for _ in range(3))
-        self.qkv = empty((heads + 2 * config.num_kv_heads) * dim)
-        self.q, self.out = empty(heads, dim), empty(heads, dim)
+        shape = config.latent
+        self.latent: LatentActivations | None = None
+        """For as many tokens; None: there are no latents."""
+        if shape is None:
+            self.qkv = empty((heads + 2 * config.num_kv_heads) * dim)
+            self.q, self.out = empty(heads, dim), empty(heads, dim)
+        else:
+            self.qkv = empty((shape.query_rank or heads * dim) + shape.width)
+            self.q, self.out = empty(heads, shape.width), empty(heads, shape.value_dim)
+            self.latent = LatentActivations(num_tokens, shape, heads, dtype, device)
         self.squares = torch.empty(num_tokens, 2, device=device)
         self.gate_up, self.middle = empty(2 * config.intermediate_size), empty(config.intermediate_size)
         self.hidden: torch.Tensor | None = None
@@ -375,6 +465,7 @@ class Activations:
         """The same for fewer tokens, in the same memory."""
         part = object.__new__(Activations)
         part.num_tokens, part.hidden, part.experts = num_tokens, self.hidden, self.experts
+        part.latent = None if self.latent is None else self.latent.first(num_tokens)
         for name in ("h", "x", "delta", "qkv", "q", "out", "squares", "gate_up", "middle"):
             setattr(part, name, getattr(self, name)[:num_tokens])
         return part
@@ -400,7 +491,8 @@ class DeviceDecoder:
         config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
         form: of the linear layers (`quantized.device_form`). slots: empty ones, which these layers are to have; None: no adapters.
         """
-        check_head_size(config.head_dim)
+        if config.latent is None:
+            check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
         tensors = DecoderTensors(config, weights, self.collectives.ranks, form)
         workspaces = Workspaces(weights.dtype, device.torch_device)
@@ -418,9 +510,11 @@ class DeviceDecoder:
         self.shape = AttentionShape(
             config.num_heads, config.num_kv_heads, config.head_dim, tuple(dict.fromkeys(windows))
         )
+        if config.latent is not None:
+            self.shape = replace(self.shape, num_kv_heads=1, head_dim=config.latent.width, latent=config.latent)
 
         def rope(parameters: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-            angles = rotation_angles(config.head_dim, parameters, config.max_position_embeddings, max_positions)
+            angles = rotation_angles(config.rotary_dim, parameters, config.max_position_embeddings, max_positions)
             length = rotation_length(parameters)
             return (angles.cos() * length).to(device.torch_device), (angles.sin() * length).to(device.torch_device)
 
@@ -438,10 +532,16 @@ class DeviceDecoder:
 
         def experts(tensors: ExpertTensors) -> DeviceExperts:
             assert config.experts is not None
-            return DeviceExperts(config.experts, tensors, config.activation, workspaces)
+            return DeviceExperts(config.experts, tensors, config.activation, workspaces, self._scratch)
+
+        def latent(tensors: LatentTensors) -> DeviceLatent:
+            assert config.latent is not None
+            return DeviceLatent(
+                config.latent, config.num_heads, tensors, lambda weight: linear(weight, workspaces), workspaces
+            )
 
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i), experts)
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i), experts, latent)
             for i, window in enumerate(windows)
         ]
         self.norm = tensors.norm().float()
@@ -493,8 +593,15 @@ class DeviceDecoder:
         if shape is not None:
             part = self.collectives.ranks.part(shape.intermediate_size)
             inner = shape.intermediate_size if self.collectives.ranks.has_whole_experts else part.stop - part.start
+            shared = self.collectives.ranks.part(shape.shared_size or 0)
             made.experts = ExpertActivations(
-                num_tokens, shape, self.config.hidden_size, inner, self.dtype, self.device.torch_device
+                num_tokens,
+                shape,
+                self.config.hidden_size,
+                inner,
+                shared.stop - shared.start,
+                self.dtype,
+                self.device.torch_device,
             )
         return made
 
@@ -509,6 +616,8 @@ class DeviceDecoder:
     def kinds_of_forward(self) -> list[int]:
         products = [(part, False) for part in self.layers[0].linears]
         products += [(layer.gate_up, True) for layer in self.layers if layer.gate_up is not None][:1]
+        shared = [layer.experts.shared for layer in self.layers if layer.experts is not None]
+        products += [(part, part is both[0]) for both in shared[:1] if both is not None for part in both]
 
         def kind(num_tokens: int) -> tuple[int, list[bool]]:
             # kernels for few rows are compiled for the next power of two
@@ -549,43 +658,14 @@ class DeviceDecoder:
     def _run_layers(
         self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool
     ) -> torch.Tensor:
-        config, attention = self.config, self._attention
-        scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
+        config, eps = self.config, self.config.rms_norm_eps
         self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)
         stream = ResidualStream(a, eps, pdl, self.collectives, self._scratch)
         for index, layer in enumerate(self.layers):
-            keys, values = cache.layers[index]
             stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
-            head_norms = layer.qk_norms
-            if config.qk_norm == "all_heads":
-                head_norms = None
-                self._norm_all_heads(a, layer, pdl=pdl)
-            ops.qknorm_rope_kv(
-                a.qkv,
-                tokens.positions,
-                tokens.kv_slots,
-                *layer.rope,
-                a.q,
-                keys,
-                values,
-                head_norms,
-                eps,
-                pdl=pdl,
-            )
-            attention.attend(
-                a.q,
-                keys,
-                values,
-                a.out,
-                tokens,
-                state.block_table,
-                scale=scale,
-                window=layer.window,
-                sinks=layer.sinks,
-                pdl=pdl,
-            )
+            self._attend(a, layer, tokens, cache.layers[index], state, pdl=pdl)
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
             if layer.experts is not None:
                 stream.add_experts(layer.mlp_norm, layer.experts, tokens.kv_slots, layer.mlp_output_norm)
@@ -598,6 +678,64 @@ class DeviceDecoder:
             stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
         return a.h
+
+    def _attend(
+        self,
+        a: Activations,
+        layer: DeviceLayer,
+        tokens: StepTokens,
+        cached: tuple[torch.Tensor, torch.Tensor],
+        state: StateTable,
+        *,
+        pdl: bool,
+    ) -> None:
+        """From `a.qkv` to `a.out`. cached: of the layer, as the cache has it."""
+        config, attention, (keys, values) = self.config, self._attention, cached
+        scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
+        if layer.latent is not None:
+            assert a.latent is not None
+            layer.latent(
+                a.qkv,
+                a.latent,
+                a.q,
+                a.out,
+                tokens.positions,
+                tokens.kv_slots,
+                keys[:, 0],
+                layer.rope,
+                partial(attention.attend_latents, tokens=tokens, table=state.block_table, scale=scale, pdl=pdl),
+                scratch=self._scratch,
+                pdl=pdl,
+            )
+            return
+        head_norms = layer.qk_norms
+        if config.qk_norm == "all_heads":
+            head_norms = None
+            self._norm_all_heads(a, layer, pdl=pdl)
+        ops.qknorm_rope_kv(
+            a.qkv,
+            tokens.positions,
+            tokens.kv_slots,
+            *layer.rope,
+            a.q,
+            keys,
+            values,
+            head_norms,
+            eps,
+            pdl=pdl,
+        )
+        attention.attend(
+            a.q,
+            keys,
+            values,
+            a.out,
+            tokens,
+            state.block_table,
+            scale=scale,
+            window=layer.window,
+            sinks=layer.sinks,
+            pdl=pdl,
+        )
 
     def _norm_all_heads(self, a: Activations, layer: DeviceLayer, *, pdl: bool) -> None:
         """Of a token's queries together, and of its keys, which are columns of `a.qkv`."""

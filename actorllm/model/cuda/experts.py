@@ -2,7 +2,8 @@
 
 The router's scores are float32. Each token then takes its experts, and the pairs of tokens and experts are put in the order of
 experts. Two products, in one launch each, read the weights of those experts that have pairs. At last the results of each token are
-weighted and added up in the order of its choice. All of it is launched with fixed grids, so it can be a part of a recorded step.
+weighted and added up in the order of its choice. The MLP that every token takes is added, if there is one. All of it is launched
+with fixed grids, so it can be a part of a recorded step.
 
 The weights of a rank's experts are one tensor for each of the two products. Padding takes no expert. Many tokens go through in
 pieces, so that what lies between the products stays small.
@@ -16,12 +17,14 @@ import torch
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda import ops
-from actorllm.model.cuda.quantized import Workspaces, codes_of, in_order
+from actorllm.model.cuda.linear import DeviceLinear
+from actorllm.model.cuda.quantized import Workspaces, codes_of, in_order, linear
 from actorllm.model.families.decoder_config import ExpertShape
 from actorllm.model.families.tensors import ExpertTensors
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm_kernels.grouped_gemm import SWIGLU
+from actorllm_kernels.skinny_gemm import SplitScratch
 
 PIECE_TOKENS = 2048
 """That go through the experts at a time."""
@@ -78,9 +81,16 @@ class ExpertActivations:
     """What flows through the experts of a layer, for so many tokens of a step."""
 
     def __init__(
-        self, num_tokens: int, shape: ExpertShape, size: int, inner: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_tokens: int,
+        shape: ExpertShape,
+        size: int,
+        inner: int,
+        shared_inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """size: of the hidden states. inner: of an expert, of this rank."""
+        """size: of the hidden states. inner, shared_inner: of an expert and of the MLP of all tokens (0: none), of this rank."""
         num_tokens, num_active = min(num_tokens, PIECE_TOKENS), shape.num_active
         self.scores = torch.empty(num_tokens, shape.num_experts, device=device)
         self.numbers = torch.empty(num_tokens, num_active, dtype=torch.int32, device=device)
@@ -89,22 +99,38 @@ class ExpertActivations:
         self.starts = torch.zeros(shape.num_experts + 1, dtype=torch.int32, device=device)
         self.middle = torch.zeros(num_tokens * num_active, inner, dtype=dtype, device=device)
         self.found = torch.zeros(num_tokens * num_active, size, dtype=dtype, device=device)
+        self.shared_gate_up = torch.empty(num_tokens, 2 * shared_inner, dtype=dtype, device=device)
+        self.shared_middle = torch.empty(num_tokens, shared_inner, dtype=dtype, device=device)
+        self.shared = torch.empty(num_tokens, size if shared_inner else 0, dtype=dtype, device=device)
 
 
 class DeviceExperts:
     """Of one layer. See the module docstring."""
 
-    def __init__(self, shape: ExpertShape, tensors: ExpertTensors, activation: str, workspaces: Workspaces) -> None:
+    def __init__(
+        self,
+        shape: ExpertShape,
+        tensors: ExpertTensors,
+        activation: str,
+        workspaces: Workspaces,
+        scratch: SplitScratch,
+    ) -> None:
         """tensors: of this rank; its experts are read one after the other. activation: of the model."""
-        if shape.scoring != "softmax" or shape.num_groups != 1 or shape.scale != 1 or tensors.shared is not None:
+        if tensors.shared_gate is not None:
             raise UnsupportedModelError(
-                "experts in groups, with scores of a sigmoid, or that all tokens take are not supported on CUDA; use device='cpu'"
+                "experts beside an MLP of all tokens that has a gate are not supported on CUDA; use device='cpu'"
             )
-        self._shape = shape
+        self._shape, self._scratch = shape, scratch
         self._activation = SWIGLU if shape.swiglu is not None else activation
+        self._plain_activation = activation
         on = workspaces.device
         self._router = tensors.router.to(on)
         self._router_bias = None if tensors.router_bias is None else tensors.router_bias.to(on)
+        self._correction = None if tensors.correction is None else tensors.correction.to(on)
+        self.shared: tuple[DeviceLinear, DeviceLinear] | None = None
+        """Gate and up, and down, of the MLP that every token takes."""
+        if tensors.shared is not None:
+            self.shared = linear(tensors.shared[0], workspaces), linear(tensors.shared[1], workspaces)
         self._first, self._end = tensors.numbers.start, tensors.numbers.stop
         count = len(tensors.numbers)
         self._gate_up, self._down = StackedWeights(count), StackedWeights(count)
@@ -116,14 +142,16 @@ class DeviceExperts:
     def num_bytes(self) -> int:
         """Of the weights that a token reads."""
         per_expert = self._gate_up.num_bytes + self._down.num_bytes
-        router = self._router.numel() * self._router.element_size()
-        return router + min(self._shape.num_active, self._end - self._first) * per_expert
+        always = self._router.numel() * self._router.element_size()
+        always += sum(part.num_bytes for part in self.shared or ())
+        return always + min(self._shape.num_active, self._end - self._first) * per_expert
 
     @property
     def forms(self) -> Iterator[str]:
         shape = self._shape
         yield f"router {shape.num_active} of {shape.num_experts}, {'no ' if self._router_bias is None else ''}bias"
         yield from (part.form for part in (self._gate_up, self._down))
+        yield from (f"{part.out_features} x {part.in_features}, {part.form}" for part in self.shared or ())
 
     def __call__(
         self, x: torch.Tensor, kv_slots: torch.Tensor, out: torch.Tensor, room: ExpertActivations, *, pdl: bool
@@ -146,7 +174,18 @@ class DeviceExperts:
         middle, found = room.middle[:pairs], room.found[:pairs]
         gate_up, down = self._gate_up, self._down
         ops.router_scores(x, self._router, self._router_bias, scores, pdl=pdl)
-        ops.choose_experts(scores, kv_slots, numbers, weights, shape.normalizes, pdl=pdl)
+        ops.choose_experts(
+            scores,
+            kv_slots,
+            numbers,
+            weights,
+            shape.normalizes,
+            correction=self._correction,
+            num_groups=shape.num_groups,
+            num_active_groups=shape.num_active_groups,
+            scale=shape.scale,
+            pdl=pdl,
+        )
         ops.group_pairs(numbers, order, starts, self._first, pdl=pdl)
         ops.grouped_gemm(
             x,
@@ -162,4 +201,21 @@ class DeviceExperts:
             pdl=pdl,
         )
         ops.grouped_gemm(middle, down.weight, down.scales, down.bias, order, starts, found, count, pdl=pdl)
-        ops.sum_experts(found, numbers, weights, out, self._first, self._end, pdl=pdl)
+        beside = None if self.shared is None else self._of_all(x, room, pdl=pdl)
+        ops.sum_experts(found, numbers, weights, out, self._first, self._end, beside, pdl=pdl)
+
+    def _of_all(self, x: torch.Tensor, room: ExpertActivations, *, pdl: bool) -> torch.Tensor:
+        """What the MLP that every token takes makes of x."""
+        assert self.shared is not None
+        (gate_up, down), count = self.shared, len(x)
+        middle, out, activation = room.shared_middle[:count], room.shared[:count], self._plain_activation
+        if gate_up.fuses(count, True):
+            gate_up.launch(x, middle, activation=activation, scratch=self._scratch, pdl=pdl)
+        else:
+            gate_up(x, room.shared_gate_up[:count])
+            ops.activation_mul(room.shared_gate_up[:count], middle, activation, ahead=down.ahead, pdl=pdl)
+        if down.fuses(count, False):
+            down.launch(middle, out, scratch=self._scratch, pdl=pdl)
+        else:
+            down(middle, out)
+        return out

@@ -192,13 +192,29 @@ def choose_experts(
     weights: torch.Tensor,
     normalizes: bool,
     *,
+    correction: torch.Tensor | None = None,
+    num_groups: int = 1,
+    num_active_groups: int = 1,
+    scale: float = 1.0,
     pdl: bool = False,
 ) -> None:
     scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    highest, found = scores.sort(stable=True, dim=1, descending=True)
-    num_active = numbers.shape[1]
-    numbers.copy_(found[:, :num_active].masked_fill((kv_slots < 0).unsqueeze(1), -1))
-    weights.copy_((highest[:, :num_active] if normalizes else highest).softmax(1)[:, :num_active])
+    compared = scores if correction is None else (scores.sigmoid() + correction).where(~scores.isneginf(), -torch.inf)
+    if num_groups > 1:
+        by_group = compared.view(len(scores), num_groups, -1)
+        best = by_group.amax(2) if correction is None else by_group.topk(2, 2)[0].sum(2)
+        groups = best.sort(stable=True, dim=1, descending=True)[1][:, :num_active_groups]
+        is_left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        compared = by_group.masked_fill(~is_left.unsqueeze(2), -torch.inf).view_as(scores)
+    found = compared.sort(stable=True, dim=1, descending=True)[1][:, : numbers.shape[1]]
+    chosen = scores.gather(1, found)
+    if correction is not None:
+        chosen = chosen.sigmoid()
+        shares = chosen / chosen.sum(1, keepdim=True).add(1e-20) if normalizes else chosen
+    else:
+        shares = chosen.softmax(1) if normalizes else scores.softmax(1).gather(1, found)
+    numbers.copy_(found.masked_fill((kv_slots < 0).unsqueeze(1), -1))
+    weights.copy_(shares * scale)
 
 
 def group_pairs(
@@ -253,6 +269,7 @@ def sum_experts(
     y: torch.Tensor,
     first: int,
     end: int,
+    beside: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -261,7 +278,7 @@ def sum_experts(
     total = by_place[:, 0]
     for place in range(1, by_place.shape[1]):
         total = total + by_place[:, place]
-    y.copy_(total)
+    y.copy_(total if beside is None else total + beside.float())
 
 
 def activation_mul(
@@ -399,6 +416,77 @@ def _attend(
         weights = torch.softmax(scores, -1)
     attended = torch.einsum("hgtk,hkd->hgtd", weights, v.float())
     out.copy_(attended.permute(2, 0, 1, 3).reshape(len(q), num_heads, dim))
+
+
+def latent_rope_kv(
+    queries: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor,
+    rotated: torch.Tensor,
+    latents: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    pdl: bool = False,
+) -> None:
+    rotary, page, at = rotated.shape[2], latents.shape[1], positions.long()
+    rotated.copy_(reference.rotated_pairs(queries[..., -rotary:].float(), at, cos, sin))
+    is_written = slots >= 0
+    rows = reference.latent_tokens(tokens.float(), at, cos, sin, norm.float(), eps).to(latents.dtype)
+    latents[slots[is_written].long() // page, slots[is_written].long() % page] = rows[is_written]
+
+
+def latent_decode(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    ends: torch.Tensor,
+    quota: torch.Tensor,
+    arrivals: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    partial_lse: torch.Tensor,
+    scale: float,
+    **how: Any,
+) -> None:
+    for i, (slot, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if length:
+            _attend_latents(q[i : i + 1], latents, table[slot], length, out[i : i + 1], scale)
+        else:
+            out[i] = 0
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    **how: Any,
+) -> None:
+    edges = starts.tolist()
+    for slot, length, a, b in zip(rows.tolist(), seq_lens.tolist(), edges, edges[1:], strict=False):
+        if a < b:
+            _attend_latents(q[a:b], latents, table[slot], length, out[a:b], scale)
+
+
+def _attend_latents(
+    q: torch.Tensor, latents: torch.Tensor, blocks: torch.Tensor, length: int, out: torch.Tensor, scale: float
+) -> None:
+    """As `_attend`: one head of keys, whose first numbers are the values."""
+    pages = latents.unsqueeze(1)
+    attended = torch.empty_like(q)
+    _attend(q, pages, pages, blocks, length, attended, scale)
+    out.copy_(attended[..., : out.shape[2]])
 
 
 def kv_copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:

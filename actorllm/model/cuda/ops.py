@@ -30,6 +30,9 @@ from actorllm_kernels import group_pairs as _group_pairs
 from actorllm_kernels import grouped_gemm as _grouped_gemm
 from actorllm_kernels import kv_clear as _kv_clear
 from actorllm_kernels import kv_copy as _kv_copy
+from actorllm_kernels import latent_decode as _latent_decode
+from actorllm_kernels import latent_prefill as _latent_prefill
+from actorllm_kernels import latent_rope_kv as _latent_rope_kv
 from actorllm_kernels import lm_head_sample as _lm_head_sample
 from actorllm_kernels import lora_expand as _lora_expand
 from actorllm_kernels import lora_shrink as _lora_shrink
@@ -147,6 +150,9 @@ group_pairs = _kernel(_group_pairs.group_pairs, host_ops.group_pairs)
 grouped_gemm = _kernel(_grouped_gemm.grouped_gemm, host_ops.grouped_gemm)
 kv_clear = _kernel(_kv_clear.kv_clear, host_ops.kv_clear)
 kv_copy = _kernel(_kv_copy.launch_kv_copy, host_ops.kv_copy)
+latent_decode = _kernel(_latent_decode.latent_decode, host_ops.latent_decode)
+latent_prefill = _kernel(_latent_prefill.latent_prefill, host_ops.latent_prefill)
+latent_rope_kv = _kernel(_latent_rope_kv.latent_rope_kv, host_ops.latent_rope_kv)
 lm_head_sample = _kernel(_lm_head_sample.lm_head_sample, host_ops.lm_head_sample)
 lora_expand = _kernel(_lora_expand.lora_expand, host_ops.lora_expand)
 lora_shrink = _kernel(_lora_shrink.lora_shrink, host_ops.lora_shrink)
@@ -181,6 +187,18 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=y)
     else:
         y.copy_(torch.mm(x.float(), weight.t().float()))
+
+
+@launchable
+def products_of_heads(x: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
+    """y = x @ weights, head by head.
+
+    Arguments:
+        x: [num_heads, num_tokens, in_features].
+        weights: [num_heads, in_features, out_features].
+        y: [num_heads, num_tokens, out_features].
+    """
+    torch.bmm(x, weights, out=y)
 
 
 @launchable

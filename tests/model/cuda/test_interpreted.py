@@ -19,6 +19,7 @@ from actorllm.model.cuda.runner import CudaRunner
 from tests.kernels.conftest import interpreter as interpreter
 from tests.model.cuda.adapted import LORA, fill
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.mixtures import DEEPSEEK_V3
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.quantization.layouts import FP8
@@ -130,5 +131,23 @@ def test_tokens_of_experts_are_those_of_the_cpu_worker(make_twins: Callable[...,
     twins.add(0, prompt(20, 1))
     twins.add(1, prompt(3, 2))
     twins.step({0: 20, 1: 3}, decode=[])
+    twins.step(decode=[0, 1])
+    assert graphs.num_replays == 1
+
+
+@pytest.mark.slow(reason="each kernel is interpreted; tests/kernels has the kernels, test_latent the step")
+@pytest.mark.timeout(200)
+def test_tokens_of_latents_are_those_of_the_cpu_worker(make_twins: Callable[..., Twins]) -> None:
+    """In a prompt over the border of a block, and in a decode step that was recorded."""
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32, "moe_intermediate_size": 24}
+    twins = make_twins(DEEPSEEK_V3 | shape)
+    graphs = twins.runner.graphs
+    graphs._misses.clear()
+    graphs.want(GraphPart.HEAD, 2)
+    assert twins.runner.record_next()
+    twins.add(0, prompt(66, 1))
+    twins.step({0: 62}, decode=[])
+    twins.add(1, prompt(3, 2))
+    twins.step({0: 4, 1: 3}, decode=[])
     twins.step(decode=[0, 1])
     assert graphs.num_replays == 1

@@ -26,6 +26,7 @@ from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GPT_OSS
 from tests.model.cuda.host_engine import ARGUMENTS, generate, load
 from tests.model.cuda.host_processes import on_the_host, tell
+from tests.model.cuda.mixtures import DEEPSEEK_V3
 from tests.model.cuda.twins import prompt
 
 pytestmark = pytest.mark.timeout(120)
@@ -78,6 +79,13 @@ def test_rows_with_adapters_of_two_ranks_are_those_of_the_cpu(folder: Callable[.
 def test_experts_of_two_ranks_are_those_of_the_cpu(what: str, folder: Callable[..., Path], tmp_path: Path) -> None:
     """A part of every expert at each rank, with biases that are added once; or some experts as a whole."""
     run_ranks(folder(**GPT_OSS), tmp_path, what)
+
+
+@pytest.mark.slow(reason="ranks as processes; the CPU's have the same parts of heads and experts")
+@pytest.mark.parametrize("what", ["experts", "whole-experts"])
+def test_latents_of_two_ranks_are_those_of_the_cpu(what: str, folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Each has its heads, and all latents."""
+    run_ranks(folder(**DEEPSEEK_V3), tmp_path, what)
 
 
 def run_ranks(path: Path, tmp_path: Path, *more: str) -> None:

@@ -26,6 +26,7 @@ from actorllm_kernels.compiled import Compiled, facts
 from actorllm_kernels.launches import Launch, recording
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GEMMA2, GPT_OSS
+from tests.model.cuda.mixtures import DEEPSEEK_V2, DEEPSEEK_V3
 from tests.model.cuda.twins import DeviceDriver, prompt
 
 
@@ -90,6 +91,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (40, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 24}, "sm_90", Ranks()),
         (40, GEMMA2, "sm_90", Ranks()),
         (40, GPT_OSS, "sm_80", Ranks()),
+        (40, DEEPSEEK_V2, "sm_90", Ranks()),
+        (40, DEEPSEEK_V3, "sm_80", Ranks(0, 2)),
         (40, {"quantization_config": {"quant_method": "fp8"}}, "sm_90", Ranks()),
         (40, {"quantization": "int4"}, "sm_80", Ranks()),
         (40, {}, "sm_90", Ranks(0, 2)),
@@ -148,7 +151,8 @@ def test_nothing_is_launched_that_was_not_rehearsed(
     assert keys - rehearsed == set()
     assert any(("PDL", True) in key for key in rehearsed) == (architecture == "sm_90")
     assert any("quantized_gemm" in key[0] for key in rehearsed) == any("quantization" in field for field in model)
-    assert any("attn_decode" in key[0] and ("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in rehearsed)
+    attending = [key for key in rehearsed if key[0] in ("attn_decode_kernel", "latent_decode_kernel")]
+    assert any(("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in attending)
 
 
 def test_a_model_that_pools_launches_what_was_rehearsed(folder: Callable[..., Path], keys: set[Key]) -> None:

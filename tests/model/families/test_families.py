@@ -24,7 +24,7 @@ from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
-from tests.model.hf.releases import INSTALLED, LOWEST_RELEASE, needs_modules
+from tests.model.hf.releases import needs_modules
 
 LONGER_THAN_THE_PROMPT = 200
 HEADS_OF_32 = {"hidden_size": 128}
@@ -187,13 +187,8 @@ def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Pa
         with pytest.raises(UnsupportedModelError, match=r"needs .*recurrent.* not through transformers either"):
             device_driver(tmp_path)
         return
-    # There are no kernels of latents yet: these models run through transformers there.
-    is_fused = plan.latent is None
-    if not is_fused and INSTALLED < LOWEST_RELEASE:
-        release = ".".join(map(str, INSTALLED))
-        pytest.skip(f"transformers {release} does not run these on a device; {LOWEST_RELEASE} or later does")
     driver = device_driver(tmp_path)
-    assert isinstance(driver.runner.model, DeviceDecoder if is_fused else DeviceTransformers)
+    assert isinstance(driver.runner.model, DeviceDecoder)
     chunks_and_decode_steps(driver, model)
 
 
@@ -358,13 +353,12 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
         # There are no kernels of these yet.
-        is_fused = plan.latent is None and plan.recurrent is None
+        is_fused = plan.recurrent is None
         assert (plan.switches <= CudaRunner.switches) == is_fused
         if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
         (row,) = (row for row in table("fused") if row["architecture"] == architecture)
-        way = "transformers" if plan.recurrent is None else "refused"
-        assert row["cuda"] == ("fused" if is_fused else way)
+        assert row["cuda"] == ("fused" if is_fused else "refused")
         held = {"keys and values": bool(plan.attention_layers), "latents": plan.latent is not None}
         held["states"] = plan.recurrent is not None
         if held["latents"]:

@@ -47,6 +47,9 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "qknorm_rope_kv": ("q", "keys", "values"),
     "attn_decode": ("out",),
     "attn_prefill": ("out",),
+    "latent_rope_kv": ("rotated", "latents"),
+    "latent_decode": ("out",),
+    "latent_prefill": ("out",),
     "kv_copy": ("pool",),
     "kv_clear": ("pool",),
     "lm_head_sample": ("offers.highest", "offers.id"),
@@ -77,6 +80,7 @@ CONSTANT = (
     "sin",
     "sinks",
     "ahead",
+    "correction",
 )
 """Arguments that no operation writes: they are not copied."""
 

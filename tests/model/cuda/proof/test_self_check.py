@@ -18,6 +18,7 @@ from actorllm.model.cuda.proof import memory
 from actorllm.model.cuda.proof.self_check import Copies, difference
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.mixtures import DEEPSEEK_V3
 from tests.model.quantization.layouts import save_both
 
 
@@ -186,6 +187,23 @@ def test_copies_share_memory_as_the_tensors_do() -> None:
     assert whole[3] == 3
     copies.back()
     assert whole[3] == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("latent_rope_kv", "rotated"), ("latent_decode", "out"), ("latent_prefill", "out"), ("choose_experts", "weights")],
+)
+def test_a_wrong_kernel_of_latents_or_their_experts_is_replaced(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str, output: str
+) -> None:
+    of_latents = partial(folder, **DEEPSEEK_V3)
+    expected = tokens_of(start(of_latents, max_num_seqs=2))
+    assert ops.replaced() == []
+    memory.path().unlink()
+    monkeypatch.setattr(ops.OPERATIONS[name], "launcher", doubled(name, output))
+    runner = start(of_latents, max_num_seqs=2)
+    assert ops.replaced() == [name]
+    assert tokens_of(runner) == expected
 
 
 @pytest.mark.parametrize(("found", "expected", "output", "is_right"), [
