@@ -104,7 +104,7 @@ def test_copies_of_short_prompts_are_waited_for() -> None:
 def test_a_copy_that_is_too_slow_is_not_made_for_long(apart: SimulatedRun, long_prompts: Workload) -> None:
     """What hand-offs take is learnt. Some have begun before the first tells it."""
     slow = run(long_prompts, transfer=TransferShape(block_s=0.05))
-    assert slow.num_handed_off < 0.4 * apart.num_handed_off
+    assert slow.num_handed_off < 0.6 * apart.num_handed_off
     assert (slow.timeline.outcome == FINISHED).all()
 
 

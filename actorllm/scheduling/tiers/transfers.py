@@ -16,9 +16,8 @@ they are filled once every step that was launched before is answered, also those
 
 *Hand-offs.* A request that another replica has computed the prompt of comes with a lease on its blocks there (`leases`). It is
 loaded in the same way, from the memory of that replica. The lease is renewed for as long as the request waits for the copy, or for
-something else before that. Where there is no room for the blocks, the request waits longer than computing would take: it could
-not be computed either. The first that lacks room keeps it from those behind. A lease that is over costs a prompt that is computed
-here.
+something else before that. The first that lacks room for its copy keeps it from those behind. A lease that is over costs a prompt
+that is computed here.
 
 What was forgotten (`PrefixCache.forget`, `reset`) while a transfer was under way is not published, and is removed from the
 tiers. Leases of it end.
@@ -57,10 +56,8 @@ MAX_STUCK = 16
 """Requests that cannot be loaded yet are looked at up to so many, in their order; the others wait behind them."""
 MAX_WAIT_S = 30.0
 """How long a request waits for a load while nothing is known of what computing takes."""
-MIN_PULL_WAIT_S = 0.25
-"""How long one waits for a copy at least. Before it stands what steps under way take, which a small model computes a prompt in."""
-ROOM_PATIENCE = 10.0
-"""A request with a lease waits for room up to so many times as long as for the copy, and for no longer than MAX_WAIT_S."""
+MIN_PULL_WAIT_S = 1.0
+"""How long one waits for a copy at least. Before a copy stand steps under way, in which a small model may compute a prompt."""
 MAX_URGENT = 64
 """Preempted requests whose blocks are to be stored; of more, the oldest are left to chance."""
 LOOK_AHEAD = 8
@@ -149,20 +146,6 @@ class LoadWait:
     """How long it waits at most."""
     until: float = math.inf
     """Until when, once there are workers that could load."""
-    room_until: float = math.inf
-    """Until when at most, if it is for want of room that a copy is not begun."""
-    is_held_up: bool = False
-    """The copy could not be begun when it was looked at last: the time since then does not count."""
-
-    def is_over(self, now: float) -> bool:
-        """Whether it has lasted long enough. Asked whenever loads are looked at."""
-        if self.until == math.inf:
-            self.until = now + self.patience_s
-            self.room_until = now + min(MAX_WAIT_S, ROOM_PATIENCE * self.patience_s)
-        elif self.is_held_up:
-            self.until = max(self.until, min(now + self.patience_s, self.room_until))
-        self.is_held_up = False
-        return now >= self.until
 
 
 class Transfers:
@@ -429,7 +412,7 @@ class Transfers:
     def _next_loads(self, now: float) -> None:
         num_stuck = 0
         lacks_room = False
-        under_way = {load.wanted[:HASH_BYTES]: load for load in self._loads}
+        under_way = {load.wanted[:HASH_BYTES] for load in self._loads}
         num_pulls = sum(load.source is not None for load in self._loads)
         num_loads = len(self._loads) - num_pulls
         for sequence in sorted(self.waiting, key=lambda s: (not s.has_started, s.priority, s.arrival_index)):
@@ -438,12 +421,13 @@ class Transfers:
                 self._give_back(sequence)
                 continue
             wait = self.waiting[sequence]
-            if wait.is_over(now):
+            if wait.until == math.inf:
+                wait.until = now + wait.patience_s
+            if now >= wait.until:
                 self._num_given_up += 1
                 self._pass(sequence)
                 continue
             if num_stuck >= MAX_STUCK:
-                wait.is_held_up = sequence in self._borrowed
                 continue
             # What it lacks may be under way already, or there by now.
             num_blocks = self._num_loadable(sequence)
@@ -451,7 +435,6 @@ class Transfers:
             first = sequence.hashes[HASH_BYTES * found.size : HASH_BYTES * (found.size + 1)]
             if first and first in under_way:
                 num_stuck += 1  # it finds what another one loads
-                wait.is_held_up = under_way[first].source is not None and not under_way[first].is_begun
                 continue
             if not num_blocks:
                 self._pass(sequence)
@@ -466,11 +449,9 @@ class Transfers:
                 if not self._loads and self._batch.num_free_slots == self._batch.num_slots and self._store is None:
                     self._pass(sequence)  # nothing will make room for it
                 elif source is not None:
-                    wait.is_held_up = True
                     lacks_room |= is_turn
                 continue
             num_loads, num_pulls = num_loads + (source is None), num_pulls + (source is not None)
-            wait.is_held_up = source is not None  # by steps under way
             self._kv.hold(found)
             blocks = self._kv.reserve(num_blocks)
             if source is not None:  # of now: the weights may have changed since it came
@@ -478,7 +459,7 @@ class Transfers:
             hashes = sequence.hashes[: HASH_BYTES * (found.size + num_blocks)]
             load = BlockLoad(hashes, found, blocks, now, source=source, after=self._ledger.last_step)
             self._loads.append(load)
-            under_way[first] = load
+            under_way.add(first)
             num_stuck += 1
 
     def _num_unheld(self, blocks: I32) -> int:

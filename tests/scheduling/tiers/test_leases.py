@@ -156,14 +156,14 @@ def test_a_copy_waits_for_room_for_longer_than_computing_would_take(has_room_in_
     second.launch()
     second.submit(2, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease)
     for _ in range(8):
-        pass_time(pair, MIN_PULL_WAIT_S)
+        pass_time(pair, MIN_PULL_WAIT_S / 10)
     assert (len(second.transfers.waiting), second.transfers.statistics().num_given_up) == (1, 0)
     if has_room_in_time:
         second.abort(5)
         second.run()
     else:
         for _ in range(4):
-            pass_time(pair, MIN_PULL_WAIT_S)
+            pass_time(pair, MIN_PULL_WAIT_S / 10)
         assert second.transfers.statistics().num_given_up == 1
     while second.has_work():
         pair.turn(second)
@@ -171,6 +171,23 @@ def test_a_copy_waits_for_room_for_longer_than_computing_would_take(has_room_in_
             second.finish_copy(pair.first)
     assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
     assert second.transfers.statistics().num_pulled_blocks == (3 if has_room_in_time else 0)
+
+
+def test_a_copy_that_is_under_way_is_waited_for() -> None:
+    """By a model that would have computed the prompt meanwhile."""
+    pair = Pair()
+    lease = lent(pair)
+    second = pair.second
+    second.transfers.costs.observe_step(1000, 1000, 1e-3)
+    second.submit(2, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease)
+    for _ in range(8):
+        pass_time(pair, MIN_PULL_WAIT_S / 10)
+    assert (len(second.copies), second.transfers.statistics().num_given_up) == (1, 0)
+    second.finish_copy(pair.first)
+    second.run()
+    assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
+    assert second.transfers.statistics().num_pulled_blocks == 3
+    assert second.scheduler.statistics().num_prefill_tokens == 3
 
 
 def test_old_leases_end_where_requests_lack_blocks_the_oldest_first() -> None:
