@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
@@ -23,7 +25,16 @@ from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import cpu_driver, device_driver
-from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
+from tests.model.hf.decoders import (
+    ALTERNATING,
+    QWEN3_5,
+    SHAPE,
+    TOLERANCE,
+    difference,
+    prompt,
+    reference,
+    save,
+)
 from tests.model.hf.releases import INSTALLED, LOWEST_RELEASE, needs_modules
 
 LONGER_THAN_THE_PROMPT = 200
@@ -181,6 +192,30 @@ def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path)
     chunks_and_decode_steps(driver, model)
 
 
+@pytest.mark.skipif(INSTALLED < LOWEST_RELEASE, reason="an older transformers has no Qwen3.5")
+def test_the_text_of_a_model_with_a_tower_for_images(tmp_path: Path) -> None:
+    text = SHAPE | QWEN3_5 | {"max_position_embeddings": 256}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+    }
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(tmp_path)
+    driver = cpu_driver(tmp_path)
+    assert driver.runner.config.model.architecture == "Qwen3_5ForConditionalGeneration"
+    assert isinstance(driver.runner.decoder, Decoder)
+    chunks_and_decode_steps(driver, model)
+
+
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
     if plan.recurrent is not None:
@@ -223,6 +258,29 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
         driver.step({0: 40}, decode=[])
         distances.append(float((driver.logits[0] - expected).square().mean().sqrt()))
     assert distances[0] < 1.5 * distances[1] + 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [("qwen3-next", {"mlp_only_layers": [0, 1]}), ("mamba", {}), ("recurrent-gemma", {"num_hidden_layers": 3})],
+    ids=["qwen3-next", "mamba", "recurrent-gemma"],
+)
+def test_bfloat16_of_recurrent_layers_is_as_near_to_float32_as_that_of_transformers(
+    name: str, differences: dict[str, Any], tmp_path: Path
+) -> None:
+    """Without experts: which of them a token takes is a matter of rounding, in either."""
+    half = save(name, tmp_path, torch.bfloat16, max_position_embeddings=256, **differences)
+    exact = save(name, tmp_path / "exact", torch.bfloat16, max_position_embeddings=256, **differences).float()
+    driver = cpu_driver(tmp_path, dtype="bfloat16")
+    ours, theirs = [], []
+    for slot in range(4):
+        tokens = prompt(slot, 40)
+        driver.add(slot, tokens)
+        driver.step({slot: 40}, decode=[])
+        expected = reference(exact, tokens)[-1]
+        ours.append(float((driver.logits[0] - expected).square().mean().sqrt()))
+        theirs.append(float((reference(half, tokens)[-1] - expected).square().mean().sqrt()))
+    assert sum(ours) < 1.2 * sum(theirs) + 0.02
 
 
 SEEN: dict[str, dict[str, Any]] = {
