@@ -140,6 +140,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2-moe", {}),
     "qwen3.5": ("qwen3.5", {"head_dim": 32}),
     "qwen3.5, tied": ("qwen3.5", {"tie_word_embeddings": True, "architecture": "Qwen3_5ForConditionalGeneration"}),
     "lfm2, biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
@@ -407,7 +408,7 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         shape = LLAMA | {"architectures": [architecture], "head_dim": 32, "num_key_value_heads": 2} | experts
         if architecture in ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM") or "Qwen3_5" in architecture:
             shape["layer_types"] = ["linear_attention", "full_attention"]
-        if architecture == "Lfm2ForCausalLM":
+        if architecture.startswith("Lfm2"):
             shape["layer_types"] = ["conv", "full_attention"]
         if architecture == "RecurrentGemmaForCausalLM":
             shape["block_types"] = ["recurrent", "attention"]

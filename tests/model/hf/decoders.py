@@ -158,7 +158,12 @@ MODELS["recurrent-gemma"] = (
     },
 )
 LINEAR_PARTS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+MODELS["lfm2-moe"] = (
+    "Lfm2Moe",
+    {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4, **EXPERTS},
+)
 RECURRENT = {
+    "lfm2-moe",
     "qwen3.5",
     "mamba2",
     "granite-hybrid",
@@ -250,7 +255,7 @@ def save(
             else:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
         for tensor_name, buffer in model.named_buffers():
-            if tensor_name.endswith("e_score_correction_bias"):
+            if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model = model.to(dtype)
     model.save_pretrained(folder)
