@@ -24,7 +24,7 @@ from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
-from tests.model.families.loaded import cpu_driver, device_driver
+from tests.model.families.loaded import chunks_and_decode_steps, cpu_driver, device_driver
 from tests.model.hf.decoders import (
     ALTERNATING,
     QWEN3_5,
@@ -163,28 +163,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
                 "this transformers does not scale attention by mscale in DeepSeek V2, as its authors' code does"
             )
     return save(name, tmp_path, max_position_embeddings=256, **differences)
-
-
-def chunks_and_decode_steps(driver: Any, model: Any) -> None:
-    """A prompt in chunks beside another one that decodes, then both; every row of every step is compared."""
-    runner = driver.runner
-    on_device = isinstance(runner, CudaRunner)
-    if on_device:
-        runner.model.head = None  # so that logits are written
-
-    def step(*arguments: Any, **more: Any) -> None:
-        driver.step(*arguments, **more)
-        if on_device:
-            driver.logits = runner.sampler.logits[: len(driver.rows)].clone()
-        assert difference(driver, model) < TOLERANCE
-
-    assert float(reference(model, prompt(1, 70)).std()) > 1.0, "the logits do not matter"
-    driver.add(0, prompt(1, 70))
-    driver.add(3, prompt(2, 5))
-    step({0: 40, 3: 5}, decode=[])
-    step({0: 30}, decode=[3])
-    for _ in range(6):
-        step(decode=[3, 0])
 
 
 def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path) -> None:

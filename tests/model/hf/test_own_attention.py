@@ -14,8 +14,7 @@ from actorllm.model.hf import own_attention
 from actorllm.model.hf.own_attention import ARCHITECTURES
 from actorllm.model.hf.own_attention.exchanged import ExchangedAttention
 from actorllm.model.hf.twin import twin
-from tests.model.families.loaded import device_driver
-from tests.model.families.test_families import chunks_and_decode_steps
+from tests.model.families.loaded import chunks_and_decode_steps, device_driver
 from tests.model.hf.decoders import MODELS, prompt, reference, save
 from tests.model.hf.releases import needs_modules
 
