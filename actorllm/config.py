@@ -48,7 +48,7 @@ from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
-from actorllm.types.model_files import MAX_HEADS, check_sizes, overridden, read_object, read_overrides
+from actorllm.types.model_files import MAX_HEADS, check_sizes, overridden, read_model_config, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.params import is_text
 from actorllm.types.pipeline_stages import read_stages
@@ -1327,7 +1327,7 @@ def read_model_folder(
         raise ModelNotFoundError(
             f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
         )
-    return path, read_object(config)
+    return path, read_model_config(path)
 
 
 def _local_folder(name: str, **how: Any) -> Path:

@@ -18,7 +18,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
-from actorllm.types.model_files import check_sizes, overridden, read_object
+from actorllm.types.model_files import check_sizes, overridden, read_model_config
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def check_same_model(model: ModelConfig, plan: Plan, backend: Backend) -> None:
     folder = model.weights.folder
     if folder is None or not (Path(folder) / "config.json").is_file():
         return
-    hf = overridden(read_object(Path(folder) / "config.json"), model.overrides)
+    hf = overridden(read_model_config(Path(folder)), model.overrides)
     named = hf.get("architectures") or [model.architecture]
     if named[0] != model.architecture or model_plan(model, hf, backend) != plan:
         raise CorruptModelError(

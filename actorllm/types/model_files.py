@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, ModelNotFoundError
+from actorllm.types.quantization import MODELOPT
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,6 +68,18 @@ def read_object(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
     tree = read_json(file)
     if not isinstance(tree, dict):
         raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
+    return tree
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model. Raises CorruptModelError.
+
+    Older exports of ModelOpt say beside it, in hf_quant_config.json, how weights are stored. It is put where the others have it.
+    """
+    tree = read_object(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if tree.get("quantization_config") is None and beside.is_file():
+        tree["quantization_config"] = {"quant_method": MODELOPT, **read_object(beside)}
     return tree
 
 
