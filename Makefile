@@ -37,7 +37,7 @@ demo-slo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(or $(strip $(ARGS)),--numprocesses $(JOBS) --dist loadfile)
 
-test-slow: $(STAMP) $(VENV)/triton-3.6 $(VENV)/.ray
+test-slow: $(STAMP) $(VENV)/triton-3.6 $(VENV)/.ray $(VENV)/.partners
 	$(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
@@ -73,6 +73,11 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 # Only slow tests start a cluster of Ray.
 $(VENV)/.ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group cluster
+	touch $@
+
+# And only they train by TRL, and copy KV by NIXL.
+$(VENV)/.partners: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group partners
 	touch $@
 
 $(VENV)/triton-3.6: $(STAMP)

@@ -55,7 +55,7 @@ from actorllm.types.pipeline_stages import read_stages
 from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.quantization import FP8, INT8, is_twin, not_quantized, read_method, schemes_of
-from actorllm.types.roles import Role, with_roles
+from actorllm.types.roles import MAPPED, Role, with_roles
 from actorllm.types.speculation import HEADS, NGRAM, SUFFIX, WITH_MODEL, read_speculation, with_costs
 from actorllm.types.vllm_config_names import EngineNames, ModelNames, ParallelNames, SchedulerNames
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
@@ -224,8 +224,8 @@ class CacheConfig:
     """States of prefixes that recurrent layers keep; 0: none, so that no prefix is found; None: no layer is recurrent."""
     offloading_bytes: int = 0
     """Of host memory, for blocks that left the cache."""
-    offloading_path: str | None = None
-    """Of that memory, which the owner of the engine has; None: there is none."""
+    offloading_paths: tuple[str, ...] = ()
+    """Of that memory, which the owner of the engine has, by rank; empty: there is none."""
     disk_path: str | None = None
     """The folder for such blocks; None: there is none."""
     disk_bytes: int = 0
@@ -242,6 +242,8 @@ class CacheConfig:
     of a replica that lends nothing; no entry: there are no roles."""
     lease_path: str | None = None
     """Of the memory that says which blocks are lent (`actors.tiers.lease_board`)."""
+    transport: str = MAPPED
+    """How blocks come from another replica: `types.roles.MAPPED`, or by NIXL. Then `pools` have what it is reached by."""
 
     @property
     def has_transfers(self) -> bool:
@@ -251,7 +253,7 @@ class CacheConfig:
     @property
     def has_tiers(self) -> bool:
         """Blocks that leave the cache may be kept elsewhere."""
-        return self.offloading_path is not None or self.disk_path is not None
+        return bool(self.offloading_paths) or self.disk_path is not None
 
     @property
     def cache_dtype(self) -> str:
@@ -602,7 +604,7 @@ class EngineConfig(EngineNames):
         cache = tree.pop("cache")
         return cls(
             model=ModelConfig(**model),
-            cache=CacheConfig(**(cache | {"pools": tuple(cache.get("pools", ()))})),
+            cache=CacheConfig(**(cache | {name: tuple(cache.get(name, ())) for name in ("pools", "offloading_paths")})),
             scheduler=SchedulerConfig(**tree.pop("scheduler")),
             speculation=Speculation.from_tree(tree.pop("speculation", None)),
             **tree,
@@ -712,6 +714,7 @@ class EngineConfig(EngineNames):
                 offloading_bytes=tiers.memory_bytes,
                 disk_path=tiers.disk_path if tiers.disk_bytes else None,
                 disk_bytes=tiers.disk_bytes,
+                transport=given.get("kv_transport", MAPPED),
             ),
             # What a step may hold, and the policies that fill it.
             scheduler=SchedulerConfig(
@@ -980,12 +983,16 @@ def _without_tiers(
         return "by models that make vectors"
     if module is not None:
         return "with module=: nothing tells its weights from others"
-    if given["tensor_parallel_size"] > 1 or stages or given["is_launched"]:
-        return "with several ranks yet"
+    if stages:
+        return "with several stages yet: their parts of a block differ in size"
+    if given["is_launched"]:
+        return "with ranks that another program has launched"
+    if given["tensor_parallel_size"] > 1 and given["nnodes"] != 1:
+        return "with ranks on several machines: each has its part of a block"
     if speculation is not None and speculation.model is not None:
-        return "with a draft model yet"
+        return "with a draft model yet: its KV would be missing"
     if given["record"] is not None:
-        return "with record= yet"
+        return "with record=: a replay has no memory or disk to read from"
     return None
 
 

@@ -4,7 +4,9 @@ A first engine computes a prefix twice, so that it is stored, and ends. A second
 system has no longer in memory. A third engine has no tiers. Both are asked for the prefix with another end. Each length is
 measured so once in a round, with random weights. The second part has two engines with a cache of few blocks, one of them with a
 disk tier, and prompts that share nothing. Rounds alternate between the two. All times are medians of rounds.
+The second part takes a smaller model: what tiers cost is paid for each request and each step, and steps of that one are short.
 Run: python bench/kv_tiers.py [--json FILE] [--model 0.6B] [--threads 2] [--rounds 3] [--lengths 2048 8192]
+                              [--model-without-reuse 135M] [--rounds-without-reuse 12]
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from model import SHAPES
-from report import command, environment
+from report import environment, write_json
 from weight_updates import tensors_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,12 +79,14 @@ def prefix(model: str, length: int, options: dict[str, Any], seed: int) -> dict[
         with LLM(model, **options | tier) as llm:
             first_token_s(llm, prompt_of(seed + 1, 8, 3))
             loaded_s = first_token_s(llm, prompt_of(seed, length, 3))
-            if transfers(llm)["num_loaded_blocks"] < length // 32:
-                raise SystemExit(f"the prefix was not loaded: {transfers(llm)}")
+            told = transfers(llm)
+            if told["num_loaded_blocks"] < length // 32:
+                raise SystemExit(f"the prefix was not loaded: {told}")
     with LLM(model, **options) as llm:
         first_token_s(llm, prompt_of(seed + 1, 8, 3))
         computed_s = first_token_s(llm, prompt_of(seed, length, 3))
-    return {"loaded_s": loaded_s, "computed_s": computed_s, "store_s": store_s, "ratio": loaded_s / computed_s}
+    found = {"loaded_s": loaded_s, "load_s": told["load_s"], "computed_s": computed_s, "store_s": store_s}
+    return found | {"ratio": loaded_s / computed_s}
 
 
 def without_reuse(model: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
@@ -112,6 +116,19 @@ def without_reuse(model: str, options: dict[str, Any], rounds: int) -> dict[str,
     }
 
 
+def write_model(folder: str, name: str, longest: int) -> None:
+    """With random weights, for sequences of up to so many tokens."""
+    from safetensors.torch import save_file
+
+    shape = SHAPES[name]
+    config = shape | {"max_position_embeddings": max(longest, shape.get("max_position_embeddings", 0))}
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    tensors = tensors_of(shape)
+    if shape.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, Path(folder) / "model.safetensors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
@@ -119,45 +136,42 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--model-without-reuse", default="135M", choices=SHAPES)
+    parser.add_argument("--rounds-without-reuse", type=int, default=12)
     arguments = parser.parse_args()
     before = list(os.getloadavg())
-    shape = SHAPES[arguments.model]
-    longest = max([*arguments.lengths, 512]) + 256
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        from safetensors.torch import save_file
-
-        config = shape | {"max_position_embeddings": max(longest, shape.get("max_position_embeddings", 0))}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        tensors = tensors_of(shape)
-        if shape.get("tie_word_embeddings"):
-            tensors.pop("lm_head.weight", None)
-        save_file({name: one.contiguous() for name, one in tensors.items()}, Path(folder) / "model.safetensors")
-        del tensors
-        options: dict[str, Any] = {"dtype": "bfloat16", "num_threads": arguments.threads, "skip_tokenizer_init": True}
-        for length in arguments.lengths:
-            found = [prefix(folder, length, options, 10 * number) for number in range(arguments.rounds)]
-            row = {key: statistics.median(one[key] for one in found) for key in found[0]}
-            rows.append({"figure": f"prefix of {length} tokens", **row})
-            print(
-                f"{length} tokens: {row['loaded_s']:.2f} s from the disk, {row['computed_s']:.2f} s computed: "
-                f"{row['ratio']:.3f} (target {LOADED:g}); stored in {row['store_s']:.2f} s"
-            )
-        row = without_reuse(folder, options, 2 * arguments.rounds)
-        rows.append({"figure": "without reuse", **row})
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_threads": arguments.threads, "skip_tokenizer_init": True}
+    if arguments.lengths:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder, arguments.model, max(arguments.lengths) + 256)
+            for length in arguments.lengths:
+                found = [prefix(folder, length, options, 10 * number) for number in range(arguments.rounds)]
+                row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+                rows.append({"figure": f"prefix of {length} tokens", "model": arguments.model, **row})
+                print(
+                    f"{length} tokens: {row['loaded_s']:.2f} s from the disk ({row['load_s']:.2f} s of reading), "
+                    f"{row['computed_s']:.2f} s computed: {row['ratio']:.3f} (target {LOADED:g}); stored in "
+                    f"{row['store_s']:.2f} s"
+                )
+    if arguments.rounds_without_reuse:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder, arguments.model_without_reuse, 512)
+            row = without_reuse(folder, options, arguments.rounds_without_reuse)
+        rows.append({"figure": "without reuse", "model": arguments.model_without_reuse, **row})
         print(
             f"without reuse: {row['with_s']:.2f} s with tiers, {row['without_s']:.2f} s without: {row['ratio']:.3f} "
             f"(target {1 + SLOWDOWN:g}); {row['stored_blocks']:.0f} blocks stored"
         )
     if arguments.json is not None:
+        names = ("model", "threads", "rounds", "model_without_reuse", "rounds_without_reuse")
         data = {
-            "command": command(),
             "environment": environment(),
             "load_before": before,
-            "configuration": {"model": arguments.model, "threads": arguments.threads, "rounds": arguments.rounds},
+            "configuration": {name: getattr(arguments, name) for name in names},
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(arguments.json, data)
 
 
 if __name__ == "__main__":

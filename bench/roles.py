@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from model import SHAPES
-from report import command, environment
+from report import environment, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -130,13 +129,12 @@ def main() -> None:
     rows.append(asyncio.run(live(arguments.prompts)))
     if arguments.json is not None:
         data = {
-            "command": command(),
             "environment": environment(),
             "load_before": before,
             "configuration": {"model": arguments.model, "tokens": arguments.tokens, "rounds": arguments.rounds},
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(arguments.json, data)
 
 
 if __name__ == "__main__":

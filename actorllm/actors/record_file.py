@@ -262,6 +262,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         **({"num_lanes": config.num_lanes} if config.stages else {}),
         **({"probes_alone": True} if config.data_parallel_size > 1 else {}),
         **({"window": config.cache.window} if config.cache.window is not None else {}),
+        **({"snapshots": config.cache.snapshots} if config.cache.snapshots else {}),
         **_source_limits(config),
         **({"cache_key": config.cache.hash_key} if config.cache.hash_key else {}),
     }

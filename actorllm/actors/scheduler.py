@@ -248,7 +248,9 @@ class SchedulerActor(Actor):
         self._policies = ActivePolicies(config.scheduler, None if config.record is None else self._write_entry)
         arguments |= {"policy": self._policies.first(), "build_policy": self._policies.build}
         if config.cache.has_tiers:
-            self._directory = TierDirectory(open_tiers(config.cache), config.cache.tier_mask_path)
+            num_ranks = config.num_workers
+            files = [open_tiers(config.cache, rank, num_ranks) for rank in range(num_ranks)]
+            self._directory = TierDirectory(files, config.cache.tier_mask_path)
             arguments["tiers"] = self._directory
         if config.cache.pools:
             arguments |= self._make_lender(config)
@@ -266,7 +268,8 @@ class SchedulerActor(Actor):
         assert cache.lease_path is not None
         assert cache.num_blocks is not None
         self._leases = LeaseBoard(cache.lease_path, config.max_blocks)
-        lends = self._leases.lender(config.replica, cache.num_blocks) if cache.pools[config.replica] else None
+        is_lender = bool(cache.pools[config.replica * config.num_workers])
+        lends = self._leases.lender(config.replica, cache.num_blocks) if is_lender else None
         return {"tiers": self._directory or NoTiers(), "lends": lends}
 
     def _ends_stall(self) -> bool:

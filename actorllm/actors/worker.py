@@ -47,6 +47,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import Drafted, LateInputs, Message, StepFailed, StepPlan, StepResult
 from actorllm.types.adapter_folder import Adapter
+from actorllm.types.roles import NIXL
 from actorllm.types.sleep import SLEEPING_PARTS
 from actorllm.types.weight_version import WeightSource
 
@@ -127,8 +128,6 @@ class WorkerActor(Actor):
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
-        if self.runner.num_snapshots is not None:
-            sizes["snapshots"] = self.runner.num_snapshots
         if config.data_parallel_size > 1 and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
@@ -136,6 +135,8 @@ class WorkerActor(Actor):
         if config.cache.has_tiers:
             sizes["tier"] = self._tier(config)
         num_blocks = self.runner.profile_num_blocks()
+        if self.runner.num_snapshots is not None:
+            sizes["snapshots"] = self.runner.num_snapshots
         if config.model.pooler is None or not config.model.pooler.is_encoder:
             sizes["block_bytes"] = self.runner.block_bytes
             # With its share of the second group, or of states.
@@ -149,7 +150,7 @@ class WorkerActor(Actor):
 
         fingerprint = fingerprint_of(config, arithmetic_of(config, self.runner.scheme)).hex()
         cache = replace(config.cache, tier_fingerprint=fingerprint, tier_slot_bytes=self.runner.block_bytes)
-        for file in open_tiers(cache):
+        for file in open_tiers(cache, self.rank, config.num_workers):
             file.close()
         return fingerprint, self.runner.block_bytes
 
@@ -179,6 +180,8 @@ class WorkerActor(Actor):
             self.runner.allocate(config.cache.num_blocks)
         else:
             self.runner.allocate_groups(config.cache.num_blocks, config.num_window_blocks)
+        if self._peers is not None:
+            self._peers.publish(self._own_pool(config))
         if config.cache.has_tiers:
             slot_bytes = sum(view.nbytes for view in self.runner.block_views(0))
             if slot_bytes != config.cache.tier_slot_bytes:  # what a block is, is not all in these bytes
@@ -199,10 +202,19 @@ class WorkerActor(Actor):
         """Have the cache where other replicas see it. What was lent of the worker whose place this one takes is over first."""
         assert config.cache.lease_path is not None
         board = LeaseBoard(config.cache.lease_path, config.max_blocks)
-        self._cache_era = board.begin_era(config.replica)
-        if path := config.cache.pools[config.replica]:
+        self._cache_era = board.begin_era(config.replica, self.rank)
+        pools = config.cache.pools[self.rank :: config.num_workers]  # of this rank of each replica
+        if config.cache.transport == NIXL:
+            from actorllm.actors.tiers.nixl_memory import NixlMemory  # imports NIXL
+
+            self._peers = NixlMemory(pools, board, self.runner.block_regions)
+            return
+        if path := self._own_pool(config):
             self.runner.share_cache(path)
-        self._peers = PeerMemory(config.cache.pools, board, self.runner.block_regions)
+        self._peers = PeerMemory(pools, board, self.runner.block_regions)
+
+    def _own_pool(self, config: EngineConfig) -> str:
+        return config.cache.pools[config.replica * config.num_workers + self.rank]
 
     def _open_tiers(self, config: EngineConfig) -> list[SlotFile]:
         """None where this worker computes other bits than the one whose place it takes: the files of the model were changed."""
@@ -211,7 +223,7 @@ class WorkerActor(Actor):
                 "the files of the model have changed since the engine was started; its KV tiers are not used"
             )
             return []
-        return open_tiers(config.cache)
+        return open_tiers(config.cache, self.rank, config.num_workers)
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link

@@ -135,16 +135,16 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
-        self._tier_memory: MemoryFile | None = None
-        """For KV blocks that left the caches of the replicas here."""
-        if config.cache.offloading_bytes and config.cache.offloading_path is None:
-            self._tier_memory = MemoryFile("kv-blocks")
-            config = replace(config, cache=replace(config.cache, offloading_path=self._tier_memory.path))
-        self._tier_mask: MemoryFile | None = None
-        """What schedulers know of resets of the KV tiers."""
+        self._tier_memory: list[MemoryFile] = []
+        """For KV blocks that left the caches of the replicas here, for each rank; and what schedulers know of resets of tiers."""
+        if config.cache.offloading_bytes and not config.cache.offloading_paths:
+            self._tier_memory += [MemoryFile("kv-blocks") for _ in range(config.world_size)]
+            paths = tuple(memory.path for memory in self._tier_memory)
+            config = replace(config, cache=replace(config.cache, offloading_paths=paths))
         if config.cache.has_tiers and config.cache.tier_mask_path is None:
-            self._tier_mask = MemoryFile("kv-mask")
-            config = replace(config, cache=replace(config.cache, tier_mask_path=self._tier_mask.path))
+            mask = MemoryFile("kv-mask")
+            self._tier_memory.append(mask)
+            config = replace(config, cache=replace(config.cache, tier_mask_path=mask.path))
         self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
@@ -415,9 +415,8 @@ class Engine:
                 self.prompts.forget()
                 self._submits.forget()
             finally:
-                for memory in (self._tier_memory, self._tier_mask):
-                    if memory is not None:
-                        memory.clear()
+                for memory in self._tier_memory:
+                    memory.clear()
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
                 self._make()
@@ -450,9 +449,8 @@ class Engine:
         meeting_place.close()
         self._weight_updates.close()
         self.weight_transfer.close()
-        for memory in (self._tier_memory, self._tier_mask):
-            if memory is not None:
-                memory.close()
+        for memory in self._tier_memory:
+            memory.close()
         CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._tokenizer_pool is not None:

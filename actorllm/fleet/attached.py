@@ -34,7 +34,7 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.joined_node import JoinedNode
 from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
-from actorllm.fleet.role_memory import router_of
+from actorllm.fleet.role_memory import LeaseReturns, router_of
 from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
@@ -144,7 +144,8 @@ class FleetAttachClient(AttachClient):
         """By number, those that were stopped for good left out."""
         self.board: LoadBoard | None = None
         replicas = cast(dict[int, RoutedReplica], self.replicas)
-        self.dispatcher = Dispatcher(replicas, router_of(self.config))
+        self._return_lease = LeaseReturns(self.config)
+        self.dispatcher = Dispatcher(replicas, router_of(self.config), return_lease=self._return_lease)
         self._tasks: TaskGroup
         self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
         self._has_frames: anyio.Event
@@ -173,6 +174,7 @@ class FleetAttachClient(AttachClient):
         for child in children:
             await child.gone.wait()
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a lost replica
+        self._return_lease.close()
 
     def _fail_frontends(self, error: EngineError) -> None:
         self._drop_frames()

@@ -40,7 +40,7 @@ from actorllm.fleet.views import (
     routable_of,
     views_of,
 )
-from actorllm.messages import KvOffer, Submit
+from actorllm.messages import I64, KvOffer, Submit
 from actorllm.scheduling.role_router import RoleRouter
 from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
 from actorllm.types.kv_transfer import answer_of
@@ -59,6 +59,7 @@ class Dispatcher:
 
     replicas: by number, those that are stopped for good left out; changed by the fleet. last_rid: as of FrontendActor. board:
     where programs show each other what they have on each replica. program: the number of this one there; 0: the owner.
+    return_lease: hears of leases on KV that nothing will copy.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Dispatcher:
         last_rid: int = 0,
         board: LoadBoard | None = None,
         program: int = 0,
+        return_lease: Callable[[I64], None] | None = None,
     ) -> None:
+        self._return_lease = return_lease
         self._replicas = replicas
         self.router = router
         self.last_rid = last_rid
@@ -379,23 +382,31 @@ class Dispatcher:
     def hand_off(self, number: int, offer: KvOffer) -> None:
         """The prompt of a request is computed at this replica: another one goes on with it, and copies the KV.
 
-        If there is none now, or if the request may be what schedulers died of, it stays.
+        If there is none now, or if the request may be what schedulers died of, it stays, and its lease is over.
         """
+        if not self._hand_off(number, offer) and self._return_lease is not None:
+            self._return_lease(offer.lease)
+
+    def _hand_off(self, number: int, offer: KvOffer) -> bool:
+        """Whether something will copy what this replica has leased."""
         source = self._replicas.get(number)
         entry = None if source is None else source.frontend.journal().get(offer.rid)
-        if entry is not None and entry.submit.max_tokens == 1:  # a gateway has another request go on with it
-            if (mailbox := mailbox_of(entry.consumer)) is not None:
+        if source is None or entry is None or entry.is_aborted:
+            return False
+        if entry.submit.max_tokens == 1:  # a gateway has another request go on with it
+            mailbox = mailbox_of(entry.consumer)
+            if mailbox is not None:
                 mailbox.kv_transfer = answer_of(offer.lease.tolist(), offer.blocks.tolist())
-            return
-        if source is None or entry is None or entry.is_aborted or entry.record.num_deaths or self.is_on_trial(source):
-            return
+            return mailbox is not None
+        if entry.record.num_deaths or self.is_on_trial(source):
+            return False
         targets = [
             one
             for one in self._others_than(source)
             if role_of(one) != "prefill" and one.takes_requests and one.frontend.is_linked and not self.is_on_trial(one)
         ]
         if not targets:
-            return
+            return False
         record = entry.record  # of all sequences of the request
         entries = source.frontend.surrender(lambda one: one.record is record and not one.is_aborted)
         self._views_at = -math.inf  # the journals change
@@ -408,6 +419,7 @@ class Dispatcher:
         self.num_handed_off += len(entries)
         self._show_sent(source)
         self._show_sent(target)
+        return True
 
     def _note_hand_off(self, num_blocks: int, seconds: float) -> None:
         if isinstance(self.router, RoleRouter):

@@ -44,7 +44,7 @@ from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
 from actorllm.fleet.nodes.remote import RemoteReplica
 from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
-from actorllm.fleet.role_memory import RoleMemory, router_of
+from actorllm.fleet.role_memory import LeaseReturns, RoleMemory, router_of
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
 from actorllm.model.threads import num_threads
@@ -99,7 +99,10 @@ class Fleet:
         self._memory = RoleMemory(config) if config.roles else None
         if self._memory is not None:
             self._given = self._memory.shared_by(config)
-        self.dispatcher = Dispatcher(self._replicas, router_of(config), last_rid, self._board)
+        self._return_lease = LeaseReturns(self._given)
+        self.dispatcher = Dispatcher(
+            self._replicas, router_of(config), last_rid, self._board, return_lease=self._return_lease
+        )
         self.attached: AttachServer | None = None
         """The door for other programs, if the engine has a name."""
         self._recorded: RecordedRouter | None = None
@@ -207,6 +210,7 @@ class Fleet:
                 replica.request_stop(self._stop_timeout_s)
         self.dispatcher.fail_all(EngineShutdownError("the engine was shut down"))  # what waited for a next life
         self._board_file.close()
+        self._return_lease.close()
         if self._memory is not None:
             self._memory.close()
         if self._placement is not None:

@@ -420,6 +420,12 @@ class StepPlan:
     partners: I32 = field(default_factory=no_i32)
     """Pairs of blocks: one of the block tables, and the one that holds its tokens in the layers with a sliding window. They are
     paired in this order, after blocks are copied. A block of the second kind belongs to the last pair that it was in."""
+    saved_states: I32 = field(default_factory=no_i32)
+    """Slot, tokens and place, of each state of the recurrent layers that the step keeps: what a slot has behind so many of its
+    tokens, which the step computes. It is kept in this place, whatever was there."""
+    restored_states: I32 = field(default_factory=no_i32)
+    """Slot and place, of each new slot whose first tokens are computed: their state was kept in this place. Places are read before
+    the step writes to any."""
 
     @property
     def new(self) -> NDArray[np.void]:

@@ -209,6 +209,8 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             lane=INDEXES,
             max_drafts=COUNT,
             partners=INDEXES,
+            saved_states=INDEXES,
+            restored_states=INDEXES,
         ),
         "LateInputs": _entry(
             SCHEDULER,

@@ -98,6 +98,17 @@ class StepInputs:
     """[num_decodes] the slots of the decode rows in the order of the tokens, padding included."""
     between_layers: Callable[[], object] = bool
     """Called before each layer; see `ModelRunner.between_layers`."""
+    saves: list[SavedState] = field(default_factory=list)
+    """States of recurrent layers that the step keeps; those of a slot in the order of its tokens."""
+
+
+class SavedState(NamedTuple):
+    """What a slot has behind some of its tokens is kept."""
+
+    slot: int
+    position: int
+    """How many tokens."""
+    place: int
 
 
 class Drafts(NamedTuple):
@@ -194,6 +205,8 @@ class PersistentBatch:
     """Slots for adapters; 0: rows have none."""
     has_sources: bool = False
     """The embeddings of a prompt are rows of an encoder, which stand before the tokens of the decoder."""
+    num_snapshots: int | None = None
+    """Places for states of recurrent layers behind prefixes; None: no layer is recurrent."""
     columns: Columns = field(init=False)
     block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
     num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
@@ -343,7 +356,53 @@ class PersistentBatch:
             inputs.prefill_sources = sources[inputs.prefill_slots].tolist()
         elif self.embedding_bytes:
             self._add_grid_positions(slots, inputs)
+        if plan.saved_states.size:
+            inputs.saves = self._saves(plan, inputs)
         return inputs
+
+    def _saves(self, plan: StepPlan, inputs: StepInputs) -> list[SavedState]:
+        """What the step is to keep of its rows. Raises ValueError for what these do not compute."""
+        ends = {
+            slot: (first, first + count)
+            for slot, first, count in zip(
+                inputs.prefill_slots, inputs.prefill_first, inputs.prefill_counts, strict=True
+            )
+        }
+        for slot in self.decode_slots.tolist():
+            computed = int(self.columns.num_computed[slot])
+            ends[slot] = computed, computed + 1
+        saves = sorted(SavedState(*row) for row in self._records(plan.saved_states, 3, plan.step))
+        for save in saves:
+            first, end = ends.get(save.slot, (0, 0))
+            if not first < save.position <= end:
+                raise ValueError(f"step {plan.step}: slot {save.slot} does not compute {save.position} tokens")
+        return saves
+
+    def _records(self, column: I32, width: int, step: int) -> list[list[int]]:
+        """Of states of recurrent layers; the last number of each is a place."""
+        if self.num_snapshots is None or column.size % width:
+            raise ValueError(f"step {step}: {column.size} numbers are no states of recurrent layers in this worker")
+        records: list[list[int]] = column.reshape(-1, width).tolist()
+        for record in records:
+            if not 0 <= record[-1] < self.num_snapshots:
+                raise ValueError(
+                    f"step {step}: there are {self.num_snapshots} places for states, not place {record[-1]}"
+                )
+        return records
+
+    def restored(self, plan: StepPlan) -> list[list[int]]:
+        """New slots whose first tokens are computed, with the places that their states are in.
+
+        Raises ValueError where some have none.
+        """
+        records = self._records(plan.restored_states, 2, plan.step)
+        new = plan.new
+        begun = sorted(new["slot"][new["num_computed"] > 0].tolist())
+        if sorted(slot for slot, _ in records) != begun:
+            raise ValueError(
+                f"step {plan.step}: slots {begun} begin with computed tokens, and states are named otherwise"
+            )
+        return records
 
     def _add_grid_positions(self, decode_slots: I32, inputs: StepInputs) -> None:
         """decode_slots: in the order of the tokens, with padding."""

@@ -331,7 +331,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     @property
     def num_snapshots(self) -> int | None:
-        """How many states of prefixes recurrent layers keep; None: no layer is recurrent."""
+        """How many states of prefixes recurrent layers keep, once memory is shared out; None: no layer is recurrent."""
         return None
 
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
@@ -356,6 +356,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             "embedding_bytes": config.model.embedding_bytes,
             "has_sources": config.model.encoder_decoder is not None,
             "max_adapters": 0 if config.lora is None else config.lora.max_loras,
+            "num_snapshots": self.num_snapshots,
         }
 
     def _largest_steps(self) -> tuple[int, list[StepPlan]]:
@@ -476,6 +477,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
             f"step {step}: the cache has one group, and {pairs.size // 2} blocks of a second one are named"
         )
 
+    def _restore(self, states: list[list[int]]) -> None:
+        """Slots begin with what was kept in places (`StepPlan.restored_states`). states: a slot and a place, each."""
+        raise NotImplementedError(f"device={self.name!r} has no recurrent layers")
+
     @abstractmethod
     def _copy(self, sources: I32, targets: I32) -> None:
         """Copy blocks of the cache, all at once."""
@@ -492,6 +497,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
             self._copy(plan.copy_sources, plan.copy_targets)
         if plan.partners.size:  # what is copied may belong to another block from now on
             self._pair(plan.partners, plan.step)
+        if plan.restored_states.size or (self.batch.num_snapshots is not None and plan.new_rows.size):
+            self._restore(self.batch.restored(plan))
         if plan.zero_blocks.size:
             self._zero(plan.zero_blocks)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.snapshots import Save
 
 
 class StepRecord(NamedTuple):
@@ -34,6 +35,8 @@ class StepRecord(NamedTuple):
     """How many drafts each decode row may have; num_tokens is without them."""
     lane: int = 0
     """That its decode rows are of (`scheduling.lanes`)."""
+    saves: tuple[Save, ...] = ()
+    """The states of recurrent layers that it keeps behind prefixes."""
 
     @property
     def named(self) -> list[Sequence]:

@@ -7,6 +7,7 @@ next plan. The worker applies freed before new, so a slot may change hands withi
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from actorllm.messages import I32, NO_I32, POOLING_CODES, SALT_ROW, U8, StepPlan
 from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.snapshots import Save
 from actorllm.types.logits_processors.travel import encode_rows
 
 
@@ -175,6 +177,21 @@ def _new_columns(
     if processed:
         columns["new_processed"] = encode_rows(processed)
     return columns
+
+
+def with_states(plan: StepPlan, saves: tuple[Save, ...], restored: list[tuple[int, int]]) -> StepPlan:
+    """The same plan, which keeps states of recurrent layers behind prefixes, or has slots go on from such.
+
+    restored: slots with the places that they go on from.
+    """
+    if not saves and not restored:
+        return plan
+    saved = [(save.sequence.slot, save.position, save.place) for save in saves]
+    return replace(
+        plan,
+        saved_states=np.array(saved, np.int32).reshape(-1) if saved else NO_I32,
+        restored_states=np.array(restored, np.int32).reshape(-1) if restored else NO_I32,
+    )
 
 
 def digest_of(sequence: Sequence) -> bytes:

@@ -25,6 +25,7 @@ from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.snapshots import Snapshots
 from actorllm.scheduling.telemetry.statistics import PrefixCacheStatistics
 
 
@@ -41,6 +42,7 @@ class PrefixCache:
         *,
         keeps_output_apart: bool = False,
         cache_key: str = "",
+        snapshots: Snapshots | None = None,
     ) -> None:
         """What is found of each other's KV.
 
@@ -49,7 +51,9 @@ class PrefixCache:
             weights: the identity of those that the workers compute with.
             keeps_output_apart: blocks that hold output are never found: a prompt of the same tokens has other bits.
             cache_key: how blocks are stored (`CacheConfig.hash_key`).
+            snapshots: of the states of recurrent layers; None: the model has none.
         """
+        self.snapshots = snapshots
         self._cache_key = cache_key
         self._weights = weights
         self._keeps_output_apart = keeps_output_apart
@@ -91,6 +95,8 @@ class PrefixCache:
         version = 0 if index is None else index.version
         if self._kv.window is not None:
             version += self._kv.window.num_lost
+        if self.snapshots is not None:
+            version += self.snapshots.version
         if sequence.looked_up == version:
             return
         sequence.looked_up = version
@@ -110,6 +116,8 @@ class PrefixCache:
         hits = index.find(sequence.hashes, most)
         if self._kv.window is not None:
             hits = self._kv.window.usable(hits)
+        if self.snapshots is not None:
+            hits = self.snapshots.usable(sequence.hashes, hits)
         sequence.hits = hits
         if hits.size:
             sequence.num_remaining -= hits.size * self._kv.block_size
@@ -130,6 +138,9 @@ class PrefixCache:
         """A request starts, with what it found."""
         sequence.num_published = sequence.hits.size
         sequence.num_done = sequence.num_published * self._kv.block_size
+        if self.snapshots is not None and self._kv.index is not None:
+            most = min(len(sequence.hashes) // HASH_BYTES, (sequence.known.size - 1) // self._kv.block_size)
+            self.snapshots.begin(sequence, self._kv.index.find(sequence.hashes, most).size)
         if sequence.can_publish and sequence.may_read_cache:
             counts = self._looked_up_again if sequence.num_preemptions else self._looked_up
             counts[0] += 1
@@ -185,9 +196,10 @@ class PrefixCache:
         """A request ends: what it computed since its admission can be found from now on."""
         num_blocks = self._num_findable(sequence)
         num_published = sequence.num_published
+        needs_hashes = self.snapshots is not None and self.snapshots.has_own(sequence)
         if num_blocks <= num_published or self._batch.is_simulated.item(sequence.slot):
             self.settle(sequence)
-        elif num_published and len(sequence.hashes) == num_published * HASH_BYTES:
+        elif num_published and len(sequence.hashes) == num_published * HASH_BYTES and not needs_hashes:
             known = sequence.known[num_published * self._kv.block_size :].copy()
             first = sequence.first_hash
             is_fresh = self._fresh.get(first) is sequence
@@ -199,6 +211,8 @@ class PrefixCache:
             self.hash_known(sequence)
             self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+        if self.snapshots is not None:
+            self.snapshots.publish_own(sequence)
 
     def settle(self, sequence: Sequence) -> None:
         """A request is about to leave its slot with nothing more to publish."""
@@ -219,6 +233,8 @@ class PrefixCache:
         if is_valid and num_blocks > sequence.num_published:
             self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+        if is_valid and self.snapshots is not None:
+            self.snapshots.publish_own(sequence)
 
     def _num_findable(self, sequence: Sequence) -> int:
         """How many blocks of a request in a slot may be found, now that it leaves it."""
@@ -251,6 +267,8 @@ class PrefixCache:
             return False
         self._settle(sequence.first_hash)
         index.forget(sequence.hashes)
+        if self.snapshots is not None:
+            self.snapshots.forget(sequence.first_hash)
         if self.on_forget is not None:
             self.on_forget(sequence.hashes)
         if sequence.slot >= 0:
@@ -269,6 +287,8 @@ class PrefixCache:
         _ = self._kv.num_free  # slots that were emptied give their blocks back first
         self._kv.index.reset()
         self._fresh.clear()
+        if self.snapshots is not None:
+            self.snapshots.reset()
         for sequence in running:
             sequence.can_publish = False
 
@@ -305,10 +325,14 @@ class PrefixCache:
             preempted_queries=again_queries,
             preempted_hits=again_hits,
             num_resets=self._kv.index.statistics().num_resets,
+            num_snapshots=0 if self.snapshots is None else self.snapshots.num_published,
+            num_evicted_snapshots=0 if self.snapshots is None else self.snapshots.num_evicted,
         )
 
     def check_integrity(self) -> None:
-        """AssertionError when what waits to be put into the index is not as it should be."""
+        """AssertionError when what waits to be put into the index is not as it should be, or states of prefixes are not."""
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(save for record in self._ledger for save in record.saves)
         for first, sequence in self._fresh.items():
             assert sequence.slot >= 0, f"{sequence.key} has left, and its blocks are not in the index"
             assert sequence.can_publish, f"{sequence.key} publishes what it must not"

@@ -196,6 +196,8 @@ class RequestTable:
                 self._builder.free(slot)
             if record.zeroed.size:
                 self._kv.zero(record.zeroed)
+            if self._cache.snapshots is not None:
+                self._cache.snapshots.voided(record.saves)
         self.restart()
 
     def restart(self) -> None:
@@ -267,6 +269,8 @@ class RequestTable:
         if sequence.rules is not None:
             self._message_budget.leave_slot(sequence.rules)
         self._seconds.leave(sequence)
+        if self._cache.snapshots is not None:
+            self._cache.snapshots.leave(sequence)
         self._kv.empty(slot, zero=zero)
         self._batch.vacate(slot)
         self._builder.free(slot)

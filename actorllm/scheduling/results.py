@@ -118,8 +118,12 @@ class Results:
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
         """Publish what the step computed, append what it sampled, and end the requests that end with it."""
         bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
+        # What the step has computed is found from now on, before its requests may end and leave their slots.
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
+        if record.saves and self._cache.snapshots is not None:
+            self._cache.snapshots.reported(record.saves, {record.prefills[row][0] for row in bad_prompts})
+        # Tokens go by column where every row is still there, else row by row.
         rows = record.rows
         is_whole = self._batch.has_all(rows)
         if result.num_drafted.size:

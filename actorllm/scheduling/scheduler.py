@@ -57,13 +57,14 @@ from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.loading import BuildsPolicy, load_policies
 from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
-from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
+from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder, with_states
 from actorllm.scheduling.policy import PlanPolicy, StepDone
 from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
+from actorllm.scheduling.snapshots import Save, Snapshots
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.draft_counters import DraftCounters
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
@@ -73,7 +74,7 @@ from actorllm.scheduling.tiers.transfers import Directory, Transfers
 from actorllm.scheduling.validation import SubmitValidation
 from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.drafter import Ranges
-from actorllm.types.kv_groups import num_window_blocks
+from actorllm.types.kv_groups import SNAPSHOT_TOKENS, num_window_blocks
 from actorllm.types.outputs import FinishReason
 from actorllm.types.weight_version import RunningRequests
 
@@ -113,6 +114,8 @@ class Scheduler:
         probes_alone: bool = False,
         cache_key: str = "",
         window: int | None = None,
+        snapshots: int = 0,
+        snapshot_tokens: int = SNAPSHOT_TOKENS,
         is_simulated: bool = False,
         num_lanes: int = 1,
         build_policy: BuildsPolicy = load_policies,
@@ -127,6 +130,8 @@ class Scheduler:
         the workers compute with (`WeightSource.identity`). tells_salts: as in `PlanBuilder`. keeps_output_apart: blocks with
         output are found by no prompt, because their KV has other bits. probes_alone: as of `worker_deaths`. cache_key: as of
         `PrefixCache`. window: tokens that a token sees in the layers of a second KV group; None: there is one group.
+        snapshots: places that the workers have for states of recurrent layers behind prefixes; 0: no layer is recurrent.
+        snapshot_tokens: such states are behind multiples of so many tokens.
         is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with
         prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
         nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
@@ -179,8 +184,20 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare, self._lanes)
         self._drafts = DraftBudget(draft_ranges, num_lookahead_tokens)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids, tells_salts)
+        self._snapshots: Snapshots | None = None
+        if snapshots and enable_prefix_caching:
+            self._snapshots = Snapshots(
+                snapshots, block_size, batch, tokens=snapshot_tokens, has_drafts=self._drafts.is_used
+            )
         self._cache = PrefixCache(
-            kv, batch, self.ledger, spare, weights, keeps_output_apart=keeps_output_apart, cache_key=cache_key
+            kv,
+            batch,
+            self.ledger,
+            spare,
+            weights,
+            keeps_output_apart=keeps_output_apart,
+            cache_key=cache_key,
+            snapshots=self._snapshots,
         )
         self.admission_blocks = self._cache.admission_blocks
         self._step_failures = StepFailures(limits, batch, probes_alone=probes_alone)
@@ -263,6 +280,8 @@ class Scheduler:
         self._table.enter(sequence)
         if self.transfers is not None and submit.hands_off and submit.fork_of is None:
             self.transfers.lend(sequence)
+        if self.transfers is not None and submit.kv_lease.size:
+            self.transfers.keep_lease(sequence)
         if submit.blocked_on is not None:
             self._table.block(sequence)
         else:
@@ -605,6 +624,10 @@ class Scheduler:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if window is not None and (pairs := window.take_pairs()).size:
             plan = replace(plan, partners=pairs)
+        saves: tuple[Save, ...] = ()
+        if self._snapshots is not None:
+            saves = self._snapshots.plan(prefill, rows)
+            plan = with_states(plan, saves, self._snapshots.take_restored())
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
         sampling.hold()
@@ -620,6 +643,7 @@ class Scheduler:
                 plan.freed,
                 max_drafts,
                 lane,
+                saves,
             )
         )
         if self._lanes is not None:
@@ -850,6 +874,8 @@ class Scheduler:
         in_flight = [*self.ledger]
         if in_flight:
             self.ledger.void(in_flight[0].step)
+        if self._snapshots is not None:
+            self._snapshots.voided(save for record in in_flight for save in record.saves)
         self._step_failures.on_lost_workers()
         if self.transfers is not None:
             self.transfers.lose_workers()
@@ -893,7 +919,7 @@ class Scheduler:
             or not self.has_room
         ):
             return 0
-        if self.kv.window is not None:
+        if self.kv.window is not None or self._snapshots is not None:
             return 0
         if self.kv.has_copies or self._step_failures.is_recovering or self._lanes is not None:
             return 0

@@ -202,6 +202,9 @@ class OpenAIShape(Shape):
                 made.append(self._plain[index] + orjson.dumps(one.text) + self._plain_end)
             elif (choice := self._choice(index, one)) is not None:
                 made.append(self._event(choice, state, self._num_tokens[index]))
+        if made and output.kv_transfer_params is not None and len(self._states) == 1:  # with the end
+            told = orjson.dumps({"kv_transfer_params": output.kv_transfer_params})
+            made[-1] = made[-1].removesuffix(b"}\n\n") + b"," + told[1:] + b"\n\n"
         return b"".join(made) if len(made) != 1 else made[0]
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:

@@ -75,6 +75,7 @@ class SimulatedTable:
         self._number = 0
         self._there: set[int] = set()
         self._taken: set[int] = set()
+        self._renewed: set[int] = set()
 
     def grant(self, blocks: I32, digest: bytes, era: int) -> I64:
         self._number += 1
@@ -82,11 +83,16 @@ class SimulatedTable:
         return np.array([self._replica, 0, self._number, blocks.size], np.int64)
 
     def end(self, lease: I64) -> None:
-        self._there.discard(lease.item(2))
-        self._taken.discard(lease.item(2))
+        for known in (self._there, self._taken, self._renewed):
+            known.discard(lease.item(2))
 
     def is_taken(self, lease: I64) -> bool:
         return lease.item(2) in self._taken
+
+    def is_renewed(self, lease: I64) -> bool:
+        is_renewed = lease.item(2) in self._renewed
+        self._renewed.discard(lease.item(2))
+        return is_renewed
 
     def clear(self) -> None:
         self._there.clear()
@@ -99,6 +105,11 @@ class SimulatedTable:
         """Its reader needs it no more."""
         if self.has(lease):
             self._taken.add(lease.item(2))
+
+    def renew(self, lease: I64) -> None:
+        """Its reader still wants it."""
+        if self.has(lease):
+            self._renewed.add(lease.item(2))
 
 
 class RoleMoves(TierMoves):
@@ -120,6 +131,8 @@ class RoleMoves(TierMoves):
         super().before_plan(now)
         while transfers.given_back:
             self._roles.take(transfers.given_back.pop())
+        for lease in transfers.renewals(now):
+            self._roles.renew(lease)
 
     def begin(self, job: BlockLoad | BlockStore, now: float) -> tuple[int, float, float]:
         if not isinstance(job, BlockLoad) or job.source is None:
@@ -197,6 +210,11 @@ class SimulatedRoles(LostRequests):
         table = self.tables[lease.item(0)]
         if table is not None:
             table.take(lease)
+
+    def renew(self, lease: I64) -> None:
+        table = self.tables[lease.item(0)]
+        if table is not None:
+            table.renew(lease)
 
 
 def hashes_of_its_own(number: int, num_blocks: int) -> U8:

@@ -144,6 +144,8 @@ class EngineShape:
     """What the hidden states of a step take from one stage to the next."""
     window: int | None = None
     """Tokens that a token sees in the layers of a second KV group (`types.kv_groups`); None: there is one group."""
+    snapshots: int = 0
+    """States of recurrent layers that are kept behind prefixes (`scheduling.snapshots`); 0: no layer is recurrent."""
     tiers: tuple[TierShape, ...] = ()
     """Where KV is kept besides (`slo.tiers`), the fastest first. Without effect where prefixes are not cached."""
 
@@ -166,6 +168,7 @@ class EngineShape:
             config.scheduler.admission,
             stages=tuple(layers / sum(config.stages) for layers in config.stages),
             window=config.cache.window,
+            snapshots=config.cache.snapshots or 0,
         )
 
     def scheduler_arguments(self) -> dict[str, Any]:
@@ -187,6 +190,7 @@ class EngineShape:
             "draft_ranges": () if self.drafts is None else self.drafts.ranges,
             "num_lanes": len(self.stages) or 1,
             **({} if self.window is None else {"window": self.window}),
+            **({"snapshots": self.snapshots} if self.snapshots else {}),
         }
 
     def scheduler(

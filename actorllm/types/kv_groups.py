@@ -1,9 +1,19 @@
-"""KV groups: layers that share a block table. How large that of the layers with a sliding window is, and what workers tell."""
+"""KV groups, layers that share a block table, and states of recurrent layers: their sizes, and what workers tell of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+SNAPSHOT_TOKENS = 64
+"""States of recurrent layers are kept behind multiples of so many tokens: prompts are worked off in tiles of this size, which are
+the same however a prompt is cut."""
+
+
+def border_of(block_size: int, tokens: int = SNAPSHOT_TOKENS) -> int:
+    """The least multiple of so many tokens that is a number of whole blocks."""
+    return math.lcm(block_size, tokens)
 
 
 def window_of(facts: Mapping[str, Mapping[str, Any]]) -> int | None:

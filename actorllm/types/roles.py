@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import orjson
@@ -11,10 +12,11 @@ import orjson
 from actorllm.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
-CONNECTOR = "SharedMemoryConnector"
+CONNECTOR, NIXL_CONNECTOR = "SharedMemoryConnector", "NixlConnector"
 """How `kv_transfer_config` names what roles do."""
+MAPPED, NIXL = "mapped", "nixl"
+"""How blocks come from another replica: out of memory that both have mapped, or by NIXL."""
 CONNECTORS_ELSEWHERE = (
-    "NixlConnector",
     "P2pNcclConnector",
     "MooncakeConnector",
     "LMCacheConnectorV1",
@@ -95,7 +97,7 @@ def _with_connector(given: dict[str, Any]) -> dict[str, Any]:
             f"kv_transfer_config: kv_connector={connector!r} moves KV between engines, which is not supported; for replicas of one "
             f"engine on this machine give roles='1P1D'"
         )
-    if connector != CONNECTOR:
+    if connector not in (CONNECTOR, NIXL_CONNECTOR):
         return given
     if told.get("kv_role", "kv_both") != "kv_both":
         raise ConfigError(
@@ -110,7 +112,12 @@ def _with_connector(given: dict[str, Any]) -> dict[str, Any]:
     roles = extra.get("roles", given["roles"])
     if roles is None or given["roles"] not in (None, roles):
         raise ConfigError(
-            f"kv_transfer_config: {CONNECTOR} needs roles, such as kv_connector_extra_config={{'roles': '1P1D'}}; they are "
-            f"{roles!r:.80} there, and roles={given['roles']!r:.80}"
+            f"kv_transfer_config: {connector} is between the replicas of one engine here, and needs roles, such as "
+            f"kv_connector_extra_config={{'roles': '1P1D'}}; they are {roles!r:.80} there, and roles={given['roles']!r:.80}"
         )
-    return given | {"roles": roles, "kv_transfer_config": None}
+    if connector == NIXL_CONNECTOR and find_spec("nixl") is None:
+        raise ConfigError(
+            f"kv_transfer_config: kv_connector={connector!r} needs NIXL: pip install 'actorllm[nixl]', or use {CONNECTOR!r}"
+        )
+    transport = NIXL if connector == NIXL_CONNECTOR else MAPPED
+    return given | {"roles": roles, "kv_transfer_config": None, "kv_transport": transport}

@@ -48,7 +48,7 @@ class VLLMOptions(TypedDict, total=False):
     kv_sharing_fast_prefill: Literal[False]
     mamba_cache_dtype: Literal["auto"]
     mamba_ssm_cache_dtype: Literal["auto"]
-    mamba_block_size: Literal[None]
+    mamba_block_size: Annotated[Any, None]
     disable_hybrid_kv_cache_manager: Literal[None, False, True]
     disable_chunked_mm_input: Annotated[Any, False]
     num_scheduler_steps: Annotated[Any, 1]
@@ -193,8 +193,8 @@ class VLLMOptions(TypedDict, total=False):
     enable_nccl_comm_suspend: Literal[False]
     kv_cache_dtype_skip_layers: Annotated[list[str] | None, [], None]
     prefix_match_unit: Literal[None]
-    mamba_cache_mode: Literal["none"]
-    enable_mamba_shared_prefix_checkpoint: Literal[False]
+    mamba_cache_mode: Annotated[Any, "none"]
+    enable_mamba_shared_prefix_checkpoint: Annotated[Any, False]
     replayssm_buffer_len: Literal[16]
     use_replayssm: Literal[False]
     mamba_backend: Annotated[Any, "triton", "TRITON"]
@@ -245,6 +245,11 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "kda_decode_backend",
     ),
     "prompts are computed in chunks whenever a step is full": ("enable_chunked_prefill",),
+    "states are kept where prompts end and where they part": (
+        "mamba_block_size",
+        "mamba_cache_mode",
+        "enable_mamba_shared_prefix_checkpoint",
+    ),
     "the window counts, and the length of sequences does not change": ("disable_sliding_window",),
     "one backend compiles every grammar": ("guided_decoding_backend",),
     "messages and metrics are those of this engine": (

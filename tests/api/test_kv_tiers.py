@@ -115,6 +115,33 @@ def test_a_corrupt_file_is_computed(tmp_path: Path, expected: list[list[int]], w
         assert tokens(llm, [prompt(number) for number in range(4)]) == expected
 
 
+RANKS = OPTIONS | {"tensor_parallel_size": 2}
+
+
+def test_ranks_keep_their_parts_of_a_block(tmp_path: Path, expected: list[list[int]]) -> None:
+    both = disk(tmp_path, kv_disk_size=0.1, kv_offloading_size=0.05)
+    with LLM("storyteller", **RANKS | both) as llm:
+        for number in range(2):
+            assert tokens(llm, [prompt(number)]) == expected[number : number + 1]
+        wait_for_stores(llm, 7)
+    with LLM("storyteller", **RANKS | both) as llm:
+        assert tokens(llm, [prompt(number) for number in range(4)]) == expected
+        assert transfers(llm)["num_loaded_blocks"] == 7
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 2
+    size = paths[1].stat().st_size
+    with paths[1].open("r+b") as file:  # behind the index, which is a small part of it
+        for at in range(size // 50, size, 4096):
+            file.seek(at)
+            file.write(b"\1" * 64)
+    with LLM("storyteller", **RANKS | both) as llm:
+        assert tokens(llm, [prompt(number) for number in range(4)]) == expected
+        assert transfers(llm)["num_loaded_blocks"] == 0, "the part of the other rank alone is nothing"
+    with LLM("storyteller", **INLINE | both) as llm:
+        assert tokens(llm, [prompt(2)]) == expected[2:3]
+        assert transfers(llm)["num_loads"] == 0, "one rank alone has whole blocks, in another file"
+
+
 def test_another_model_and_another_arithmetic_find_nothing(tmp_path: Path, expected: list[list[int]]) -> None:
     fill(tmp_path, expected)
     for options in ({"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}):
@@ -263,7 +290,8 @@ def test_host_memory_outlives_workers_and_is_shared_by_replicas(expected: list[l
         ({"kv_disk_size": 1}, "needs kv_disk_path as well"),
         ({"kv_disk_path": "/tmp/x"}, "needs kv_disk_size as well"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching=False"),
-        ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "several ranks"),
+        ({"kv_offloading_size": 1, "pipeline_parallel_size": 2}, "several stages"),
+        ({"kv_offloading_size": 1, "tensor_parallel_size": 2, "nnodes": 2}, "ranks on several machines"),
         ({"kv_offloading_size": 1, "record": "/tmp/x"}, "record="),
         ({"kv_transfer_config": {"kv_connector": "LMCache", "kv_role": "kv_both"}}, "'LMCache' is not"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}}, "kv_role"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -10,6 +10,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestFailedError
+from tests.api.becoming_idle import becomes_idle
 
 PROMPT = "Once upon a time"
 
@@ -37,21 +38,6 @@ def endless(**arguments: Any) -> SamplingParams:
 
 async def outputs_of(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
     return [output async for output in llm.generate(PROMPT, params)]
-
-
-async def becomes_idle(llm: AsyncLLM) -> None:
-    async def is_idle() -> bool:
-        stats = await llm.stats()
-        scheduler = stats["scheduler"]["scheduler"]
-        return stats["frontend"]["num_requests"] == 0 and scheduler["kv"]["num_free"] == scheduler["kv"]["num_blocks"]
-
-    await until(is_idle)
-
-
-async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
-    with anyio.fail_after(20):
-        while not await is_true():
-            await anyio.sleep(0.005)
 
 
 async def test_one_output_at_the_end_with_all_sequences_in_order(llm: AsyncLLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -14,46 +15,26 @@ from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.fleet.dispatcher import Dispatcher
-from actorllm.scheduling.role_router import RoleRouter
 from actorllm.server import create_app
 from actorllm.types.roles import read_roles
+from tests.fleet.handing_off import (
+    DECODE,
+    OPTIONS,
+    PREFILL,
+    PROMPTS,
+    hand_off_every_prompt,
+    stream,
+    streams,
+    transfers,
+)
 from tests.fleet.streams import Told, all_run, assert_same, kill, params, run_all, until
 
 pytestmark = [pytest.mark.leaks_by_module, pytest.mark.timeout(240)]
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 8, "standby_worker": False}
-LONG = (
-    "Once upon a time there was a bear who lived in a deep dark forest near a lake, and in that forest there was honey. "
-    * 2
-)
-PROMPTS = [f"{LONG} It was number {number}" for number in range(6)]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def every_prompt_is_handed_off() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoleRouter, "pays", lambda self, request, prefill, decode: request.num_prompt >= 8)
-        patch.setattr(actorllm.fleet.dispatcher, "TRIAL_S", 0.2)
-        yield
-
-
-async def stream(llm: AsyncLLM, number: int, **more: Any) -> list[int]:
-    found: list[int] = []
-    async for output in llm.generate(PROMPTS[number], params(number, max_tokens=40), **more):
-        found = list(output.outputs[0].token_ids)
-    return found
-
-
-async def streams(llm: AsyncLLM) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-
-    async def one(number: int) -> None:
-        found[number] = await stream(llm, number)
-
-    async with anyio.create_task_group() as group:
-        for number in range(len(PROMPTS)):
-            group.start_soon(one, number)
-    return [found[number] for number in sorted(found)]
+    yield from hand_off_every_prompt()
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +51,6 @@ async def fleet() -> AsyncIterator[AsyncLLM]:
     await all_run(llm)
     yield llm
     llm.shutdown()
-
-
-async def transfers(llm: AsyncLLM) -> list[dict[str, Any]]:
-    """Of each replica."""
-    replicas = (await llm.stats())["scheduler"]["replicas"].values()
-    return [replica["scheduler"]["transfers"] for replica in replicas]
 
 
 def handed_off(llm: AsyncLLM) -> int:
@@ -207,6 +182,47 @@ async def test_the_server_takes_what_gateways_send(fleet: AsyncLLM) -> None:
 
 
 @pytest.mark.anyio
+async def test_streams_tell_a_gateway_with_their_end(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    transport = httpx.ASGITransport(app=create_app(fleet))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+
+        async def chunks(path: str, **body: Any) -> list[dict[str, Any]]:
+            response = await client.post(path, json=body | {"seed": 3, "stream": True})
+            assert response.status_code == 200, response.text
+            events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+            assert events.pop() == "[DONE]"
+            return [json.loads(event) for event in events]
+
+        computed = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        chat = {"messages": [{"role": "user", "content": PROMPTS[4]}]}
+        for path, prompt in (("/v1/completions", {"prompt": PROMPTS[3]}), ("/v1/chat/completions", chat)):
+            told = await chunks(path, **prompt, **computed)
+            assert [bool(one.get("kv_transfer_params")) for one in told] == [False] * (len(told) - 1) + [True]
+            given = told[-1]["kv_transfer_params"]
+            before = (await transfers(fleet))[DECODE]["num_pulled_blocks"]
+            decoded = await chunks(path, **prompt, max_tokens=4, kv_transfer_params=given)
+            assert not any("kv_transfer_params" in one for one in decoded)
+            assert (await transfers(fleet))[DECODE]["num_pulled_blocks"] > before
+
+
+@pytest.mark.anyio
+async def test_what_no_replica_goes_on_with_is_lent_no_longer(
+    fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    before = (await transfers(fleet))[PREFILL]
+    monkeypatch.setattr(Dispatcher, "_others_than", lambda self, source: [])
+    assert await streams(fleet) == alone[0]
+    await stream(fleet, 0, data_parallel_rank=PREFILL)  # the lender looks with its next step
+    after = (await transfers(fleet))[PREFILL]
+    assert after["num_handed_off"] == before["num_handed_off"] + len(PROMPTS)
+    assert (after["num_leases"], after["num_expired_leases"]) == (0, before["num_expired_leases"])
+
+
+@pytest.mark.anyio
 async def test_an_engine_without_roles_says_that_it_has_none() -> None:
     async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm:
         with pytest.raises(InvalidParameterError, match="roles='1P1D'"):
@@ -214,7 +230,6 @@ async def test_an_engine_without_roles_says_that_it_has_none() -> None:
         assert (await last(llm, 0, {"do_remote_prefill": True, "remote_engine_id": "x"})).finished
 
 
-PREFILL, DECODE = 0, 1
 POINTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "prefill worker before": ("routed", PREFILL, ("worker0",)),
     "prefill scheduler at the offer": ("offered", PREFILL, ("scheduler",)),
@@ -298,6 +313,25 @@ async def test_tokens_outlive(
 
 
 @pytest.mark.anyio
+async def test_ranks_copy_their_parts(alone: tuple[list[list[int]], dict[str, Told]]) -> None:
+    """Also those of a rank that takes the place of a dead one: nothing of before counts then."""
+    async with AsyncLLM("storyteller", **OPTIONS, roles="1P1D", tensor_parallel_size=2) as llm:
+        await all_run(llm)
+        assert await streams(llm) == alone[0]
+        prefill, decode = await transfers(llm)
+        assert prefill["num_handed_off"] == len(PROMPTS)
+        num_pulled = decode["num_pulled_blocks"]
+        assert num_pulled > 0
+        assert decode["num_lost_leases"] == 0
+        kill([llm.health().replicas[PREFILL].pids["worker1"]])
+        assert await streams(llm) == alone[0]
+        await all_run(llm)
+        await llm.reset_prefix_cache()
+        assert await streams(llm) == alone[0]
+        assert (await transfers(llm))[DECODE]["num_pulled_blocks"] > num_pulled
+
+
+@pytest.mark.anyio
 async def test_without_a_decoding_replica_the_other_one_does_all(
     fleet: AsyncLLM, alone: tuple[list[list[int]], dict[str, Told]]
 ) -> None:
@@ -343,11 +377,16 @@ def test_names_of_vllm() -> None:
         ({"roles": "1P1D", "data_parallel_size": 3}, "are 2 replicas, and data_parallel_size=3"),
         ({"roles": "1P1D", "max_replicas": 4}, "max_replicas=4"),
         ({"roles": "1P1D", "nodes": ["a:1"]}, "nodes="),
-        ({"roles": "1P1D", "tensor_parallel_size": 2}, "with several ranks"),
+        ({"roles": "1P1D", "pipeline_parallel_size": 2}, "with several stages"),
+        ({"roles": "1P1D", "record": "/tmp/x"}, "with record="),
         ({"roles": "1P1D", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"roles": "1P1D", "topology": "inline"}, "topology='process'"),
         ({"roles": "90P90D"}, "64 replicas"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "give roles='1P1D'"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "NixlConnector .* needs roles",
+        ),
+        ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}}, "give roles='1P1D'"),
         ({"kv_transfer_config": CONNECTOR}, "needs roles"),
         ({"kv_transfer_config": CONNECTOR | {"kv_role": "kv_producer"}, "roles": "1P1D"}, "kv_role='kv_producer'"),
         ({"kv_transfer_config": CONNECTOR | {"kv_port": 1}, "roles": "1P1D"}, "'kv_port'"),

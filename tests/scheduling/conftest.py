@@ -13,6 +13,7 @@ from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, sequence
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 from tests.scheduling.chained_tokens import BLOCK_SIZE, EOS, VOCAB, ScriptedWorker, reference_stream
+from tests.scheduling.recurrent_worker import RecurrentWorker
 from tests.scheduling.windowed_worker import WindowedWorker
 
 
@@ -51,6 +52,7 @@ class Engine:
     """A scheduler and a scripted worker, driven by hand; collects what every request got."""
 
     def __init__(self, **overrides: Any) -> None:
+        self._num_places = overrides.get("snapshots", 0)
         self.scheduler = make_scheduler(**overrides)
         self.worker = self.new_worker()
         self.results: list[StepResult] = []
@@ -62,6 +64,8 @@ class Engine:
 
     def new_worker(self) -> ScriptedWorker:
         kv = self.scheduler.kv
+        if self._num_places:
+            return RecurrentWorker(kv.block_size, kv.pool.num_blocks, num_places=self._num_places)
         if kv.window is None:
             return ScriptedWorker(kv.block_size, kv.pool.num_blocks)
         return WindowedWorker(

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.snapshot_pool import SnapshotPool
 from actorllm.messages import I32, StepFailed, StepPlan
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.batch import Batch
@@ -36,6 +37,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.snapshots import Snapshots
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.tiers.transfers import Transfers
@@ -330,6 +332,33 @@ class WindowedMachine(SchedulerMachine):
 WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
 TestWindowedGroup = WindowedMachine.TestCase
 
+
+class RecurrentMachine(FailingMachine):
+    """The same with recurrent layers: a prefix is worth what ends with a state that the workers have kept."""
+
+    def make_engine(self, **arguments: Any) -> Engine:
+        return Engine(snapshots=1 + arguments["num_blocks"] % 7, snapshot_tokens=8, **arguments)
+
+    @rule(family=st.integers(0, 2), length=st.integers(9, 30), turns=st.integers(1, 3))
+    def converse(self, family: int, length: int, turns: int) -> None:
+        """Prompts that begin alike, the next of them with the output of the one before."""
+        prompt = [(family * 31 + i) % 97 for i in range(length)]
+        for _ in range(turns):
+            if len(prompt) > 34:
+                return
+            rid = len(self.submitted) + 1
+            arguments = {"max_tokens": 4, "min_tokens": 0, "ignore_eos": True, "stop_token_ids": []}
+            self.submitted[rid] = (prompt, rid, 0, arguments)
+            self.engine.submit(rid, prompt, **arguments)
+            if self.blocked:
+                return
+            self.engine.run()
+            prompt = [*prompt, *self.engine.streams[rid], rid % 97]
+
+
+RecurrentMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(30, 300))
+TestRecurrent = RecurrentMachine.TestCase
+
 PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
 PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
 TestPauses = PausingMachine.TestCase
@@ -546,12 +575,72 @@ def keep_what_the_dead_moved(right: Any, transfers: Transfers) -> None:
     transfers._is_losing = True
 
 
+def evict_in_silence(right: Any, pool: SnapshotPool) -> Any:
+    """Also what a waiting request has found, and is about to go on from."""
+    version = pool.version
+    place = right(pool)
+    pool.version = version
+    return place
+
+
+def publish_before_the_report(right: Any, snapshots: Snapshots, *arguments: Any) -> Any:
+    saves = right(snapshots, *arguments)
+    for save in saves:
+        if save.is_marked:
+            snapshots._pool.publish(save.sequence.hashes, save.position // 4, save.place)
+    return saves
+
+
+def keep_one_border_too_many(right: Any, snapshots: Snapshots, saves: Any, bad: Any) -> None:
+    right(snapshots, [save._replace(position=save.position + 8) for save in saves], bad)
+
+
+def keep_what_is_void(right: Any, snapshots: Snapshots, saves: Any) -> None:
+    snapshots.reported(saves, set())
+
+
+def keep_what_was_reset(right: Any, pool: SnapshotPool) -> None:
+    """Also after a death of the workers: the others have no states."""
+
+
+def name_an_own_one_after_others(right: Any, snapshots: Snapshots, sequence: Any) -> None:
+    own = snapshots._own.get(sequence)
+    if own is not None and own[0] > 8:
+        snapshots._own[sequence] = own[0] - 8, own[1]
+    right(snapshots, sequence)
+
+
+def take_over_blocks_without_a_state(right: Any, snapshots: Snapshots, hashes: bytes, found: I32) -> I32:
+    usable: I32 = right(snapshots, hashes, found)
+    return found if usable.size else usable
+
+
+def never_restore(right: Any, snapshots: Snapshots) -> Any:
+    right(snapshots)
+    return []
+
+
+MUTANTS_OF_SNAPSHOTS: list[tuple[type, str, Callable[..., Any]]] = [
+    (SnapshotPool, "take", evict_in_silence),
+    (Snapshots, "plan", publish_before_the_report),
+    (Snapshots, "reported", keep_one_border_too_many),
+    (Snapshots, "voided", keep_what_is_void),
+    (SnapshotPool, "clear", keep_what_was_reset),
+    (Snapshots, "publish_own", name_an_own_one_after_others),
+    (Snapshots, "usable", take_over_blocks_without_a_state),
+    (Snapshots, "take_restored", never_restore),
+]
+
+
 MUTANTS_OF_TIERS: list[tuple[type, str, Callable[..., Any]]] = [
     (Transfers, "lose_workers", keep_what_the_dead_moved),
 ]
 
 
-RARE = {never_copy, follow_anybody, publish_a_block_too_many, forget_who_is_aside, start_in_spite_of_a_pause}
+RARE = {
+    *(never_copy, follow_anybody, publish_a_block_too_many, forget_who_is_aside, start_in_spite_of_a_pause),
+    *(keep_what_is_void, evict_in_silence, name_an_own_one_after_others),
+}
 """What only few runs come upon."""
 
 
@@ -567,7 +656,8 @@ def mistakes(machine: type, mutants: list[tuple[type, str, Callable[..., Any]]])
     ("machine", "owner", "name", "wrong"),
     mistakes(SchedulerMachine, MUTANTS)
     + mistakes(PausingMachine, MUTANTS_OF_PAUSES)
-    + mistakes(TieredMachine, MUTANTS_OF_TIERS),
+    + mistakes(TieredMachine, MUTANTS_OF_TIERS)
+    + mistakes(RecurrentMachine, MUTANTS_OF_SNAPSHOTS),
 )
 def test_the_machine_finds_planted_mistakes(
     monkeypatch: pytest.MonkeyPatch, machine: type, owner: type, name: str, wrong: Callable[..., Any]

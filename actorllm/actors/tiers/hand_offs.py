@@ -6,13 +6,14 @@ they are linked. After them come others with another era, so what the dead ones 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 from actorllm.actors.link import Link
 from actorllm.actors.loop_parts import LoopPart
 from actorllm.actors.outlet import ForFrontend, Outlet
-from actorllm.actors.tiers.lease_board import LeaseBoard
+from actorllm.actors.tiers.lease_board import LeaseBoard, era_of
 from actorllm.actors.tiers.tier_transfers import TransferHost
 from actorllm.clock import now
 from actorllm.errors import PeerLostError
@@ -42,18 +43,24 @@ class HandOffs(LoopPart):
         assert transfers is not None
         while transfers.given_back:
             self._board.take(*transfers.given_back.pop().tolist())
+        for lease in transfers.renewals(now()):
+            self._board.renew(*lease.tolist())
         if transfers.leases is not None and self._host.has_workers and self._asked is not self._link():
             self._asked = self._link()
             self._host.start_soon(self._ask_era, self._asked)
 
+    def next_deadline(self) -> float:
+        transfers = self._host.scheduler.transfers
+        return math.inf if transfers is None else transfers.next_renewal
+
     async def _ask_era(self, link: Link) -> None:
         try:
-            (era,) = await self._host.ask_all(link, "cache_era")
+            eras = await self._host.ask_all(link, "cache_era")
         except PeerLostError:
             return
         transfers = self._host.scheduler.transfers
         if link is self._link() and transfers is not None and transfers.leases is not None:
-            transfers.leases.era = int(era)
+            transfers.leases.era = era_of([int(era) for era in eras])
             self._offer()
 
     def before_send(self, events: Events) -> None:

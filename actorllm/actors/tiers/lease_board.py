@@ -1,20 +1,25 @@
 """`LeaseBoard`: which KV blocks replicas of a machine lend each other, in memory that all of them map.
 
-Each replica has a row: the *era* of its KV memory, and SLOTS leases. A lease has a number, drawn anew each time. It has the hash of
-its last block, the size of the lender's cache, and the numbers of the blocks. The lender's scheduler writes it, its number last.
+Each replica has a row: the *era* of the KV memory of each rank, and SLOTS leases. A lease has a number, drawn anew each time. It
+has the hash of its last block, the size of the lender's cache, and the numbers of the blocks. The lender's scheduler writes it, its
+number last.
 It clears the number before it frees the blocks. A reader looks at the number and the era before it copies the blocks and once
 more after that (`read`, `is_valid`). If both are as before, the blocks were not reused meanwhile.
 
 The worker whose memory it is writes the era before it touches the memory. So after a death of the worker no lease of before is
-valid, whatever its scheduler has heard of that. The reader writes one word of a lease: that it has what it wants (`take`). What
-a wrong word there costs is a prompt that is computed twice.
+valid, whatever its scheduler has heard of that. The reader writes two words of a lease: that it has what it wants (`take`), and
+that its request still queues (`renew`). What a wrong word costs is a prompt that is computed twice, or blocks that are lent for
+one more term.
 """
 
 from __future__ import annotations
 
 import mmap
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import xor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +30,12 @@ from actorllm.scheduling.router import MAX_REPLICAS
 
 SLOTS = 128
 """Leases of a replica at a time."""
-NUMBER, TAKEN, ERA, CACHE_BLOCKS, COUNT, DIGEST = 0, 1, 2, 3, 4, 5
+NUMBER, TAKEN, RENEWED, ERA, CACHE_BLOCKS, COUNT, DIGEST = range(7)
 """Words of a lease; the blocks are behind the digest, two to a word."""
 HEADER_WORDS = DIGEST + HASH_BYTES // 8
-PAGE = 4096
+MAX_RANKS = 64
+"""Of a replica."""
+ERA_BYTES = 8 * MAX_REPLICAS * MAX_RANKS
 
 
 def _words(max_blocks: int) -> int:
@@ -37,7 +44,12 @@ def _words(max_blocks: int) -> int:
 
 def num_bytes(max_blocks: int) -> int:
     """Of a board whose leases have up to so many blocks. Only pages that were written take memory."""
-    return PAGE + 8 * MAX_REPLICAS * SLOTS * _words(max_blocks)
+    return ERA_BYTES + 8 * MAX_REPLICAS * SLOTS * _words(max_blocks)
+
+
+def era_of(eras: Sequence[int]) -> int:
+    """Of a replica, by those of its ranks: another one as soon as one of them begins another."""
+    return reduce(xor, eras, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,15 +73,18 @@ class LeaseBoard:
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), num_bytes(max_blocks))
         words: NDArray[np.int64] = np.frombuffer(memory, np.int64)
-        self._eras = words[:MAX_REPLICAS]
-        self._leases = words[PAGE // 8 :].reshape(MAX_REPLICAS, SLOTS, _words(max_blocks))
+        self._eras = words[: ERA_BYTES // 8].reshape(MAX_REPLICAS, MAX_RANKS)
+        self._leases = words[ERA_BYTES // 8 :].reshape(MAX_REPLICAS, SLOTS, _words(max_blocks))
         self._max_blocks = max_blocks
 
     # The worker that has the memory
 
-    def begin_era(self, replica: int) -> int:
-        """The memory of this replica changes its contents: nothing that was lent of it counts. Returns the new era."""
-        self._eras[replica] = era = secrets.randbits(62) + 1
+    def begin_era(self, replica: int, rank: int = 0) -> int:
+        """The memory of this rank changes its contents: nothing that was lent of its replica counts. Returns the new era.
+
+        What a lease is of is the era of all ranks (`era_of`).
+        """
+        self._eras[replica, rank] = era = secrets.randbits(62) + 1
         return era
 
     # The reader
@@ -90,12 +105,17 @@ class LeaseBoard:
     def is_valid(self, lent: Lent) -> bool:
         """Whether its blocks have held what was lent up to now."""
         is_there = self._leases[lent.replica, lent.slot, NUMBER] == lent.number
-        return bool(is_there and self._eras[lent.replica] == lent.era)
+        return bool(is_there and np.bitwise_xor.reduce(self._eras[lent.replica]) == lent.era)
 
     def take(self, replica: int, slot: int, number: int) -> None:
         """The reader needs a lease no more."""
         if 0 <= replica < MAX_REPLICAS and 0 <= slot < SLOTS:
             self._leases[replica, slot, TAKEN] = number
+
+    def renew(self, replica: int, slot: int, number: int) -> None:
+        """The reader still wants a lease."""
+        if 0 <= replica < MAX_REPLICAS and 0 <= slot < SLOTS:
+            self._leases[replica, slot, RENEWED] = number
 
     # The lender
 
@@ -122,7 +142,7 @@ class Lender:
         slot = self._free.pop()
         entry = self._leases[slot]
         entry[NUMBER] = 0
-        entry[TAKEN], entry[ERA], entry[CACHE_BLOCKS], entry[COUNT] = 0, era, self._cache_blocks, blocks.size
+        entry[TAKEN:DIGEST] = 0, 0, era, self._cache_blocks, blocks.size
         entry[DIGEST:HEADER_WORDS] = np.frombuffer(digest, np.int64)
         entry[HEADER_WORDS:].view(np.int32)[: blocks.size] = blocks
         entry[NUMBER] = number = secrets.randbits(62) + 1
@@ -136,3 +156,10 @@ class Lender:
     def is_taken(self, lease: I64) -> bool:
         slot, number = lease.tolist()[1:3]
         return bool(self._leases[slot, TAKEN] == number)
+
+    def is_renewed(self, lease: I64) -> bool:
+        slot, number = lease.tolist()[1:3]
+        if self._leases[slot, RENEWED] != number:
+            return False
+        self._leases[slot, RENEWED] = 0
+        return True

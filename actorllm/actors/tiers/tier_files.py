@@ -1,9 +1,13 @@
-"""`open_tiers`: the files of an engine's KV tiers, memory before the disk; and `TierDirectory`: what the files have."""
+"""`open_tiers`: the files of an engine's KV tiers, memory before the disk; and `TierDirectory`: what the files have.
+
+Of several ranks each has files of its own, with its part of every block. A block is there if all of them have their part.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
@@ -26,23 +30,36 @@ MAKING_S = 3600.0
 """No process takes longer to make a file."""
 
 
-def open_tiers(cache: CacheConfig) -> list[SlotFile]:
-    """In the order in which they are looked into. cache: with what the first worker has told of its blocks.
+def open_tiers(cache: CacheConfig, rank: int = 0, num_ranks: int = 1) -> list[SlotFile]:
+    """In the order in which they are looked into.
+
+    Arguments:
+        cache: with what the first worker has told of its blocks.
+        rank: whose files these are, of so many: each has its part of the blocks, and of the room.
+        num_ranks: that share the layers.
 
     Raises:
         ConfigError: a file cannot be made, or is too small for a single set of slots; names the argument.
     """
     files: list[SlotFile] = []
-    fingerprint = bytes.fromhex(cache.tier_fingerprint)
+    fingerprint, part = bytes.fromhex(cache.tier_fingerprint), ""
+    if num_ranks > 1:
+        part = f"-rank{rank}of{num_ranks}"
+        fingerprint = hashlib.sha256(fingerprint + part.encode()).digest()
     try:
-        if cache.offloading_path is not None:
-            files.append(_open("kv_offloading_size", cache.offloading_path, fingerprint, cache, cache.offloading_bytes))
+        if cache.offloading_paths:
+            num_bytes = cache.offloading_bytes // num_ranks
+            files.append(_open("kv_offloading_size", cache.offloading_paths[rank], fingerprint, cache, num_bytes))
         if cache.disk_path is not None:
             # A file for each size: engines that share the folder and differ in it would take each other's away.
-            name = f"{cache.tier_fingerprint[:24]}-{num_slots_of(cache.tier_slot_bytes, cache.disk_bytes)}"
-            path = os.path.join(_folder(cache.disk_path), f"{PREFIX}{name}{SUFFIX}")
-            files.append(_open("kv_disk_size", path, fingerprint, cache, cache.disk_bytes))
-            _make_room(path, cache.disk_bytes)
+            num_bytes = cache.disk_bytes // num_ranks
+            size = num_slots_of(cache.tier_slot_bytes, num_bytes)
+            folder = _folder(cache.disk_path)
+            own = os.path.join(folder, f"{PREFIX}{cache.tier_fingerprint[:24]}{part}-{size}{SUFFIX}")
+            files.append(_open("kv_disk_size", own, fingerprint, cache, num_bytes))
+            if not rank:
+                siblings = [own.replace(part, f"-rank{other}of{num_ranks}") for other in range(1, num_ranks)]
+                _make_room(own, siblings, cache.disk_bytes)
     except BaseException:
         for file in files:
             file.close()
@@ -78,8 +95,11 @@ def _folder(path: str) -> str:
     return path
 
 
-def _make_room(own: str, num_bytes: int) -> None:
-    """Files of other models and of other arithmetic go, the oldest first, until all that is there fits; not those in use."""
+def _make_room(own: str, siblings: Sequence[str], num_bytes: int) -> None:
+    """Files of other models and of other arithmetic go, the oldest first, until all that is there fits; not those in use.
+
+    siblings: of the other ranks, which may not have opened them yet.
+    """
     for path in Path(own).parent.glob(f"{PREFIX}*{SUFFIX}.*"):  # of a process that was killed while it made a file
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - MAKING_S:
@@ -88,11 +108,11 @@ def _make_room(own: str, num_bytes: int) -> None:
     for path in Path(own).parent.glob(f"{PREFIX}*{SUFFIX}"):
         with contextlib.suppress(OSError):
             found = path.stat()
-            if str(path) != own:
+            if str(path) not in (own, *siblings):
                 others.append((found.st_mtime, 512 * found.st_blocks, path))
     total = sum(size for _, size, _ in others)
     for _, size, path in sorted(others):
-        if total + os.stat(own).st_size <= num_bytes:
+        if total + (1 + len(siblings)) * os.stat(own).st_size <= num_bytes:
             return
         with contextlib.suppress(OSError):
             fd = os.open(f"{path}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -113,9 +133,11 @@ def keys_of(hashes: bytes) -> NDArray[np.uint64]:
 class TierDirectory:
     """What the files have, by block hashes (`scheduling.tiers.transfers.Directory`)."""
 
-    def __init__(self, files: Sequence[SlotFile], mask_path: str | None = None) -> None:
-        """mask_path: of memory that outlives this scheduler: the next one forgets the same. None: it knows of no reset."""
-        self._files = files
+    def __init__(self, files: Sequence[Sequence[SlotFile]], mask_path: str | None = None) -> None:
+        """files: of each rank. mask_path: of memory that outlives this scheduler: the next one forgets the same. None: it knows of
+        no reset."""
+        self._of_ranks = files
+        self._files = [file for own in files for file in own]
         self._mask: NDArray[np.uint64] | None = None
         """What makes other keys of the hashes, once everything was to be forgotten. So nothing of before is found here, and nothing
         of afterwards by a later engine, which may have other weights."""
@@ -139,9 +161,12 @@ class TierDirectory:
 
     def _has(self, hashes: bytes) -> NDArray[np.bool_]:
         keys = self.keys(hashes)
-        found: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
-        for file in self._files:
-            found |= file.contains(keys)
+        found: NDArray[np.bool_] = np.ones(len(keys), np.bool_)
+        for files in self._of_ranks:
+            has_part: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
+            for file in files:
+                has_part |= file.contains(keys)
+            found &= has_part
         return found
 
     def missing(self, hashes: bytes) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,7 +65,7 @@ class TierTransfers(LoopPart):
     async def _pull(self, job: BlockLoad, source: Borrowed, link: Link) -> None:
         """Copy what another replica has leased."""
         try:
-            ((number, seconds),) = await self._host.ask_all(
+            answers = await self._host.ask_all(
                 link,
                 "pull_blocks",
                 math.inf,
@@ -76,6 +76,7 @@ class TierTransfers(LoopPart):
             )
         except PeerLostError:  # the scheduler is told of it
             return
+        number, seconds = _of_ranks(answers)
         transfers = self._host.scheduler.transfers
         assert transfers is not None
         transfers.loaded(job, number, seconds, now())
@@ -97,7 +98,7 @@ class TierTransfers(LoopPart):
             if isinstance(job, BlockStore):  # what was forgotten meanwhile is not told any more
                 self._directory.remove_keys(keys)
             return
-        number, seconds = min(number for number, _ in answers), max(seconds for _, seconds in answers)
+        number, seconds = _of_ranks(answers)
         if isinstance(job, BlockLoad):
             transfers.loaded(job, number, seconds, now())
         else:
@@ -109,3 +110,8 @@ class TierTransfers(LoopPart):
     def next_deadline(self) -> float:
         transfers = self._host.scheduler.transfers
         return math.inf if transfers is None else transfers.next_deadline
+
+
+def _of_ranks(answers: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """How many blocks all ranks have moved, and the seconds of the slowest."""
+    return min(number for number, _ in answers), max(seconds for _, seconds in answers)

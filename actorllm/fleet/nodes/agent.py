@@ -574,6 +574,6 @@ def localized(config: EngineConfig, board: str) -> EngineConfig:
     if speculation is not None and speculation.model is not None and not Path(speculation.model).is_dir():
         raise ModelNotFoundError(f"the draft model {speculation.model!r} is not here")
     model = replace(given, path=str(path), tokenizer=tokenizer)
-    cache = replace(config.cache, offloading_path=None, tier_mask_path=None)  # the memory of another machine
+    cache = replace(config.cache, offloading_paths=(), tier_mask_path=None)  # the memory of another machine
     meeting_place = config.rendezvous if config.rank_nodes else None  # a file is of its machine
     return replace(config, model=model, cache=cache, load_board=board, rendezvous=meeting_place, name=None)

@@ -426,7 +426,8 @@ class Decoder:
             self._kinds.begin(inputs)
         rows, states = None, self._no_states
         if isinstance(cache, RecurrentCache):
-            rows, states = StateRows(inputs), dict(zip(self._recurrent, cache.states.layers, strict=True))
+            rows = StateRows(inputs, cache.states.num_slots)
+            states = dict(zip(self._recurrent, cache.states.layers, strict=True))
         for layer in self.layers:
             inputs.between_layers()
             if layer.index in self.taps:

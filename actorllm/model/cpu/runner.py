@@ -35,7 +35,7 @@ from actorllm.model.cpu.layers import ACTIVATIONS, linear, paired, widens
 from actorllm.model.cpu.model import AbsentModel
 from actorllm.model.cpu.rates import measured_rates, sizes_of
 from actorllm.model.cpu.recurrent.cache import RecurrentCache
-from actorllm.model.cpu.recurrent.refusals import check_recurrent, check_states
+from actorllm.model.cpu.recurrent.refusals import check_recurrent, check_states, most_snapshots, num_snapshots_within
 from actorllm.model.cpu.recurrent.states import SlotStates
 from actorllm.model.cpu.scheme import Scheme, choose, products
 from actorllm.model.cpu.thread_count import exchange_own_threads, restore_own_threads, set_own_num_threads
@@ -162,6 +162,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """Of `adapters`."""
         self._speculator: Speculator | None = None
         self._draft_model: DraftingModel | None = None
+        self._num_snapshots = config.cache.snapshots or 0
         if config.speculation is not None:
             self._draft_model = drafting_model(config, self.model_config, self.dtype)
             self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
@@ -440,7 +441,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @property
     def num_snapshots(self) -> int | None:
-        return 0 if self.is_recurrent else None
+        return self._num_snapshots if self.is_recurrent else None
 
     @property
     def _state_bytes(self) -> int:
@@ -462,7 +463,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def fixed_cache_bytes(self) -> int:
         """Of the second KV group, of states, or of the tails of a cache of 8 bits: pages are mapped when a slot is first used."""
         if self.is_recurrent:
-            return self._state_bytes * self.config.scheduler.max_num_seqs
+            return self._state_bytes * (self.config.scheduler.max_num_seqs + self._num_snapshots)
         if self.cache_window is not None:
             return self._most_window_blocks * self._bytes_of_layers(windowed=True)
         if not self._has_int8_cache:
@@ -486,6 +487,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _blocks_within(self, num_bytes: int) -> int:
         if self.is_recurrent:
             check_states(self.config, num_bytes, self._state_bytes)
+            self._num_snapshots = num_snapshots_within(
+                self.config, num_bytes, self._state_bytes, has_blocks=self.block_bytes > 0
+            )
             if not self.block_bytes:  # no layer attends: blocks are counted, and hold nothing
                 return self.config.scheduler.max_num_seqs * self._most_blocks_of_one
             return (num_bytes - self.fixed_cache_bytes) // self.block_bytes
@@ -509,6 +513,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     @with_own_threads
     def profile_num_blocks(self) -> int:
+        if self.is_recurrent and self.config.cache.num_blocks_override is not None:
+            self._num_snapshots = most_snapshots(self.config)
         if self._is_encoder:  # its blocks are counted, and hold nothing
             return self.config.scheduler.max_num_seqs * -(
                 -self.config.model.max_model_len // self.config.cache.block_size
@@ -538,6 +544,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return int(self._available_at_first * share / self.config.world_size) - max(0, used) - working
         budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.config.world_size) - working
         wanted = limits.max_num_seqs * self._most_blocks_of_one * self.block_bytes
+        if self.is_recurrent:
+            wanted += most_snapshots(config) * self._state_bytes
         return min(wanted + self.fixed_cache_bytes, budget)
 
     @property
@@ -604,7 +612,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         assert isinstance(plan, DecoderConfig)
         assert plan.recurrent is not None
         num_slots = max(self.config.scheduler.max_num_seqs, NUM_CHECK_ROWS)
-        return SlotStates(len(plan.recurrent_layers), plan.recurrent.states, num_slots, self.dtype)
+        return SlotStates(len(plan.recurrent_layers), plan.recurrent.states, num_slots, self.dtype, self._num_snapshots)
 
     @torch.inference_mode()
     def allocate_groups(self, num_blocks: int, num_window_blocks: int) -> None:
@@ -702,6 +710,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             super()._pair(pairs, step)
         else:
             self.cache.pair(pairs)
+
+    def _restore(self, states: list[list[int]]) -> None:
+        assert isinstance(self.cache, RecurrentCache)
+        self.cache.restore(states)
 
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
@@ -803,6 +815,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
             if self._draft_model is not None:
                 seen = self._draft_model.follow(inputs, states)
+        if inputs.saves:
+            assert isinstance(self.cache, RecurrentCache)
+            self.cache.keep_decoded(inputs)
         if inputs.forks:
             self.cache.fork(inputs.forks)
         self.batch.advance(inputs)

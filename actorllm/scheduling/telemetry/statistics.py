@@ -23,6 +23,10 @@ class PrefixCacheStatistics:
     preempted_queries: int
     preempted_hits: int
     num_resets: int
+    num_snapshots: int = 0
+    """States of recurrent layers that are found behind prefixes now; 0 of a model without such layers."""
+    num_evicted_snapshots: int = 0
+    """Those that gave their places to others, since the start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ A request that is handed off computes its prompt here and decodes elsewhere. Onc
 leased: they are held (`KVCacheManager.hold`), and a table that both replicas see names them. The reader copies them, and looks at
 the table again after that. If the lease is still there, the blocks were not reused meanwhile. Otherwise it computes them.
 
-A lease ends when its reader has taken the blocks, when its term is over, or when the KV must not be found any more. It leaves the
-table before its blocks are free. So nothing waits for a reader, and no reader can keep blocks for longer than a term. Where
-requests of this replica lack blocks, leases that are no longer new end as well, the oldest first.
+A lease ends when its reader has taken the blocks, when its term is over, or when the KV must not be found any more. The term begins
+anew when the reader says that its request still queues. A lease leaves the table before its blocks are free. So nothing waits for
+a reader, and one that says nothing keeps blocks for no longer than a term. Where requests of this replica lack blocks, leases that
+are no longer new end as well, renewed or not, the oldest first.
 
 Pure: the table is given. Owned by `Transfers`.
 """
@@ -27,7 +28,9 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.sequence import FINISHED, Key, Sequence
 
 TERM_S = 10.0
-"""How long a lease lasts at most."""
+"""How long a lease lasts at most, unless its reader renews it."""
+RENEWAL_S = TERM_S / 4
+"""How often a reader renews it."""
 GRACE_S = 0.25
 """How long it lasts though requests of this replica lack its blocks."""
 
@@ -46,6 +49,9 @@ class LeaseTable(Protocol):
 
     def is_taken(self, lease: I64) -> bool:
         """Its reader has what it wants."""
+
+    def is_renewed(self, lease: I64) -> bool:
+        """Its reader has said, since this was asked last, that it still wants the blocks."""
 
     def clear(self) -> None:
         """There is no lease."""
@@ -68,7 +74,9 @@ class _Lease:
     lease: I64
     blocks: I32
     first_hash: bytes
+    grace_until: float
     until: float
+    """Unless it is renewed."""
 
 
 class Leases:
@@ -123,7 +131,8 @@ class Leases:
         if lease is None:
             return None
         self._kv.hold(blocks)
-        self._leases.append(_Lease(lease, blocks, sequence.first_hash, now + self._term_s))
+        grace_until = now + min(GRACE_S, self._term_s)
+        self._leases.append(_Lease(lease, blocks, sequence.first_hash, grace_until, now + self._term_s))
         self.num_granted += 1
         return Offer(sequence.key, lease, blocks, sequence.num_cached_tokens)
 
@@ -131,7 +140,9 @@ class Leases:
         """Let go of what was taken, and of what has been leased for long enough. num_wanted: blocks that should be free."""
         for one in self._leases[:]:
             is_taken = self._table.is_taken(one.lease)
-            is_in_the_way = now >= self._grace_end(one) and self._kv.num_free < num_wanted
+            if self._table.is_renewed(one.lease):
+                one.until = now + self._term_s
+            is_in_the_way = now >= one.grace_until and self._kv.num_free < num_wanted
             if is_taken or now >= one.until or is_in_the_way:
                 self.num_expired += not is_taken
                 self._end(one)
@@ -156,11 +167,8 @@ class Leases:
         """When the first lease is over; infinity: there is none. num_wanted: as of `sweep`."""
         if not self._leases:
             return math.inf
-        first = self._leases[0]  # all terms are alike
-        return self._grace_end(first) if self._kv.num_free < num_wanted else first.until
-
-    def _grace_end(self, one: _Lease) -> float:
-        return one.until - self._term_s + min(GRACE_S, self._term_s)
+        first = min(one.until for one in self._leases)
+        return min(first, self._leases[0].grace_until) if self._kv.num_free < num_wanted else first
 
     @property
     def num_expected(self) -> int:

@@ -15,7 +15,10 @@ Blocks that are reserved may be those of a request that has just ended, and step
 they are filled once every step that was launched before is answered, also those that are void.
 
 *Hand-offs.* A request that another replica has computed the prompt of comes with a lease on its blocks there (`leases`). It is
-loaded in the same way, from the memory of that replica. A lease that is over costs a prompt that is computed here.
+loaded in the same way, from the memory of that replica. The lease is renewed for as long as the request waits for the copy, or for
+something else before that. Where there is no room for the blocks, the request waits longer than computing would take: it could
+not be computed either. The first that lacks room keeps it from those behind. A lease that is over costs a prompt that is computed
+here.
 
 What was forgotten (`PrefixCache.forget`, `reset`) while a transfer was under way is not published, and is removed from the
 tiers. Leases of it end.
@@ -27,7 +30,7 @@ request that waits for a load is blocked or preempted. The blocks of every trans
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,15 +46,21 @@ from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import FINISHED, Sequence, State
 from actorllm.scheduling.telemetry.statistics import TransferStatistics
-from actorllm.scheduling.tiers.leases import Leases, LeaseTable
+from actorllm.scheduling.tiers.leases import RENEWAL_S, Leases, LeaseTable
 from actorllm.scheduling.tiers.transfer_costs import TransferCosts
 
 MAX_LOADS = 2
 """Under way at a time: one is read while the next one's way to the worker is spent."""
+MAX_PULLS = 8
+"""Copies out of the memory of other replicas that are under way at a time. They take little beside the steps that they wait for."""
 MAX_STUCK = 16
 """Requests that cannot be loaded yet are looked at up to so many, in their order; the others wait behind them."""
 MAX_WAIT_S = 30.0
 """How long a request waits for a load while nothing is known of what computing takes."""
+MIN_PULL_WAIT_S = 0.25
+"""How long one waits for a copy at least. Before it stands what steps under way take, which a small model computes a prompt in."""
+ROOM_PATIENCE = 10.0
+"""A request with a lease waits for room up to so many times as long as for the copy, and for no longer than MAX_WAIT_S."""
 MAX_URGENT = 64
 """Preempted requests whose blocks are to be stored; of more, the oldest are left to chance."""
 LOOK_AHEAD = 8
@@ -140,6 +149,20 @@ class LoadWait:
     """How long it waits at most."""
     until: float = math.inf
     """Until when, once there are workers that could load."""
+    room_until: float = math.inf
+    """Until when at most, if it is for want of room that a copy is not begun."""
+    is_held_up: bool = False
+    """The copy could not be begun when it was looked at last: the time since then does not count."""
+
+    def is_over(self, now: float) -> bool:
+        """Whether it has lasted long enough. Asked whenever loads are looked at."""
+        if self.until == math.inf:
+            self.until = now + self.patience_s
+            self.room_until = now + min(MAX_WAIT_S, ROOM_PATIENCE * self.patience_s)
+        elif self.is_held_up:
+            self.until = max(self.until, min(now + self.patience_s, self.room_until))
+        self.is_held_up = False
+        return now >= self.until
 
 
 class Transfers:
@@ -178,6 +201,11 @@ class Transfers:
         self.leases = None if lends is None else Leases(lends, kv, batch)
         """What other replicas copy; None: nothing."""
         self._borrowed: dict[Sequence, Borrowed] = {}
+        self._kept: dict[Sequence, I64] = {}
+        """The leases of requests here that have not copied the blocks yet, whatever they wait for."""
+        self._num_keepers: Counter[int] = Counter()
+        """Of each of these leases, by its number: siblings share one."""
+        self._renew_at = -math.inf
         self.given_back: list[I64] = []
         """Leases that are needed no more; the caller empties it, and tells their lenders."""
         self.costs = TransferCosts(kv.block_size)
@@ -206,16 +234,42 @@ class Transfers:
         if self.leases is not None:
             self.leases.expect(sequence)
 
-    def borrow(self, sequence: Sequence) -> None:
-        """A request with a lease on blocks of another replica has all else that it needs. `holds` is asked next."""
+    def keep_lease(self, sequence: Sequence) -> None:
+        """A request comes with a lease on blocks of another replica. It may need something else first."""
         lease = sequence.submit.kv_lease
-        if lease.size == 4 and 0 < lease.item(3) <= len(sequence.hashes) // HASH_BYTES:
+        if lease.size == 4:
+            self._kept[sequence] = lease[:3]
+            self._num_keepers[lease.item(2)] += 1
+
+    def borrow(self, sequence: Sequence) -> None:
+        """A request with a lease has all else that it needs. `holds` is asked next."""
+        lease = sequence.submit.kv_lease
+        if sequence in self._kept and 0 < lease.item(3) <= len(sequence.hashes) // HASH_BYTES:
             self._borrowed[sequence] = Borrowed(lease[:3], lease.item(3))
 
     def _give_back(self, sequence: Sequence) -> None:
-        borrowed = self._borrowed.pop(sequence, None)
-        if borrowed is not None:
-            self.given_back.append(borrowed.lease)
+        self._borrowed.pop(sequence, None)
+        lease = self._kept.pop(sequence, None)
+        if lease is None:
+            return
+        self._num_keepers[lease.item(2)] -= 1
+        if not self._num_keepers[lease.item(2)]:
+            del self._num_keepers[lease.item(2)]
+            self.given_back.append(lease)
+
+    def renewals(self, now: float) -> list[I64]:
+        """Leases that requests here still need, if it is time to tell their lenders."""
+        if not self._kept or now < self._renew_at:
+            return []
+        self._renew_at = now + RENEWAL_S
+        for sequence in [one for one in self._kept if one.state is FINISHED]:
+            self._give_back(sequence)
+        return list({lease.item(2): lease for lease in self._kept.values()}.values())
+
+    @property
+    def next_renewal(self) -> float:
+        """When `renewals` should be asked next; infinity: there is no lease to renew."""
+        return self._renew_at if self._kept else math.inf
 
     def reused(self, blocks: I32) -> None:
         """A request takes over these blocks of the prefix cache."""
@@ -301,7 +355,8 @@ class Transfers:
         if not num_blocks or not (is_borrowed or self.costs.is_load_faster(num_blocks)):
             self._give_back(sequence)
             return False
-        self.waiting[sequence] = LoadWait(self.costs.compute_s(num_blocks) or MAX_WAIT_S)
+        patience_s = self.costs.compute_s(num_blocks) or MAX_WAIT_S
+        self.waiting[sequence] = LoadWait(max(patience_s, MIN_PULL_WAIT_S) if is_borrowed else patience_s)
         return True
 
     def _num_loadable(self, sequence: Sequence) -> int:
@@ -373,46 +428,57 @@ class Transfers:
 
     def _next_loads(self, now: float) -> None:
         num_stuck = 0
-        under_way = {load.wanted[:HASH_BYTES] for load in self._loads}
+        lacks_room = False
+        under_way = {load.wanted[:HASH_BYTES]: load for load in self._loads}
+        num_pulls = sum(load.source is not None for load in self._loads)
+        num_loads = len(self._loads) - num_pulls
         for sequence in sorted(self.waiting, key=lambda s: (not s.has_started, s.priority, s.arrival_index)):
             if sequence.state is FINISHED:
                 del self.waiting[sequence]
                 self._give_back(sequence)
                 continue
             wait = self.waiting[sequence]
-            if wait.until == math.inf:
-                wait.until = now + wait.patience_s
-            if now >= wait.until:
+            if wait.is_over(now):
                 self._num_given_up += 1
                 self._pass(sequence)
                 continue
             if num_stuck >= MAX_STUCK:
+                wait.is_held_up = sequence in self._borrowed
                 continue
+            # What it lacks may be under way already, or there by now.
             num_blocks = self._num_loadable(sequence)
             found = sequence.hits
             first = sequence.hashes[HASH_BYTES * found.size : HASH_BYTES * (found.size + 1)]
             if first and first in under_way:
                 num_stuck += 1  # it finds what another one loads
+                wait.is_held_up = under_way[first].source is not None and not under_way[first].is_begun
                 continue
             if not num_blocks:
                 self._pass(sequence)
                 continue
-            if len(self._loads) >= MAX_LOADS or not self._has_room(num_blocks + self._num_unheld(found)):
-                num_stuck += 1
-                if not self._loads and self._batch.num_free_slots == self._batch.num_slots and self._store is None:
-                    self._pass(sequence)  # nothing will make room for it
-                continue
-            self._kv.hold(found)
-            blocks = self._kv.reserve(num_blocks)
+            # A load of its own, of a lease or of a tier.
             source = self._borrowed.get(sequence)
             if source is not None and source.num_blocks <= found.size:
                 source = None
-            elif source is not None:  # of now: the weights may have changed since it came
+            is_turn = num_loads < MAX_LOADS if source is None else num_pulls < MAX_PULLS
+            if lacks_room or not is_turn or not self._has_room(num_blocks + self._num_unheld(found)):
+                num_stuck += 1
+                if not self._loads and self._batch.num_free_slots == self._batch.num_slots and self._store is None:
+                    self._pass(sequence)  # nothing will make room for it
+                elif source is not None:
+                    wait.is_held_up = True
+                    lacks_room |= is_turn
+                continue
+            num_loads, num_pulls = num_loads + (source is None), num_pulls + (source is not None)
+            wait.is_held_up = source is not None  # by steps under way
+            self._kv.hold(found)
+            blocks = self._kv.reserve(num_blocks)
+            if source is not None:  # of now: the weights may have changed since it came
                 source.digest = sequence.hashes[HASH_BYTES * (source.num_blocks - 1) : HASH_BYTES * source.num_blocks]
             hashes = sequence.hashes[: HASH_BYTES * (found.size + num_blocks)]
             load = BlockLoad(hashes, found, blocks, now, source=source, after=self._ledger.last_step)
             self._loads.append(load)
-            under_way.add(first)
+            under_way[first] = load
             num_stuck += 1
 
     def _num_unheld(self, blocks: I32) -> int:
@@ -552,6 +618,7 @@ class Transfers:
             may_wait = sequence.state in (State.BLOCKED, State.PREEMPTED, FINISHED)
             assert may_wait, f"{sequence.key} waits for a load and is {sequence.state}"
         assert self._borrowed.keys() <= self.waiting.keys(), "a request has a lease and does not wait for the copy"
+        assert self._borrowed.keys() <= self._kept.keys(), "a request waits for a copy by a lease that is not renewed"
         held = [load.found for load in self._loads] + [load.blocks for load in self._loads]
         held += [] if self._store is None else [self._store.blocks]
         held += [] if self.leases is None else [self.leases.held]

@@ -28,12 +28,12 @@ def test_the_next_scheduler_knows_of_a_reset(tmp_path: Path) -> None:
     memory = MemoryFile("test-mask")
     file = make(tmp_path / "slots")
     file.write(key(1), block(1))
-    first = TierDirectory([file], memory.path)
+    first = TierDirectory([[file]], memory.path)
     assert first.count(key(1).tobytes()) == 1
     first.forget_all()
     assert first.count(key(1).tobytes()) == 0
     file.write(first.keys(key(2).tobytes())[0], block(2))
-    second = TierDirectory([file], memory.path)
+    second = TierDirectory([[file]], memory.path)
     assert second.count(key(1).tobytes()) == 0, "it was stored before the reset"
     assert second.count(key(2).tobytes()) == 1, "it was stored after the reset"
     second.close()
@@ -44,7 +44,7 @@ def test_the_next_scheduler_knows_of_a_reset(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_worker_lost", [False, True])
 def test_what_was_being_stored_at_a_reset_leaves_the_file(tmp_path: Path, is_worker_lost: bool) -> None:
     file = make(tmp_path / "slots")
-    directory = TierDirectory([file])
+    directory = TierDirectory([[file]])
     job = BlockStore(key(1).tobytes(), np.array([3], np.int32))
 
     class Host:

@@ -47,6 +47,8 @@ class Replica(Engine):
             self.copies.append((job, self.board.read(*lease, job.source.digest)))
         while self.transfers.given_back:
             self.board.take(*self.transfers.given_back.pop().tolist())
+        for lease in self.transfers.renewals(self.now):
+            self.board.renew(*lease.tolist())
 
     def finish_copy(self, lender: Replica) -> None:
         """The oldest one: what the lender's blocks have now, if the lease is still there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from actorllm.actors.tiers.lease_board import SLOTS, LeaseBoard, Lender
 from actorllm.scheduling.policy_monitor import PolicyMonitor
 from actorllm.scheduling.tiers.leases import GRACE_S, TERM_S
+from actorllm.scheduling.tiers.transfers import MIN_PULL_WAIT_S
 from tests.effort import examples
 from tests.scheduling.chained_tokens import reference_stream
 from tests.scheduling.tiers.lending import Pair, Replica
@@ -79,6 +81,96 @@ def test_a_request_that_ends_before_it_could_copy_leaves_nothing() -> None:
     second.run()
     assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
     assert second.transfers.statistics().num_pulled_blocks == 3
+
+
+def lent(pair: Pair, **options: Any) -> Any:
+    """A lease on the three whole blocks of a prompt, which request 1 of the first replica has left."""
+    pair.submit(1, prompt_of(1, 15))
+    while not (offers := pair.first.offers()):
+        pair.turn(pair.first)
+    pair.first.abort(1)
+    pair.first.run()
+    return offers[0].lease
+
+
+def pass_time(pair: Pair, seconds: float) -> None:
+    for replica in (pair.second, pair.first):
+        replica.now += seconds
+        replica.begin_copies()
+
+
+def test_a_lease_lasts_as_long_as_its_request_waits_for_something_else() -> None:
+    pair = Pair()
+    lease = lent(pair)
+    pair.second.submit(2, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease, blocked_on="grammar")
+    for _ in range(10):
+        pass_time(pair, TERM_S / 3)
+    assert pair.first.transfers.leases.num_leases == 1
+    pair.second.scheduler.unblock((0, 2), None, pair.second.now)
+    pair.second.begin_copies()
+    pair.second.finish_copy(pair.first)
+    pair.second.run()
+    assert pair.second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
+    assert pair.second.transfers.statistics().num_pulled_blocks == 3
+    assert pair.second.transfers.next_renewal == math.inf
+
+
+def test_a_reader_that_says_nothing_keeps_no_lease() -> None:
+    pair = Pair()
+    lease = lent(pair)
+    pair.second.submit(2, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease, blocked_on="grammar")
+    pass_time(pair, 1.0)
+    pair.first.now += TERM_S - 0.5
+    pair.first.begin_copies()
+    assert pair.first.transfers.leases.num_leases == 1, "it said so not a term ago"
+    pair.first.now += 1.0
+    pair.first.begin_copies()
+    assert pair.first.transfers.leases.num_leases == 0
+    assert pair.first.transfers.statistics().num_expired_leases == 1
+
+
+def test_a_lease_that_siblings_share_lasts_until_the_last_has_copied() -> None:
+    pair = Pair()
+    lease = lent(pair)
+    for rid in (2, 3):
+        pair.second.submit(rid, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease, blocked_on="grammar")
+    pair.second.abort(2)
+    pass_time(pair, TERM_S / 2)
+    pass_time(pair, TERM_S / 2)
+    assert pair.first.transfers.leases.num_leases == 1
+    pair.second.abort(3)
+    pass_time(pair, TERM_S / 2)
+    pass_time(pair, 0.0)
+    assert pair.first.transfers.leases.num_leases == 0
+    assert pair.first.transfers.statistics().num_expired_leases == 0, "it was given back"
+
+
+@pytest.mark.parametrize("has_room_in_time", [True, False])
+def test_a_copy_waits_for_room_for_longer_than_computing_would_take(has_room_in_time: bool) -> None:
+    """It could not be computed either. It does not wait for ever: others might always be before it."""
+    pair = Pair(num_blocks=11)
+    lease = lent(pair)
+    second = pair.second
+    second.transfers.costs.observe_step(1000, 1000, 1e-3)
+    second.submit(5, prompt_of(3, 30), max_tokens=8, ignore_eos=True)  # 10 of 11 blocks
+    second.launch()
+    second.submit(2, prompt_of(1, 15), max_tokens=6, ignore_eos=True, kv_lease=lease)
+    for _ in range(8):
+        pass_time(pair, MIN_PULL_WAIT_S)
+    assert (len(second.transfers.waiting), second.transfers.statistics().num_given_up) == (1, 0)
+    if has_room_in_time:
+        second.abort(5)
+        second.run()
+    else:
+        for _ in range(4):
+            pass_time(pair, MIN_PULL_WAIT_S)
+        assert second.transfers.statistics().num_given_up == 1
+    while second.has_work():
+        pair.turn(second)
+        if second.copies:
+            second.finish_copy(pair.first)
+    assert second.streams[2] == reference_stream(prompt_of(1, 15), 2, 6)
+    assert second.transfers.statistics().num_pulled_blocks == (3 if has_room_in_time else 0)
 
 
 def test_old_leases_end_where_requests_lack_blocks_the_oldest_first() -> None:

@@ -1,4 +1,4 @@
-"""`RecurrentCache`: states of slots beside the paged keys and values of the layers that attend, if there are some."""
+"""`RecurrentCache`: states of slots, and snapshots of them, beside the keys and values of the layers that attend, if some do."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ class RecurrentCache(PagedCache):
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
         both = np.array(pairs, np.int64)
         self.states.copy(both[:, 1], both[:, 0])
+
+    def keep_decoded(self, inputs: StepInputs) -> None:
+        """Keep the states behind decoded tokens. Those of prompts are kept where they are worked off (`Piece.store`)."""
+        decoded = set(inputs.decode_slots.tolist())
+        rows = [(save.slot, self.states.num_slots + save.place) for save in inputs.saves if save.slot in decoded]
+        if rows:
+            both = np.array(rows, np.int64)
+            self.states.copy(both[:, 0], both[:, 1])
+
+    def restore(self, states: Sequence[Sequence[int]]) -> None:
+        """Slots begin with what was kept in places. states: a slot and a place, each."""
+        if states:
+            both = np.array(states, np.int64)
+            self.states.copy(self.states.num_slots + both[:, 1], both[:, 0])
 
     def attention(
         self, inputs: StepInputs, queries_per_kv: int, windows: Iterable[int | None]

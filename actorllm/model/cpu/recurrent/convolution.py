@@ -36,7 +36,7 @@ class CausalConvolution:
         for piece in rows.pieces:
             tokens = slice(piece.start, piece.start + piece.size)
             out[tokens], after = self.prompt(x[tokens], None if piece.position == 0 else kept[piece.slot])
-            kept[piece.slot] = after
+            piece.store(kept, after)
         return out
 
     def decode(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

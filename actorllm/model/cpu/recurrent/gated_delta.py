@@ -86,13 +86,13 @@ class GatedDeltaMixer:
         is_new = piece.position == 0
         conv, heads = states["conv"], states["heads"]
         made, before = self._convolution.prompt(inputs, None if is_new else conv[piece.slot])
-        conv[piece.slot] = before
+        piece.store(conv, before)
         query, key, value = self._split(made)
         state = torch.zeros_like(heads[0]) if is_new else heads[piece.slot].clone()
         out = torch.empty_like(value)
         for here, ahead in rounds(piece):
             out[here] = self._tiles((query[here], key[here], value[here]), decay[here], beta[here], state, ahead)
-        heads[piece.slot] = state
+        piece.store(heads, state)
         return out
 
     @staticmethod

@@ -93,5 +93,5 @@ class MambaMixer:
             for decay, after in zip(decays.unbind(0), passed.unbind(0), strict=True):
                 state = after.addcmul_(decay, state)
             out[here] = torch.bmm(passed, c[here].unsqueeze(2)).squeeze(2)
-        channels[piece.slot] = state
+        piece.store(channels, state)
         return out

@@ -97,13 +97,13 @@ class Mamba2Mixer:
         is_new = piece.position == 0
         conv, heads = states["conv"], states["heads"]
         made, before = self._convolution.prompt(inputs, None if is_new else conv[piece.slot])
-        conv[piece.slot] = before
+        piece.store(conv, before)
         x, b, c = self._split(made)
         state = torch.zeros_like(heads[0]) if is_new else heads[piece.slot].clone()
         out = torch.empty_like(x)
         for here, ahead in rounds(piece):
             out[here] = self._tiles(x[here], b[here], c[here], steps[here], state, ahead)
-        heads[piece.slot] = state
+        piece.store(heads, state)
         return torch.addcmul(out, x, self._skip).reshape(len(x), -1)
 
     def _tiles(

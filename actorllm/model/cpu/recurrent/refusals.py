@@ -44,3 +44,19 @@ def check_states(config: EngineConfig, num_bytes: int, row_bytes: int) -> None:
             f"max_num_seqs={most}: the states of so many sequences take {most * row_bytes:,} bytes of {max(0, num_bytes):,}; "
             f"{fix} (kv_cache_memory_bytes, gpu_memory_utilization)"
         )
+
+
+def most_snapshots(config: EngineConfig) -> int:
+    """How many states of prefixes are kept, where memory is no question: as many as sequences run, which doubles the states."""
+    return config.scheduler.max_num_seqs if config.cache.enable_prefix_caching else 0
+
+
+def num_snapshots_within(config: EngineConfig, num_bytes: int, row_bytes: int, *, has_blocks: bool) -> int:
+    """How many states of prefixes are kept, beside those of the sequences that run (`check_states`).
+
+    Arguments:
+        num_bytes, row_bytes: as there.
+        has_blocks: some layers attend, and most of the memory is for their keys and values.
+    """
+    left = num_bytes - config.scheduler.max_num_seqs * row_bytes
+    return min(most_snapshots(config), (left // 4 if has_blocks else left) // row_bytes)

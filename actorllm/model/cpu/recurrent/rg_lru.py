@@ -68,4 +68,4 @@ class RgLruMixer:
         state = torch.zeros_like(channels[0]) if piece.position == 0 else channels[piece.slot]
         for decay, after in zip(decays.unbind(0), new.unbind(0), strict=True):
             state = after.addcmul_(decay, state)
-        channels[piece.slot] = state
+        piece.store(channels, state)

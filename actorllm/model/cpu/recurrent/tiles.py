@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import torch
 
 from actorllm.model.cpu.recurrent.states import Piece
+from actorllm.types.kv_groups import SNAPSHOT_TOKENS
 
-TILE = 64
+TILE = SNAPSHOT_TOKENS
+"""States are kept between two tiles only."""
 
 MOST_TILES = 16
 """That are worked off together; a longer row takes several rounds."""
