@@ -33,7 +33,7 @@ from actorllm.scheduling.autoscaler import ScalingPolicy
 from actorllm.scheduling.policy import policy_path
 from actorllm.scheduling.router import DEFAULT_ROUTER, MAX_REPLICAS, make_router
 from actorllm.text.reasoning.parsers import Marks, marks_of, reasoning_of_file
-from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
+from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, num_visible_gpus, rules_of
 from actorllm.types.draft_folder import check_same_tokenizer
 from actorllm.types.draft_head import head_tree
 from actorllm.types.drafter import Costs, Speculation
@@ -44,7 +44,7 @@ from actorllm.types.gguf_model import gguf_folder
 from actorllm.types.import_path import is_import_path, path_of, with_colon
 from actorllm.types.kv_groups import num_window_blocks
 from actorllm.types.kv_tiers import read_tiers
-from actorllm.types.launch import check_launch, is_placed_by_ray
+from actorllm.types.launch import check_launch, has_ray, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
@@ -411,6 +411,8 @@ class EngineConfig(EngineNames):
     """The agents of other machines, as "host:port" (`actorllm.fleet.nodes`)."""
     rank_nodes: tuple[str, ...] = ()
     """The agents that have ranks of every replica here: all machines have equally many, and this one the first ones."""
+    num_machines: int | None = None
+    """On how many machines Ray places the ranks of each replica; None: on as few as have room for them."""
     data_parallel_size_local: int = 0
     """How many replicas are on this machine, where there are nodes: the first ones."""
     node: str | None = None
@@ -1106,12 +1108,19 @@ def _scaling(given: dict[str, Any], size: int) -> dict[str, Any]:
     return {"max_replicas": most, "min_replicas": least, "target_attainment": float(target), "autoscaling": policy}
 
 
-def _is_of_ray(given: dict[str, Any]) -> bool:
-    """Whether Ray places the replicas: it was asked for, or this process is in a group of its and has ranks, as in vLLM."""
+def _is_of_ray(given: dict[str, Any], device: str | None = None) -> bool:
+    """Whether Ray places the replicas: it was asked for, or there are ranks and this process is in a group of Ray's, as in vLLM.
+
+    device: where it is "cuda", Ray also has ranks for which this machine has too few GPUs, if it is installed.
+    """
     if "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"]):
         return True
-    has_ranks = given["tensor_parallel_size"] != 1 or given["pipeline_parallel_size"] != 1
-    return has_ranks and given["distributed_executor_backend"] is None and not given["nodes"] and is_placed_by_ray()
+    ranks = given["tensor_parallel_size"] * given["pipeline_parallel_size"]
+    if ranks == 1 or given["distributed_executor_backend"] is not None or given["nodes"]:
+        return False
+    if is_placed_by_ray():
+        return True
+    return device == "cuda" and given["topology"] != "inline" and 0 < num_visible_gpus() < ranks and has_ray()
 
 
 def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
@@ -1124,7 +1133,7 @@ def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
             f"nodes={list(nodes)!r} names a node twice; data_parallel_size says how many replicas there are"
         )
     # What nodes need, and what they do not go together with.
-    is_of_ray = _is_of_ray(given)
+    is_of_ray = _is_of_ray(given, device)
     if is_of_ray and nodes:
         raise ConfigError("nodes and Ray both say where replicas are; give one of them")
     if is_of_ray:
@@ -1147,13 +1156,17 @@ def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
             f'"host:port"'
         )
     ranks = given["tensor_parallel_size"] * given["pipeline_parallel_size"]
-    rank_nodes: tuple[str, ...] = ()
-    if nodes and not is_of_ray and given["nnodes"] > 1 and ranks > 1:  # as in vLLM: the ranks of one replica
-        rank_nodes, nodes = tuple(nodes), ()
-        _check_rank_nodes(given | {"device": device}, ranks)
+    rank_nodes, num_machines = (), None
+    if nodes and given["nnodes"] > 1 and ranks > 1:  # as in vLLM: the ranks of one replica
+        _check_rank_nodes(given | {"device": device}, ranks, is_of_ray)
+        if is_of_ray:
+            num_machines = given["nnodes"]
+        else:  # those of the replica here
+            rank_nodes, nodes = tuple(nodes), ()
     return {
         "nodes": tuple(nodes),
         "rank_nodes": rank_nodes,
+        "num_machines": num_machines,
         "ray_address": given["ray_address"],
         "placement": _choice("placement", given["placement"], ("spread", "pack")),
         "placement_timeout_s": _seconds("placement_timeout_s", given, 1.0),
@@ -1164,12 +1177,13 @@ def _nodes(given: dict[str, Any], device: str) -> dict[str, Any]:
     }
 
 
-def _check_rank_nodes(given: Mapping[str, Any], ranks: int) -> None:
+def _check_rank_nodes(given: Mapping[str, Any], ranks: int, is_of_ray: bool) -> None:
     """Raises ConfigError for ranks that cannot be on so many machines, and for what they are not combined with."""
     told = f"nnodes={given['nnodes']}"
     if ranks % given["nnodes"]:
         raise ConfigError(f"{told}: {ranks} ranks cannot be shared out evenly; use as many for each machine")
-    for name, value in {"data_parallel_size": 1, "max_replicas": None, "device": "cpu"}.items():
+    single = {"data_parallel_size": 1, "max_replicas": None}  # of machines that are given; Ray has places for more
+    for name, value in {**({} if is_of_ray else single), "device": "cpu"}.items():
         if given[name] != value:
             raise ConfigError(
                 f"{told} has the ranks of one replica on several machines, and is not supported with {name}={given[name]!r:.80} "
@@ -1541,7 +1555,10 @@ def _quantization(given: dict[str, Any], pooler: Pooler | None, hf: dict[str, An
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where a backend was asked for by its name."""
-    device = choose(given["device"])
+    is_elsewhere = not given["data_parallel_size_local"] and (
+        _is_of_ray(given) or (bool(given["nodes"]) and given["nnodes"] == 1)
+    )
+    device = choose(given["device"], is_elsewhere=is_elsewhere)
     reason = None if device == "cpu" else rules_of(device).why_not(given, pools=pooler is not None)
     if reason is None and pooler is not None and pooler.is_encoder and not rules_of(device).encodes:
         reason = f"the model is an encoder, for which device={device!r} has no forward yet; use a decoder"

@@ -1,10 +1,11 @@
 """What does it cost to have a replica behind a stream, and how soon is its death seen?
 
-    python bench/nodes.py [--json FILE] [--rounds N] [--streams N] [--tokens N]
+    python bench/nodes.py [--peer-python RAY_PYTHON] [--json FILE] [--rounds N] [--streams N] [--tokens N]
 
 All on the loopback interface of one machine, sides in turns. In float32.
 
-- CPU: processor time of the driver for each token, over TCP, against a program that is attached over rings.
+- CPU: processor time of the driver for each token, over TCP, against a program that is attached over rings; and against a driver
+  that gets each token from a streaming generator of Ray, if there is an interpreter that has Ray.
 - Latency: from the scheduler's send to the application for each batch of outputs, over TCP against a ring of an engine of its own.
 - Death: kill -9 of the agent, and SIGSTOP of it, until the replica counts as lost.
 - Idle: processor time of an agent whose replica has nothing to do, as a share of a core; of the agent alone, not of its replica.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -145,9 +147,20 @@ async def measure(args) -> dict:
     return {"sides": found, "single": single, "idle": idle, "silent_s": silent_s, "killed_s": killed_s}
 
 
+def measure_peer(python: str | None, args) -> dict:
+    """The processor time of Ray's driver, by round, and the version of Ray; None: there is none."""
+    if python is None:
+        return {"cpu_us": None, "version": None}
+    program = Path(__file__).with_name("nodes_peer.py")
+    command = [python, "-W", "ignore", str(program), *map(str, (args.streams, args.tokens, args.rounds))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", help="an interpreter that has Ray")
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=32)
@@ -156,6 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()
     found = asyncio.run(measure(args))
+    of_ray = measure_peer(args.peer_python, args)
     tcp, ring = found["sides"]["tcp"], found["sides"]["ring"]
     later = [a["delay_us"] - b["delay_us"] for a, b in zip(tcp, ring, strict=True)]
     rows = [
@@ -166,12 +180,25 @@ def main() -> None:
             [one["cpu_us"] for one in ring],
             at_most=1.3,
         ),
+        compared(
+            f"driver: CPU µs a token over TCP, {args.streams} streams",
+            [one["cpu_us"] for one in tcp],
+            "a streaming generator of Ray",
+            of_ray["cpu_us"],
+            at_most=0.4,
+        ),
         absolute("a batch of outputs, µs later than by ring", later, at_most=60.0),
         informative(
             "driver: CPU µs a token over TCP, 1 stream",
             [found["single"][0]["cpu_us"]],
             "an attached program, over rings",
             [found["single"][1]["cpu_us"]],
+        ),
+        informative(
+            "a batch of outputs, µs after it was sent, 1 stream",
+            [found["single"][0]["delay_us"]],
+            "by ring",
+            [found["single"][1]["delay_us"]],
         ),
         absolute("agent killed: seconds until it is lost", [found["killed_s"]], at_most=0.05),
         absolute("agent stopped: seconds until it is lost", [found["silent_s"]], at_most=3.5),
@@ -183,8 +210,14 @@ def main() -> None:
         rows,
         args.json,
         load_before,
-        configuration={"rounds": args.rounds, "streams": args.streams, "tokens": args.tokens, "versions": versions()},
-        rounds={"tcp": tcp, "ring": ring},
+        configuration={
+            "rounds": args.rounds,
+            "streams": args.streams,
+            "tokens": args.tokens,
+            "versions": versions(),
+            "ray": of_ray["version"],
+        },
+        rounds={"tcp": tcp, "ring": ring, "ray": of_ray["cpu_us"]},
     )
 
 

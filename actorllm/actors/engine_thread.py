@@ -133,6 +133,12 @@ class HostLoop(ABC):
         return future.result()
 
 
+class Timer(Protocol):
+    """What was to be called later."""
+
+    def cancel(self) -> None: ...
+
+
 class AsyncioLoop(HostLoop):
     """asyncio and uvloop."""
 
@@ -168,9 +174,9 @@ class AsyncioLoop(HostLoop):
         """From the loop's own thread."""
         self.loop.call_soon(function, *args)
 
-    def call_later(self, delay_s: float, function: Callable[..., object], *args: Any) -> None:
+    def call_later(self, delay_s: float, function: Callable[..., object], *args: Any) -> Timer:
         """From the loop's own thread."""
-        self.loop.call_later(delay_s, function, *args)
+        return self.loop.call_later(delay_s, function, *args)
 
     def call_soon_threadsafe(self, function: Callable[..., object], *args: Any) -> bool:
         loop = self._loop()

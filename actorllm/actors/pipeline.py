@@ -3,7 +3,7 @@
 The loop stays free. A plan is launched as soon as it is here, also while the step before computes. So the device goes from one
 to the next. A thread waits for the end of the oldest step and wakes the loop, which reports the result. Sampling may need
 something from the host (`LateInputs`, or the tokens of the step before). It is launched once that is there, and until then no
-later plan is.
+later plan is. A plan whose step depends on all earlier results, as drafts do, is launched when these are there.
 
 Invariants: steps are launched, sampled and reported in the order of their plans, at most MAX_FLIGHTS at a time. A failure is
 reported in its place. While any step is under way, the heartbeat shows the oldest. Used by `WorkerActor.run`, on its loop.
@@ -143,6 +143,8 @@ class Pipeline:
             link, plan = worker.plans[0]
             if len(flights) == MAX_FLIGHTS or (link is not worker.owner and flights):
                 return False  # requests of a scheduler that is gone are forgotten when nothing of them is under way
+            if flights and self._runner.waits_for_results(plan):
+                return False
             worker.plans.popleft()
             if link.is_open or not worker.is_alone:  # what a dead scheduler has sent, it has sent to every rank
                 worker.take_over(link)

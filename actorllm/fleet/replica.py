@@ -102,11 +102,19 @@ class ReplicaFrontend(FrontendActor):
         self._sent: dict[int, int] = {}
         """What was sent of it and has had no token since: how many it had."""
         self._room: Callable[[], float] = lambda: math.inf
+        self.lives_on = False
+        """Its replica is made anew when this life ends: what is here ends with a stop only if the replica does."""
         self._handed_off: dict[int, tuple[float, int, Callable[[float], None]]] = {}
         """What another replica has computed the prompt of and nothing has come of since: when it came, and with how many tokens."""
 
     def next_rid(self) -> int:
         return self._next_rid()
+
+    async def on_stop(self) -> None:
+        if (
+            not self.lives_on
+        ):  # else of a start that failed, or of a replica that was lost: its owner says what comes of it
+            await super().on_stop()
 
     def on_offer(self, offer: KvOffer) -> None:
         self._on_offer(offer)
@@ -317,14 +325,19 @@ class Replica:
         self.events: ReplicaEvents | None = None
         """Made on the loop, when its first life begins."""
         self.last_failure: str | None = None
-        self.frontend = ReplicaFrontend(next_rid, self._lose, on_outputs, self._on_offer)
+        self.frontend = self._new_frontend()
         """Of its next life as soon as it is lost: what is pinned to it waits there."""
         self.supervisor: Supervisor | RemoteReplica
         self.renew()
 
+    def _new_frontend(self) -> ReplicaFrontend:
+        made = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs, self._on_offer)
+        made.lives_on = True
+        return made
+
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
         pause_mode, observer = self.frontend.pause_mode, self.frontend.observer
-        self.frontend = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs, self._on_offer)
+        self.frontend = self._new_frontend()
         self.frontend.observer = observer
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
@@ -386,6 +399,7 @@ class Replica:
 
     def request_stop(self, timeout: float) -> None:
         """Stop its processes, and begin no other life."""
+        self.frontend.lives_on = False
         self.supervisor.request_stop(timeout)
         if self.events is not None:
             self.events.is_stopping.set()

@@ -95,7 +95,7 @@ class StepInputs:
     """Each draft is a decode row of its own, with the block table of its slot and one token more than the one before."""
     draft_tokens: I64 | None = None  # [drafts.counts.sum()] which tokens of the step they are
     token_slots: I32 = field(default_factory=no_i32)
-    """[num_decodes] the slots of the decode rows in the order of the tokens, padding included."""
+    """[num_decodes] the slots of the decode rows in the order of the tokens, padding included. On a device a draft has its own."""
     between_layers: Callable[[], object] = bool
     """Called before each layer; see `ModelRunner.between_layers`."""
     saves: list[SavedState] = field(default_factory=list)

@@ -12,6 +12,7 @@ by the persistent batch, which adds and removes slots and stores tokens; the run
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,11 @@ class Entries:
                 self._columns[name] = column
             column[self.size : size] = values[name]
         self.size = size
+
+    def copied(self) -> Entries:
+        other = copy.copy(self)
+        other._columns = {name: self[name].copy() for name in self._columns}
+        return other
 
     def keep(self, mask: NDArray[np.bool_]) -> None:
         """Only these entries, in their order."""
@@ -144,6 +150,11 @@ class Phrases:
         self._recent[slot] = NO_TOKEN
         last = output[-before.shape[1] :]
         self._recent[slot, before.shape[1] - last.size :] = last
+
+    def copied(self) -> Phrases:
+        other = copy.copy(self)
+        other._recent = self._recent.copy()
+        return other
 
     def remove(self, slots: list[int]) -> None:
         keep = ~np.isin(self._words["slot"], slots)
@@ -313,6 +324,13 @@ class LogitRules:
         self._phrases.remove(gone)
         for table in (self._taken_out, self._biases, self._seen):
             table.keep(~np.isin(table["slot"], gone))
+
+    def trial(self) -> LogitRules:
+        """The same rules, in which tokens may be stored that are only guessed. No slot may come or go in it."""
+        other = copy.copy(self)
+        other._taken_out, other._seen = self._taken_out.copied(), self._seen.copied()
+        other._phrases = self._phrases.copied()
+        return other
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these rows."""

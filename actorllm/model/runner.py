@@ -440,6 +440,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """Both halves of a step."""
         return self.sample(self.execute(plan), late)
 
+    def waits_for_results(self, plan: StepPlan) -> bool:
+        """Whether this plan may be executed only when every step before it is finished, of a backend that launches ahead."""
+        return False
+
     @abstractmethod
     def execute(self, plan: StepPlan) -> Handle:
         """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""

@@ -14,6 +14,7 @@ import gc
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
@@ -97,6 +98,15 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            if self.started and not self.should_exit:  # cancelled: the loop may listen on copies of the sockets
+                self.end(is_forced=True)
+                with anyio.CancelScope(shield=True):
+                    await self.shutdown(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
@@ -167,7 +177,13 @@ async def end_on_signal(
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """The first signal begins an orderly end, the second one makes an end. Started once signals are received."""
+    """The first signal begins an orderly end, the second one makes an end. Started once signals are received.
+
+    In another thread than the main one, as that of an actor of Ray, there are no signals: the caller cancels.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        task_status.started()
+        return
     is_draining = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()

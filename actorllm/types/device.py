@@ -55,6 +55,8 @@ class BackendRules:
     """Requests may have LoRA adapters here."""
     drafts: bool = False
     """Several tokens of a row are checked in one step here (`speculative_config`)."""
+    drafting_models: tuple[str, ...] = ()
+    """Methods whose drafts are computed by a model, of those that run here."""
     has_own_memory: bool = False
     """The KV cache is not in the memory of the machine."""
     title: str = ""
@@ -77,6 +79,11 @@ class BackendRules:
             return f"enable_lora=True: there are no adapters on {where} yet; leave it out"
         if options.get("speculative_config") is not None and not self.drafts:
             return f"speculative_config={options['speculative_config']!r:.120} is not supported on {where} yet; leave it at None"
+        if (
+            options.get("speculative_config") is not None
+            and (reason := self._why_no_drafts(options, where)) is not None
+        ):
+            return reason
         if dtype_name(dtype) not in ("auto", *self.dtypes):
             known = ", ".join(map(repr, ("auto", *self.dtypes[:-1])))
             return f"dtype={dtype!r} is not supported on {where}; use {known} or {self.dtypes[-1]!r}"
@@ -86,6 +93,17 @@ class BackendRules:
             )
             return f"block_size={block_size}: on {where} it must be a multiple of {multiple}{fix}"
         return None
+
+    def _why_no_drafts(self, options: Mapping[str, Any], where: str) -> str | None:
+        """As `why_not`, of `speculative_config`. where: this backend, in a message."""
+        from actorllm.types.speculation import WITH_MODEL, read_speculation  # imports numpy
+
+        speculation = read_speculation(options["speculative_config"])
+        if speculation is None or speculation.method not in WITH_MODEL or speculation.method in self.drafting_models:
+            return None
+        known = ", ".join(map(repr, (*self.drafting_models, "ngram")))
+        told = f"speculative_config (method={speculation.method!r})"
+        return f"{told} is not supported on {where} yet; use {known} or 'suffix'"
 
 
 class CudaRules(BackendRules):
@@ -105,6 +123,11 @@ class CudaRules(BackendRules):
         if reason is None and options.get("enable_lora") and options.get("model_impl") == "transformers":
             told = f"enable_lora=True: there are no adapters on {self.title} with model_impl='transformers' yet"
             return f"{told}; leave one of them out"
+        if reason is None and options.get("speculative_config") is not None:
+            ranks = options.get("tensor_parallel_size")
+            if ranks not in (None, 1):
+                told = f"speculative_config is not supported on {self.title} with tensor_parallel_size={ranks!r}"
+                return f"{told} yet; leave one of them out"
         if reason is not None or options.get("quantization") is None:
             return reason
         for name, taken in (
@@ -126,6 +149,7 @@ OWN_RULES = {
         quantizes=True,
         adapts=True,
         drafts=True,
+        drafting_models=("draft_model", "eagle", "eagle3", "mtp"),
     ),
     "cuda": CudaRules(
         dtypes=("bfloat16", "float16"),
@@ -134,6 +158,8 @@ OWN_RULES = {
         makes_vectors=True,
         quantizes=True,
         adapts=True,
+        drafts=True,
+        drafting_models=("draft_model",),
         has_own_memory=True,
         title="CUDA",
     ),
@@ -164,10 +190,13 @@ def rules_of(device: str) -> BackendRules:
     return found
 
 
-def choose(device: Any) -> str:
-    """ "auto" is "cuda" where torch is built for it and a GPU is visible. Raises ConfigError for "cuda" where not."""
-    if device == "cpu":
-        return "cpu"
+def choose(device: Any, *, is_elsewhere: bool = False) -> str:
+    """ "auto" is "cuda" where torch is built for it and a GPU is visible. Raises ConfigError for "cuda" where not.
+
+    is_elsewhere: all workers are on other machines, which see for themselves.
+    """
+    if device == "cpu" or (device == "cuda" and is_elsewhere):
+        return str(device)
     if device not in ("auto", "cuda"):
         names = (*DEVICES, *sorted(others()))
         if device in names:
@@ -204,6 +233,14 @@ def why_not_cuda() -> str | None:
     if not (any(_DEV.glob("nvidia[0-9]*")) or (_DEV / "dxg").exists()):
         return "no NVIDIA GPU is visible on this machine (/dev has none); install its driver"
     return None
+
+
+def num_visible_gpus() -> int:
+    """GPUs of NVIDIA that a worker here would see, without torch; 0 where their number is not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(name.strip() not in ("", "-1") for name in visible.split(","))
+    return sum(1 for _ in _DEV.glob("nvidia[0-9]*"))
 
 
 def _torch_build() -> tuple[str, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from actorllm.errors import ConfigError
@@ -45,6 +46,15 @@ def is_placed_by_ray() -> bool:
     ray: Any = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", None)  # another module may have that name
     return callable(is_initialized) and bool(is_initialized()) and ray.util.get_current_placement_group() is not None
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed. It is not imported to find out."""
+    try:
+        version("ray")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_launch(given: dict[str, Any]) -> bool:

@@ -209,7 +209,8 @@ class EngineOptions(VLLMOptions, total=False):
     data_parallel_address: Annotated[str | None, None]
     """The address of this machine in vLLM, which other ones call. Here this machine calls the nodes, and does not use it."""
     nnodes: Annotated[int, 1]
-    """Machines, with this one; it has to agree with nodes. More than 1: they share the ranks of a model, as in vLLM."""
+    """Machines, with this one; it has to agree with nodes. More than 1: they share the ranks of a model, as in vLLM. With Ray: so
+    many have the ranks of each replica; 1: as few as have room."""
     node_rank: Annotated[int, 0]
     """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]

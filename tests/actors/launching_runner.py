@@ -43,6 +43,10 @@ class Runner:
         handle = self.handles[plan.step] = Handle(plan.step, waits, needs_tokens)
         return handle
 
+    @staticmethod
+    def waits_for_results(plan: StepPlan) -> bool:
+        return plan.max_drafts > 0
+
     def choose(self, handle: Handle, late: LateInputs | None) -> None:
         self.asked.append(("choose", handle.step, late is not None))
         handle.waits_for = False

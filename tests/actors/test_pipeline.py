@@ -89,6 +89,15 @@ def test_sampling_that_needs_the_tokens_before_waits_for_that_step_only(at_work:
     assert turn(at_work) == [("finish", 2), ("execute", 3), ("choose", 3, False)]
 
 
+def test_a_plan_that_depends_on_all_results_is_launched_when_they_are_there(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2), StepPlan(step=3, max_drafts=3))
+    assert turn(at_work) == [("execute", 1), ("execute", 2)]
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1)]
+    end(at_work, 2)
+    assert turn(at_work) == [("finish", 2), ("execute", 3)]
+
+
 def test_a_failure_is_reported_behind_the_step_in_front(at_work: SimpleNamespace) -> None:
     give(at_work, StepPlan(step=1), StepPlan(step=2, freed=int32([0])))
     assert turn(at_work) == [("execute", 1), ("execute", 2), "discard", "check"]

@@ -514,7 +514,9 @@ def test_backends_that_do_not_know_drafts_refuse_them_by_name() -> None:
     options = {"dtype": "auto", "block_size": None, "device": "npu", "speculative_config": {"method": "ngram"}}
     told = "speculative_config={'method': 'ngram'} is not supported on device='npu' yet; leave it at None"
     assert BackendRules().why_not(options, pools=False) == told
-    assert "on CUDA yet" in str(rules_of("cuda").why_not(options, pools=False))
+    assert rules_of("cuda").why_not(options, pools=False) is None
+    several = str(rules_of("cuda").why_not(options | {"tensor_parallel_size": 2}, pools=False))
+    assert "not supported on CUDA with tensor_parallel_size=2 yet" in several
     assert rules_of("cpu").why_not(options, pools=False) is None
 
 

@@ -153,6 +153,10 @@ async def test_a_replica_that_does_not_start_is_no_death(monkeypatch: pytest.Mon
             await llm.scale(2)
         assert (await llm.complete(PROMPTS[0], params(1, max_tokens=3))).finished
         assert llm.health().state == "running"
+        waiting = llm.generate(PROMPTS[0], params(1, max_tokens=3), data_parallel_rank=1)
+        model = llm.config.model
+        llm._engine._fleet.replicas[1].change_config(lambda config: replace(config, model=model))  # type: ignore[attr-defined]
+        assert [output async for output in waiting][-1].finished, "it waited for the start that does not fail"
 
 
 @pytest.mark.anyio

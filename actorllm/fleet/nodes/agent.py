@@ -53,6 +53,7 @@ from actorllm.fleet.nodes.handshake import answer_caller
 from actorllm.fleet.nodes.hosts import NodeAddress
 from actorllm.fleet.nodes.load_mirror import PERIOD_S, LoadReader
 from actorllm.fleet.nodes.node_stream import TIMEOUT_S, NodeStream
+from actorllm.fleet.nodes.rank_child import ranks_elsewhere
 from actorllm.fleet.nodes.rank_host import RankHost
 from actorllm.fleet.nodes.relay import RelayChild
 from actorllm.fleet.nodes.remote import LEAVE_TIMEOUT_S
@@ -75,8 +76,8 @@ MAX_STRANGERS = 32
 ACCEPTS_PER_TURN = 16
 """Before the loop's other callbacks get their turn, and those that have to go have closed their sockets."""
 ACCEPT_PAUSE_S = 1.0
-IDLE_PERIOD_S = 1.0
-"""Between two looks at a replica that has nothing to do: each of them wakes the process."""
+BEATS_PER_LOOK = 2
+"""Heartbeats of its owner from one look at a replica that has nothing to do to the next. A timer would wake the process besides."""
 
 
 class NodeAgent:
@@ -190,7 +191,7 @@ class NodeAgent:
             secured.close()
             return
         try:
-            tenant = Tenant(secured, peer, self.timeout_s, self.tenants)
+            tenant = Tenant(secured, peer, self.timeout_s, self.tenants, self.key)
         except OSError as error:  # the connection is gone already
             logger.warning("refused: %s: %s", peer, error)
             secured.close()
@@ -247,10 +248,21 @@ def _remove_stale(path: str) -> None:
 
 
 class Tenant:
-    """One connection, and the replica that it asked for or has joined. tenants: all that there are."""
+    """One connection, and the replica that it asked for or has joined.
 
-    def __init__(self, sock: socket.socket, peer: str, timeout_s: float, tenants: Collection[Tenant] = ()) -> None:
+    tenants: all that there are. key: of this agent, and of those that have ranks of the replica beside it.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        timeout_s: float,
+        tenants: Collection[Tenant] = (),
+        key: bytes | None = None,
+    ) -> None:
         self.peer = peer
+        self._key = key
         self.token = secrets.token_hex(16)
         """By which others join its replica."""
         self._tenants = tenants
@@ -262,6 +274,7 @@ class Tenant:
             on_message=self._take,
             on_control=self._on_control,
             on_room=self._on_room,
+            on_beat=self._on_beat,
             on_end=lambda error: self.request_stop(STOP_TIMEOUT_S),
             timeout_s=timeout_s,
         )
@@ -270,6 +283,9 @@ class Tenant:
         """The replica that was asked for, or the one to join."""
         self._has_come: anyio.Event | None = None
         self._was_asked: anyio.Event | None = None
+        """Of what tells of a replica that has nothing to do."""
+        self._is_asked = False
+        self._num_beats = 0
         self._supervisor: Supervisor | None = None
         self._relay: RelayChild | None = None
         self._rank: RankHost | None = None
@@ -391,13 +407,15 @@ class Tenant:
             self._relay = RelayChild(spec, on_end, self.stream)
             return self._relay
 
+        config = self._meeting_place.renewed(config)
         supervisor = self._supervisor = make_supervisor(
-            self._meeting_place.renewed(config),
+            config,
             make_relay,
             self._meeting_place,
             log,
             on_death=lambda death: None,  # what its run ends with is told
             on_fall=self._on_fall,
+            elsewhere=ranks_elsewhere(config, self._key),
         )
         self._reader = LoadReader(board, config.replica)
         async with anyio.create_task_group() as tasks:
@@ -432,6 +450,7 @@ class Tenant:
     # What the owner says
 
     def _take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
+        self._is_asked = True
         if self._was_asked is not None:
             self._was_asked.set()
         end = self._rank or self._relay
@@ -441,6 +460,11 @@ class Tenant:
         end = self._rank or self._relay
         if end is not None:
             end.on_room()
+
+    def _on_beat(self) -> None:
+        self._num_beats += 1
+        if self._was_asked is not None and self._num_beats % BEATS_PER_LOOK == 0:
+            self._was_asked.set()
 
     def _on_control(self, frame: dict[str, Any], arrays: list[Any]) -> None:
         try:
@@ -524,9 +548,10 @@ class Tenant:
             if is_changing:
                 await anyio.sleep(PERIOD_S)
                 continue
+            self._is_asked = False
             self._was_asked = anyio.Event()
-            with anyio.move_on_after(IDLE_PERIOD_S):
-                await self._was_asked.wait()
+            await self._was_asked.wait()
+            if self._is_asked:
                 await anyio.sleep(PERIOD_S)  # what came is computed first
 
     def _tell_health(self, health: EngineHealth, supervisor: Supervisor) -> None:

@@ -36,7 +36,9 @@ class Located(NamedTuple):
     address: NodeAddress
     key: bytes
     watch: Callable[[Callable[[str], object]], None] | None = None
-    """Tells, from any thread, when it has ended; None: only its connection does."""
+    """Tells, from any thread, when it or one of the following has ended; None: only its connection does."""
+    rank_nodes: tuple[str, ...] = ()
+    """The agents that have ranks of its replica beside it, as "host:port"; they have the same key."""
 
 
 def read_address(text: object, argument: str = "nodes") -> NodeAddress:

@@ -5,7 +5,8 @@ messages in their order. Now and then a chunk of what may be overtaken goes out.
 its window, so that a reader that is slow holds up its writer, and no heartbeat. A full outbox refuses.
 A peer that sends beyond the window of this side is at fault.
 
-Invariants: each side sends a heartbeat each half second, whatever else goes on. A side from which nothing has come for
+Invariants: each side sends a heartbeat each half second, whatever else goes on. Where one comes and the own one is due soon, it
+goes out at once: an idle connection wakes its sides once for both. A side from which nothing has come for
 `timeout_s` is gone, whatever its kernel says. A stall of this process does not count as the peer's silence. The end is told once;
 nothing is resumed. Nothing raises into the loop. All of it belongs to the thread of the loop it was started on.
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 import anyio
 
-from actorllm.actors.engine_thread import AsyncioLoop, current_loop
+from actorllm.actors.engine_thread import AsyncioLoop, Timer, current_loop
 from actorllm.clock import now
 from actorllm.errors import CorruptLinkError, PeerLostError, TransportError
 from actorllm.fleet.nodes.clock_offset import ClockOffset
@@ -46,6 +47,8 @@ from actorllm.ring.channel import DEFAULT_CAPACITY, DEFAULT_MAX_MESSAGE_BYTES, D
 from actorllm.ring.codec import decode, encode
 
 BEAT_S = 0.5
+ANSWER_SLACK_S = 0.1
+"""By which the next heartbeat of a side that answers is later, so that the other side's comes before it."""
 TIMEOUT_S = 3.0
 WINDOW_BYTES = DEFAULT_CAPACITY
 """That may be on their way to a peer which has not taken them, as in a ring."""
@@ -88,6 +91,7 @@ class NodeStream:
         on_control: hears the scalars and arrays of each control frame.
         on_batch: runs after each batch of them.
         on_room: runs when something was sent from a full outbox.
+        on_beat: runs after each heartbeat of the peer.
         on_end: hears once why the stream is over; not after `close`.
         timeout_s: how long the peer may be silent.
         clock: of this side, in seconds.
@@ -101,6 +105,7 @@ class NodeStream:
         on_control: Callable[[dict[str, Any], list[Any]], object] = lambda fields, arrays: None,
         on_batch: Callable[[], object] = lambda: None,
         on_room: Callable[[], object] = lambda: None,
+        on_beat: Callable[[], object] = lambda: None,
         on_end: Callable[[TransportError], object] = lambda error: None,
         timeout_s: float = TIMEOUT_S,
         window_bytes: int = WINDOW_BYTES,
@@ -112,7 +117,7 @@ class NodeStream:
         self.is_open = True
         self._sock = sock
         self._on_message, self._on_control, self._on_batch = on_message, on_control, on_batch
-        self._on_room, self._on_end = on_room, on_end
+        self._on_room, self._on_beat, self._on_end = on_room, on_beat, on_end
         self._timeout_s = timeout_s
         self._window_bytes = window_bytes
         self._max_outbox_bytes = max_outbox_bytes
@@ -131,6 +136,7 @@ class NodeStream:
         self._loop: AsyncioLoop | None = None
         self._heard_at = 0.0
         self._beat_due = 0.0
+        self._timer: Timer | None = None  # of the next heartbeat
         self._last_beat: tuple[float, float] = (0.0, 0.0)  # when the peer sent it, and when it came
         self._num_answers = 0
         self._changed: anyio.Event | None = None
@@ -316,9 +322,14 @@ class NodeStream:
             self.fail(PeerLostError(f"nothing has come from the peer for {at - self._heard_at:.1f} s"))
             return
         self._send_beat()
-        self._beat_due = at + BEAT_S
-        if self.is_open:
-            self._loop.call_later(BEAT_S, self._tick)
+        self._beat_later(BEAT_S)
+
+    def _beat_later(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.is_open and self._loop is not None:
+            self._beat_due = now() + delay_s
+            self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _take_beat(self, message: StreamMessage) -> None:
         sent, echo_sent, echo_received, taken = BEAT_BODY.unpack(message.body)
@@ -333,10 +344,14 @@ class NodeStream:
         self._taken_by_peer = taken
         if message.flags & PING:
             self._send_beat()
+        elif self._beat_due - now() < BEAT_S / 2:
+            self._send_beat()
+            self._beat_later(BEAT_S + ANSWER_SLACK_S)
         if has_room:
             self.flush()
             self._after_room()
         self._tell()
+        self._on_beat()
 
     # Receiving
 
@@ -435,6 +450,8 @@ class NodeStream:
         if not self.is_open:
             return
         self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
         if self._loop is not None:
             self._loop.unwatch(self._sock.fileno())
             self._watch_writable(False)

@@ -1,8 +1,9 @@
 """`RankChild`: a worker on another machine, as the supervisor of its replica sees it. The replica's scheduler is here.
 
 A model may be too large for one machine. Then some of its ranks are on others (`EngineConfig.rank_nodes`), each a process of an
-agent there (`rank_host`). Plans and results go over one stream per rank, copied by a relay at each end. What ranks exchange among
-each other goes by torch.distributed, and they meet at a TCP store of rank 0.
+agent there (`rank_host`). The replica may itself be one of an agent, which then calls the others. Plans and results go over one
+stream per rank, copied by a relay at each end. What ranks exchange among each other goes by torch.distributed, and they meet at a
+TCP store of rank 0.
 
 The end of the stream, for whatever reason, is the death of the worker: the ranks are started again together.
 """
@@ -48,11 +49,13 @@ AWAY_TIMEOUT_S, CALL_AGAIN_S = 60.0, 0.5
 """How long a node on which a rank has run may be away, and how often it is called meanwhile."""
 
 
-def ranks_elsewhere(config: EngineConfig) -> dict[str, ChildMaker]:
-    """What makes the workers of a replica that are on other machines, by name."""
+def ranks_elsewhere(config: EngineConfig, key: bytes | None = None) -> dict[str, ChildMaker]:
+    """What makes the workers of a replica that are on other machines, by name. key: of these; None: `config` names its file."""
     places = {rank: node_of_rank(rank, config.world_size, config.rank_nodes) for rank in range(config.num_workers)}
     reached: set[str] = set()
-    return {f"worker{rank}": partial(RankChild, node, reached) for rank, node in places.items() if node is not None}
+    return {
+        f"worker{rank}": partial(RankChild, node, key, reached) for rank, node in places.items() if node is not None
+    }
 
 
 class RankRelay(Relay):
@@ -76,20 +79,26 @@ class RankChild(Child):
 
     Arguments:
         node: where the agent listens.
+        key: which it knows; None: it is in the file that the configuration names.
         reached: nodes on which ranks of the replica have run. One of them that is away is waited for, as it starts again.
     """
 
     is_process = True
 
     def __init__(
-        self, node: str, reached: set[str], spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]
+        self,
+        node: str,
+        key: bytes | None,
+        reached: set[str],
+        spec: ActorSpec,
+        on_end: Callable[[Any, ActorDeath], None],
     ) -> None:
         super().__init__(spec, on_end)
         self.pid: int | None = None
         """On its machine."""
         self.failure: Failure | None = None
         """What it reported before it ended."""
-        self._node, self._reached = node, reached
+        self._node, self._key, self._reached = node, key, reached
         self._stream: NodeStream | None = None
         self._relay: Relay | None = None
         self._reports: dict[str, dict[str, Any]] = {}
@@ -101,7 +110,9 @@ class RankChild(Child):
     async def spawn(self, tasks: TaskGroup, config: EngineConfig) -> None:
         self._loop = current_loop()
         try:
-            key = await to_thread.run_sync(read_key, config.node_key_file or "")
+            key = self._key
+            if key is None:
+                key = await to_thread.run_sync(read_key, config.node_key_file or "")
             tls = await to_thread.run_sync(tls_of, config.node_ca_file)
             address, until = read_address(self._node), now() + AWAY_TIMEOUT_S
             while True:

@@ -5,7 +5,8 @@ death of Ray's head stops none. Restarts are the fleet's: Ray starts no actor ag
 replica asks for another one; Ray moves the bundle of a dead node by itself.
 
 What can never fit is refused at once, with what was asked for and what the largest node has. What may fit is waited for, and
-the log says so.
+the log says so. The ranks of a replica are on one machine, or on as few as have room. One agent has the replica and its first
+ranks. It calls the agents of the others itself (`rank_child`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actorllm.config import EngineConfig
@@ -79,11 +80,15 @@ ANY_PORT = -1
 """One that is free."""
 
 
-def bundle_of(config: EngineConfig) -> dict[str, float]:
-    """What Ray is asked for one replica: its GPUs, and a core for each thread that was asked for."""
-    bundle = {"CPU": float(config.num_threads or 1)}
+def bundle_of(config: EngineConfig, num_machines: int = 1) -> dict[str, float]:
+    """Pure. What Ray is asked for one of the machines of a replica: its GPUs, and a core for each thread that was asked for.
+
+    On the CPU each rank has so many threads; those that drive GPUs have them together.
+    """
+    ranks, threads = config.world_size // num_machines, config.num_threads or 1
+    bundle = {"CPU": float(threads if config.device == "cuda" else threads * ranks)}
     if config.device == "cuda":
-        bundle["GPU"] = float(config.world_size)
+        bundle["GPU"] = float(ranks)
     return bundle | {name: float(value) for name, value in config.resources_per_replica.items()}
 
 
@@ -92,20 +97,49 @@ def room_for(bundle: Mapping[str, float], has: Mapping[str, float]) -> int:
     return min(int(has.get(name, 0.0) / asked) for name, asked in bundle.items() if asked)
 
 
-def check_fit(bundle: Mapping[str, float], number: int, nodes: list[Mapping[str, float]]) -> None:
-    """Pure. Raises ConfigError: so many bundles can never be placed on nodes that have so much in all."""
-    room = [room_for(bundle, node) for node in nodes]
-    if nodes and max(room) >= 1 and sum(room) >= number:
+def fits(bundle: Mapping[str, float], number: int, nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Pure. Whether so many bundles can be placed on nodes that have so much."""
+    return sum(room_for(bundle, node) for node in nodes) >= number
+
+
+def machines_of(config: EngineConfig, number: int, *rooms: Sequence[Mapping[str, float]], kind: str = "nodes") -> int:
+    """Pure. On how many machines the ranks of each of so many replicas are placed: on as few as have room.
+
+    rooms: what nodes have; one after the other is tried. kind: what they are. Raises ConfigError: none of them has room.
+    """
+    ranks, given = config.world_size, config.num_machines
+    # Ranks on a GPU find each other within a machine only (`config._check_rank_nodes`).
+    most = 1 if config.device == "cuda" else ranks
+    options = [given] if given is not None else [n for n in range(1, most + 1) if ranks % n == 0]
+    for nodes in rooms:
+        for machines in options:
+            if fits(bundle_of(config, machines), number * machines, nodes):
+                return machines
+    check_fit(bundle_of(config, options[0]), number, rooms[-1], options[0], kind)
+    return options[0]
+
+
+def check_fit(
+    bundle: Mapping[str, float],
+    number: int,
+    nodes: Sequence[Mapping[str, float]],
+    num_machines: int = 1,
+    kind: str = "nodes",
+) -> None:
+    """Pure. Raises ConfigError: so many replicas, of a bundle for each of their machines, never fit on nodes with so much."""
+    if fits(bundle, number * num_machines, nodes):
         return
+    num_fitting = sum(room_for(bundle, node) for node in nodes) // num_machines
     largest = max(nodes, key=lambda node: sum(node.get(name, 0.0) for name in bundle), default={})
     table = "\n".join(
         f"  {name:<12} {asked:>8g} {largest.get(name, 0.0):>14g} {sum(node.get(name, 0.0) for node in nodes):>14g}"
         for name, asked in bundle.items()
     )
+    of_machines = f" of {num_machines} machines each" if num_machines > 1 else ""
     raise ConfigError(
-        f"Ray cannot place {number} replicas: its {len(nodes)} nodes have room for {sum(room)}\n"
-        f"  {'resource':<12} {'asked':>8} {'largest node':>14} {'all nodes':>14}\n{table}\n"
-        f"ask for less (data_parallel_size, num_threads, resources_per_replica), or add nodes"
+        f"Ray cannot place {number} replicas{of_machines}: its {len(nodes)} {kind} have room for {num_fitting}\n"
+        f"  {'resource':<12} {'asked':>8} {f'largest {kind[:-1]}':>14} {f'all {kind}':>14}\n{table}\n"
+        f"ask for less (data_parallel_size, num_threads, resources_per_replica), or add {kind}"
     )
 
 
@@ -124,42 +158,62 @@ class RayPlacement:
         self._lock = threading.Lock()
         """Of what follows."""
         self._is_closed = False
+        self._num_machines = config.num_machines or 1
+        """Of each replica; found with the first places."""
         self._places: list[tuple[Any, int]] | None = None
-        """Of the replicas that there always are: groups, and bundles of them."""
+        """Of the replicas that there always are: groups, and bundles of them, machine by machine."""
         self._more: dict[int, Any] = {}
         """The groups of others, by index."""
         self._ours: list[Any] = []
         """Groups that are removed at the end."""
-        self._agents: dict[int, Any] = {}
+        self._agents: dict[int, list[Any]] = {}
+        """Of each replica: the one that has it, then those that have ranks of it."""
         self._calls: dict[int, int] = {}
         """By index: how often it was located or released. A `locate` goes on while it is the last one."""
         self._has_asked = False
 
     def locate(self, number: int) -> Located:
-        """An agent for the number-th replica. Raises ConfigError, EngineStartError; EngineShutdownError: it was given up."""
+        """Agents for the number-th replica. Raises ConfigError, EngineStartError; EngineShutdownError: it was given up."""
         ray = _ray()
         index = number - self._config.data_parallel_size_local
         with self._lock:
             call = self._calls[index] = self._calls.get(index, 0) + 1
-            before = self._agents.pop(index, None)
+            before = self._agents.pop(index, [])
         self._check_wanted(index, call)
         self._end(ray, before)
-        group, bundle = self._place(ray, index, call)
-        self._wait_for_room(ray, group, index, call)
-        agent = self._start(ray, group, bundle)
-        with self._lock:
-            is_wanted = self._is_wanted(index, call)
-            if is_wanted:
-                self._agents[index] = agent  # ended from here on by whatever makes this call void
-        if not is_wanted:
-            self._end(ray, agent)
-            self._check_wanted(index, call)
+        places = self._place(ray, index, call)
+        for group in {id(group): group for group, _ in places}.values():
+            self._wait_for_room(ray, group, index, call)
+        agents: list[Any] = []
+        try:
+            for group, bundle in places:
+                agents.append(self._start(ray, group, bundle))
+        finally:
+            with self._lock:
+                is_wanted = self._is_wanted(index, call) and len(agents) == len(places)
+                if is_wanted:
+                    self._agents[index] = agents  # ended from here on by whatever makes this call void
+            if not is_wanted:
+                self._end(ray, agents)
+        self._check_wanted(index, call)
+        address, *others = self._addresses(ray, agents, number, call)
+
+        def watch(told: Callable[[str], object]) -> None:
+            for agent in agents:
+                _when_over(agent, told)
+
+        return Located(address, self._key, watch, tuple(map(str, others)))
+
+    def _addresses(self, ray: Any, agents: list[Any], number: int, call: int) -> list[NodeAddress]:
+        """Where the agents of a replica listen, once all do. Raises EngineStartError, EngineShutdownError."""
+        index = number - self._config.data_parallel_size_local
         began = told_at = time.monotonic()
-        found = agent.listen.remote()
-        while True:
+        found = [agent.listen.remote() for agent in agents]
+        addresses: list[NodeAddress] = []
+        while len(addresses) < len(found):
             try:
-                host, port = ray.get(found, timeout=LOOK_EVERY_S)
-                break
+                host, port = ray.get(found[len(addresses)], timeout=LOOK_EVERY_S)
+                addresses.append(NodeAddress(host, port))
             except ray.exceptions.GetTimeoutError:
                 self._check_wanted(index, call)
                 waited_s = time.monotonic() - began
@@ -174,7 +228,7 @@ class RayPlacement:
             except ray.exceptions.RayError as error:
                 self._check_wanted(index, call)
                 raise EngineStartError(f"Ray could not start replica {number}: {error}") from error
-        return Located(NodeAddress(host, port), self._key, lambda told: _when_over(agent, told))
+        return addresses
 
     def _is_wanted(self, index: int, call: int) -> bool:
         """Whether a `locate` goes on; with the lock."""
@@ -187,15 +241,16 @@ class RayPlacement:
             if not self._is_wanted(index, call):
                 raise EngineShutdownError("the replica was stopped while Ray placed it")
 
-    def _place(self, ray: Any, index: int, call: int) -> tuple[Any, int]:
-        """That of a replica; one that there is not always has a group of its own, which is given back with it."""
+    def _place(self, ray: Any, index: int, call: int) -> list[tuple[Any, int]]:
+        """Those of a replica, machine by machine; one that there is not always has a group of its own, which goes with it."""
         with self._making:
             self._check_wanted(index, call)
             places = self._places
             if places is None:
                 places = self._places = self._first_places(ray)
-            if index < len(places):
-                return places[index]
+            machines = self._num_machines
+            if (index + 1) * machines <= len(places):
+                return places[index * machines : (index + 1) * machines]
             group = self._more.get(index)
             if group is None:
                 group = self._asked_for(ray, 1)
@@ -206,33 +261,51 @@ class RayPlacement:
                 if not is_wanted:
                     self._give_back(ray, group)
                     self._check_wanted(index, call)
-        return group, 0
+        return [(group, bundle) for bundle in range(machines)]
 
     def _first_places(self, ray: Any) -> list[tuple[Any, int]]:
         """Places for the replicas that there always are. Raises ConfigError: they never fit."""
         if not ray.is_initialized():
-            ray.init(address=self._config.ray_address or "auto", log_to_driver=False)
-        bundle = bundle_of(self._config)
+            address = self._config.ray_address or "auto"
+            try:
+                ray.init(address=address, log_to_driver=False)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"no cluster of Ray is found at ray_address={address!r}: {error}; start one (`ray start --head`), give its "
+                    f"address, or keep ranks here with distributed_executor_backend='mp'"
+                ) from error
         size = self._config.min_replicas or self._config.data_parallel_size
         number = max(0, size - self._config.data_parallel_size_local)
         group = ray.util.get_current_placement_group()
         if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
-            check_fit(bundle, number, group.bundle_specs)
-            free = ray.available_resources()
+            free, names = ray.available_resources(), bundle_of(self._config)
+            left = [
+                {name: free.get(f"{name}_group_{index}_{group.id.hex()}", 0.0) for name in names}
+                for index in range(len(group.bundle_specs))
+            ]
+            self._num_machines = machines_of(self._config, max(1, number), left, group.bundle_specs, kind="bundles")
+            bundle = bundle_of(self._config, self._num_machines)
             places = []
             for index, has in enumerate(group.bundle_specs):
-                left = {name: free.get(f"{name}_group_{index}_{group.id.hex()}", 0.0) for name in bundle}
-                places += [(nth >= room_for(bundle, left), nth, index) for nth in range(room_for(bundle, has))]
+                fitting = room_for(bundle, left[index])
+                places += [(nth >= fitting, nth, index) for nth in range(room_for(bundle, has))]
             # One after the other; last what is not free, as where the caller is itself.
             return [(group, index) for _, _, index in sorted(places)]
-        check_fit(bundle, number, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        made = self._asked_for(ray, number) if number else None
-        return [(made, index) for index in range(number)]
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._num_machines = machines_of(self._config, max(1, number), nodes)
+        if not number:
+            return []
+        made = self._asked_for(ray, number)
+        return [(made, bundle) for bundle in range(number * self._num_machines)]
+
+    def _bundles(self, number: int) -> list[dict[str, float]]:
+        """Of so many replicas."""
+        return [bundle_of(self._config, self._num_machines)] * (number * self._num_machines)
 
     def _asked_for(self, ray: Any, number: int) -> Any:
-        """A group of so many bundles, for which Ray may have no room yet. Raises EngineShutdownError."""
+        """A group for so many replicas, for which Ray may have no room yet. Raises EngineShutdownError."""
         strategy = {"spread": "SPREAD", "pack": "PACK"}[self._config.placement]
-        made = ray.util.placement_group([bundle_of(self._config)] * number, strategy=strategy)
+        made = ray.util.placement_group(self._bundles(number), strategy=strategy)
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
@@ -248,14 +321,14 @@ class RayPlacement:
             if group not in self._ours:  # we run in it
                 return
         began = told_at = time.monotonic()
-        asked = f"{group.bundle_count} x {bundle_of(self._config)}"
+        asked = f"{group.bundle_count} x {bundle_of(self._config, self._num_machines)}"
         while not group.wait(LOOK_EVERY_S):
             self._check_wanted(index, call)
             waited_s = time.monotonic() - began
             with self._lock:
                 is_given_up = group not in self._ours  # by another replica of it, which waited as long
             if is_given_up or waited_s > self._config.placement_timeout_s:
-                self._give_back(ray, group)
+                self._give_back_unused(ray, group, index)
                 raise EngineStartError(
                     f"Ray had no room for {asked} within {waited_s:.0f} s: others use it (`ray status`); placement_timeout_s "
                     f"says how long that may take"
@@ -264,6 +337,15 @@ class RayPlacement:
                 told_at = time.monotonic()
                 logger.warning("Ray has no room for %s yet, after %.0f s: others use it", asked, waited_s)
         self._check_wanted(index, call)
+
+    def _give_back_unused(self, ray: Any, group: Any, index: int) -> None:
+        """Unless other replicas run in it, whose agents would end with it: then it keeps the room that it has."""
+        with self._lock:
+            is_first = self._places is not None and any(place is group for place, _ in self._places)
+            num_always = len(self._places or ()) // self._num_machines
+            is_used = is_first and any(other < num_always and other != index for other in self._agents)
+        if not is_used:
+            self._give_back(ray, group)
 
     def _give_back(self, ray: Any, group: Any) -> None:
         """A group for which there was no room in time, or no use. Later calls ask for another one."""
@@ -283,19 +365,18 @@ class RayPlacement:
         if not ray.is_initialized():  # all are here so far: places are asked for when the first one elsewhere starts
             return
         self._has_asked = True
-        bundle = bundle_of(self._config)
-        number = max(0, num_replicas - self._config.data_parallel_size_local)
+        bundles = self._bundles(max(0, num_replicas - self._config.data_parallel_size_local))
         try:
-            importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=[bundle] * number)
+            importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=bundles)
         except ray.exceptions.RayError as error:  # its head is away: places are asked for when replicas start
-            logger.warning("Ray was not asked for %d x %s: %s", number, bundle, error)
+            logger.warning("Ray was not asked for %d bundles: %s", len(bundles), error)
 
     def _start(self, ray: Any, group: Any, bundle: int) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         where = strategies.PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
         )
-        asked = bundle_of(self._config)
+        asked = bundle_of(self._config, self._num_machines)
         kind = ray.remote(RayAgent).options(
             num_cpus=asked["CPU"],
             num_gpus=asked.get("GPU", 0.0),
@@ -309,8 +390,8 @@ class RayPlacement:
         return kind.remote(self._key, given)
 
     @staticmethod
-    def _end(ray: Any, agent: Any) -> None:
-        if agent is not None:
+    def _end(ray: Any, agents: list[Any]) -> None:
+        for agent in agents:
             with contextlib.suppress(Exception):  # it is dead, or Ray's head is: nothing of it is used any more
                 ray.kill(agent)
 
@@ -328,8 +409,8 @@ class RayPlacement:
         if not groups and not agents and not self._has_asked:
             return
         ray = _ray()
-        for agent in agents.values():
-            self._end(ray, agent)
+        for of_replica in agents.values():
+            self._end(ray, of_replica)
         for group in groups:
             self._remove(ray, group)
         if self._has_asked:
@@ -341,13 +422,13 @@ class RayPlacement:
         index = number - self._config.data_parallel_size_local
         with self._lock:
             self._calls[index] = self._calls.get(index, 0) + 1
-            agent, group = self._agents.pop(index, None), self._more.pop(index, None)
+            agents, group = self._agents.pop(index, []), self._more.pop(index, None)
             is_ours = group in self._ours
             if is_ours:
                 self._ours.remove(group)
-        if agent is not None or is_ours:
+        if agents or is_ours:
             ray = _ray()
-            self._end(ray, agent)
+            self._end(ray, agents)
             if is_ours:
                 self._remove(ray, group)
 

@@ -153,6 +153,7 @@ class RemoteReplica:
 
     async def _start(self, tasks: Any) -> None:
         sock, located, digest = await self._unless_stopped(self._call)
+        self.config = replace(self.config, rank_nodes=located.rank_nodes)
         child = self._child = OwnerChild(
             ActorSpec("frontend", "", placement="owner"), self._on_child_end, self._frontend
         )

@@ -10,24 +10,21 @@ Invariant: the cache is right up to `computed` for every slot, unless a block wa
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.config import EngineConfig, ModelConfig
-from actorllm.errors import ModelError, UnsupportedModelError
+from actorllm.config import EngineConfig
+from actorllm.errors import ModelError
 from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
-from actorllm.model.cpu.draft_passes import I64, DraftingModel, model_in, newest
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.cpu.draft_passes import I64, DraftingModel, newest
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
-from actorllm.model.registry import decoder_config
+from actorllm.model.speculation.draft_shape import draft_config
 from actorllm.model.speculation.histories import Histories
-from actorllm.types.model_files import read_model_config
 
 LONGEST_RUN = 4
 """Tokens that a row may lag behind and still draft in one pass; a longer lag is worked off as a prompt is."""
@@ -49,7 +46,7 @@ class DraftModel(DraftingModel):
     def __init__(self, config: EngineConfig, dtype: torch.dtype) -> None:
         assert config.speculation is not None
         assert config.speculation.model is not None
-        self._model, self.shape = draft_config(config.model, config.speculation.model)
+        self._model, self.shape = draft_config(config.model, config.speculation.model, SWITCHES)
         super().__init__(config, self.shape.vocab_size)
         self._dtype = dtype
         self._decoder: Decoder
@@ -184,19 +181,3 @@ class DraftModel(DraftingModel):
             forks=[],
             rows_version=0,
         )
-
-
-def draft_config(target: ModelConfig, folder: str) -> tuple[ModelConfig, DecoderConfig]:
-    """The draft model as an engine of its own would have it, and its shape. Raises ModelError."""
-    tree = read_model_config(Path(folder))
-    names = tree.get("architectures")
-    architecture = str(names[0]) if isinstance(names, list) and names else repr(names)
-    try:
-        shape = decoder_config(architecture, tree)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"speculative_config: model={folder!r}: {error}") from error
-    if unknown := sorted(shape.switches - (SWITCHES - {"latent"})):
-        raise UnsupportedModelError(
-            f"speculative_config: model={folder!r} needs {', '.join(unknown)}, which draft models must do without"
-        )
-    return replace(model_in(target, folder), architecture=architecture), shape

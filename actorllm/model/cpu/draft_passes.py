@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.config import EngineConfig, ModelConfig
+from actorllm.config import EngineConfig
 from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import PagedCache
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.inputs import PADDING, PersistentBatch, StepInputs, padded
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.speculation.histories import Histories
-from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
+from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -223,13 +222,6 @@ class DraftingModel(ABC):
         if self.num_failures == 1:
             logger.warning("the draft model's states are not finite; such rows are computed without drafts")
         return False
-
-
-def model_in(target: ModelConfig, folder: str) -> ModelConfig:
-    """Of a model in a folder of its own. An update of the target's weights is none of that model's."""
-    return replace(
-        target, name=folder, path=folder, weights=FIRST_WEIGHTS, overrides={}, quantization=None, module=None
-    )
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, UnsupportedModelError
-from actorllm.messages import I32, NO_I32, POOLING_CODES, Drafted, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.adapters.slots import AdapterSlots
@@ -867,18 +867,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         most_rows = MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size)
         num_rows = len(slots) + len(plan.prefill_slots) + len(plan.new)
         most = min(plan.max_drafts, most_rows // num_rows - 1)
-        drafts = None if self.ranks.rank else self._guess(plan, speculator, most)
+        drafts: Drafts | None = None
+        if not self.ranks.rank:
+            room = self.batch.draft_room(self.config.model.max_model_len)
+            drafts = speculator.of_plan(plan, self.batch, room, most, self.tell_drafts)
         return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
-
-    def _guess(self, plan: StepPlan, speculator: Speculator, most: int) -> Drafts | None:
-        slots = self.batch.decode_slots
-        room = self.batch.draft_room(self.config.model.max_model_len)
-        if plan.late_slots.size and self.tell_drafts is None:  # their masks are made for one token
-            room[np.isin(slots, plan.late_slots)] = 0
-        drafts = speculator.draft(self.batch, room, most)
-        if plan.late_slots.size and self.tell_drafts is not None:
-            self.tell_drafts(drafts_of(slots, drafts, plan))
-        return drafts
 
     def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
         """Those of the first rank, on every rank. most: of a row."""
@@ -1228,15 +1221,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             how = SamplingColumns.of_slots(columns, part)
             chunks.append((start, start + len(part), how))
         return chunks
-
-
-def drafts_of(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
-    """Those of the late rows. slots: of the decode rows."""
-    if drafts is None:
-        return Drafted(step=plan.step)
-    is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
-    tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
-    return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)
 
 
 def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:

@@ -149,7 +149,7 @@ class MixedSteps:
             count, first, num_chunks = len(inputs.token_ids), inputs.num_decodes, len(inputs.prefill_counts)
             kv_slots[first:count], ids[first:count] = inputs.kv_slots[first:], inputs.token_ids[first:]
             positions[first:count] = inputs.positions[first:]
-            rows[:first] = inputs.decode_slots
+            rows[:first] = inputs.token_slots
             token_rows[:count] = rows_of_tokens(inputs)
             counts = np.array(inputs.prefill_counts, np.int32)
             slots[:num_chunks] = inputs.prefill_slots
@@ -187,7 +187,7 @@ class MixedSteps:
 def rows_of_tokens(inputs: StepInputs) -> I32:
     """int32 [num_tokens]: of each token the slot of its request, which is its row of the state table."""
     prefills = np.array(inputs.prefill_slots, np.int32)
-    return np.concatenate((inputs.decode_slots, np.repeat(prefills, inputs.prefill_counts))).astype(np.int32)
+    return np.concatenate((inputs.token_slots, np.repeat(prefills, inputs.prefill_counts))).astype(np.int32)
 
 
 def _lengths(size: int, num_rows: int, max_tiles: int) -> dict[str, int]:

@@ -16,6 +16,9 @@ launched kernel by kernel, because their kernels are large. All take the same bu
 the GPU has these, so that all are compiled before. A step that raises counts for nothing, as on the CPU. An error of the GPU
 itself cannot be survived: `is_torn` says so.
 
+How far the rows of a step with drafts (`drafts`) get is known when it is finished. No other is executed before:
+`waits_for_results` says so.
+
 With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe.
 """
 
@@ -33,8 +36,9 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineError, UnsupportedModelError
+from actorllm.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model.adapters.store import Adapters
 from actorllm.model.cuda import experimental, ops
 from actorllm.model.cuda.adapters import DeviceSlots
@@ -50,6 +54,8 @@ from actorllm.model.cuda.decoder import (
     StepTokens,
 )
 from actorllm.model.cuda.device import Device, Download
+from actorllm.model.cuda.draft_model import DeviceDraftModel, draft_engine
+from actorllm.model.cuda.drafts import SampledRows, add_masks, edits_of, num_draft_slots, right_runs, sampled_rows
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
 from actorllm.model.cuda.mixed import MixedSteps, rows_of_tokens, supports
@@ -63,20 +69,23 @@ from actorllm.model.cuda.sampling import (
     DeviceSampler,
     PendingSpans,
     Way,
-    combined,
     sorted_logprobs,
 )
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import LayeredHead, LinearHead, read_linear
-from actorllm.model.inputs import StepInputs
+from actorllm.model.inputs import Drafts, StepInputs
 from actorllm.model.linear import Form
+from actorllm.model.logits import EditList, masks_behind
 from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
-from actorllm.model.runner import ModelRunner, StepHandle, slices
+from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
+from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.weights import Weights
+from actorllm.types.drafter import Speculation
 from actorllm.types.quantization import FP8
+from actorllm.types.speculation import DRAFT_MODEL, NGRAM, SUFFIX
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -125,6 +134,10 @@ class CudaHandle(StepHandle[Way]):
     rows: torch.Tensor  # int32: slots, or -1
     waits_for_tokens: bool
     """Its rules depend on what the step before samples: `choose` must come after the `finish` of that."""
+    sampled: SampledRows | None = None
+    """The rows of the sampler in a step with drafts; None: they are the samples."""
+    late: LateInputs | None = None
+    """The masks that it was sampled with."""
     size: int | None = None
     """Rows of a decode step with its padding; None: it has prompts."""
     download: Download | None = None
@@ -136,11 +149,16 @@ class CudaHandle(StepHandle[Way]):
     """What is to be downloaded beside the tokens: first whether prompt tokens are finite, then vectors, then log-probabilities."""
     spans: list[PendingSpans] = field(default_factory=list)
     masks: dict[int, U32] = field(default_factory=dict)
-    """Of samples, what the application's processors leave of their logits."""
+    """Of rows of the sampler, what the application's processors leave of their logits."""
     choice_masks: dict[int, U32] = field(default_factory=dict)
-    """Of samples, what all masks together leave: these, those of rules, and those of grammars."""
+    """Of rows of the sampler, what all masks together leave: these, those of rules, and those of grammars."""
     errors: dict[int, str] = field(default_factory=dict)
     """Of samples, why the application's processors failed."""
+
+    @property
+    def sampled_slots(self) -> I32:
+        """By row of the sampler, whose token it chooses."""
+        return self.sampling.slots if self.sampled is None else self.sampled.slots
 
     @property
     def waits_for(self) -> bool:
@@ -212,12 +230,21 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """What is in the decode rows: version, and size."""
         self._label_head: LinearHead | LayeredHead | None = None
         """From pooled states to scores, on the device."""
+        self._speculator: Speculator | None = None
+        self._draft_runner: CudaRunner | None = None
+        """Of the model that drafts."""
+        self._draft_model: DeviceDraftModel | None = None
+        self._newest: CudaHandle | None = None
+        """The step that was executed last, until it is finished: then there is none under way."""
 
     def close(self) -> None:
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
         with self.device.active():
             self._rows_of_size.clear()
-            self._loaded_rows = self._label_head = None
+            self._loaded_rows = self._label_head = self._speculator = self._draft_model = self._newest = None
+            drafting, self._draft_runner = self._draft_runner, None
+            if drafting is not None:
+                drafting.close()
             super().close()
             self.device.release()
 
@@ -235,6 +262,28 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.processors = processors_of(self.config, self.dtype, self.device.torch_device)
         if self.device.proves_itself:
             self._check_kernels()
+        if self.config.speculation is not None:
+            self._load_drafter(self.config.speculation)
+
+    def _load_drafter(self, speculation: Speculation) -> None:
+        """Make what drafts. Raises ModelError, ConfigError."""
+        if speculation.method == DRAFT_MODEL:
+            if not isinstance(self.model_config, DecoderConfig):
+                raise UnsupportedModelError(
+                    f"speculative_config (method={DRAFT_MODEL!r}) is not supported for {self.config.model.architecture} yet, which "
+                    f"runs through transformers; use {NGRAM!r} or {SUFFIX!r}"
+                )
+            config, shape = draft_engine(self.config)
+            self._draft_runner = CudaRunner(
+                config, self.rank, show_progress=self._show_progress, device=self.device, plan=shape
+            )
+            try:
+                self._draft_runner.load()
+            except ModelError as error:
+                raise type(error)(f"speculative_config: the draft model: {error}") from error
+            is_greedy = speculation.draft_sample_method == "greedy"
+            self._draft_model = DeviceDraftModel(self._draft_runner, is_greedy=is_greedy)
+        self._speculator = Speculator(speculation, self.model_config.vocab_size, self._draft_model)
 
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
@@ -271,7 +320,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @property
     def block_bytes(self) -> int:
-        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize
+        of_drafts = 0 if self._draft_runner is None else self._draft_runner.block_bytes
+        return super().block_bytes // self.dtype.itemsize * self._cache_dtype.itemsize + of_drafts
 
     def _decoder(self, plan: DecoderConfig, weights: Weights, form: Form) -> DeviceDecoder:
         """With room for adapters, if requests may have them."""
@@ -402,7 +452,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         cache = self.config.cache
         num_blocks, plans = self._largest_steps()
         with self.device.active():
-            self._allocate(num_blocks)
+            for runner in (self, self._draft_runner):
+                if runner is not None:
+                    runner._allocate(num_blocks)
             self.device.reset_peak()
             before = self.device.held_bytes()
             for plan in plans:
@@ -412,6 +464,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             share = cache.memory_utilization if cache.memory_utilization is not None else DEFAULT_MEMORY_SHARE
             room = int(self.device.total_bytes() * share) - self.device.foreign_bytes() - held
             del self._pool
+            if self._draft_runner is not None:
+                del self._draft_runner._pool
         if self.model.needs_trial:
             # A module makes logits of its own type first, and its graphs have memory of their own.
             rows, tokens = self._max_rows, self.config.scheduler.max_num_batched_tokens
@@ -419,7 +473,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             of_step = max(0, peak - before) * min(rows, SIZES[-1]) // tokens
             room -= 2 * logits + of_step if self._records else logits
         if self._records:
-            room -= GRAPH_BYTES * len(self._kinds)
+            room -= GRAPH_BYTES * (len(self._kinds) + (self._draft_runner is not None))
         return room - self._logprobs_bytes
 
     @property
@@ -437,6 +491,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
+        if self._draft_runner is not None:
+            self._draft_runner.allocate(num_blocks)
         self._allocate(num_blocks)
         if missing := self._missing_experiments:
             told = "decode steps are launched kernel by kernel; %s=%s would record them, which no GPU has shown to work"
@@ -485,7 +541,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._pool = DeviceCache(
                 self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self._cache_dtype
             )
-            self.state = StateTable(self.device, self._max_rows, -(-length // size))
+            self.state = StateTable(
+                self.device, config.scheduler.max_num_seqs, -(-length // size), self._num_draft_slots
+            )
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
@@ -508,8 +566,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
         )
         self.batch = self._empty_batch()
-        self._loaded_rows = self._rows = None
+        self._loaded_rows = self._rows = self._newest = None
         self._pooled.clear()
+        if self._speculator is not None:
+            self._speculator.clear()
 
     @property
     def _decodes(self) -> bool:
@@ -539,8 +599,14 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         return [(GraphPart.MIXED.of_step(kind), size) for kind in self._kinds for size in sizes]
 
     @property
+    def _num_draft_slots(self) -> int:
+        """Rows of the state table for drafts, behind those of requests."""
+        return num_draft_slots(self.config.speculation, self.config.scheduler.max_num_seqs)
+
+    @property
     def _max_rows(self) -> int:
-        return self.config.scheduler.max_num_seqs
+        """Of a decode step: requests and drafts."""
+        return self.config.scheduler.max_num_seqs + self._num_draft_slots
 
     def _empty_batch(self) -> DeviceBatch:
         return DeviceBatch(**self._batch_arguments(self._pool.num_blocks), sort_gain=NEVER_SORTED)
@@ -548,6 +614,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _clear_unfinished(self) -> None:
         self.discard()
         self._loaded_rows = None
+        if self._speculator is not None:
+            self._speculator.clear()
+        if self._draft_runner is not None:
+            self._draft_runner.forget_requests()
+
+    def discard(self) -> None:
+        super().discard()
+        self._newest = None
+        if self._draft_runner is not None:
+            self._draft_runner.discard()
 
     def _zero(self, block_ids: I32) -> None:
         with self._on_device():
@@ -598,6 +674,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @property
     def wants_to_record(self) -> bool:
         """Whether `record_next` has something to do, and may be called when this rank has time."""
+        if self._draft_runner is not None and self._draft_runner.wants_to_record:
+            return True
         return self.collectives.size == 1 and self.graphs.next_wanted() is not None
 
     @torch.inference_mode()
@@ -690,7 +768,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """Record one of the steps that are wanted as graphs. False: there is none. For when there is nothing else to do."""
         key = self.graphs.next_wanted()
         if key is None:
-            return False
+            return self._draft_runner is not None and self._draft_runner.record_next()
         with self._on_device():
             if key[0].plain is GraphPart.MIXED:
                 assert self.mixed is not None
@@ -805,12 +883,15 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """The sampling is launched, too, unless it waits."""
         started = clock.now()
         with self._on_device():
-            self._apply(plan)
-            self._update_state(plan)
-            inputs = self.batch.inputs(plan)
+            self.apply(plan)
+            drafts = None if self._speculator is None else self._guess(plan, self._speculator)
+            inputs = self.batch.inputs(plan, drafts)
             sampling = self._sampling_rows(inputs)
+            sampled = None if drafts is None else self._with_drafts(inputs, sampling, drafts)
             if plan.late_slots.size and sampling.how is not Way.EDITED:
                 sampling = replace(sampling, how=Way.EDITED)
+            elif sampled is not None and sampled.num_rows > MAX_HEAD_ROWS and sampling.how is Way.HEAD:
+                sampling = replace(sampling, how=Way.LOGITS)
             self._written = inputs.kv_slots
             handle = CudaHandle(
                 plan.step,
@@ -820,6 +901,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 started,
                 self._decode_rows.rows,
                 waits_for_tokens=sampling.has_rules and (self.processors is not None or self.batch.rules.has_memory),
+                sampled=sampled,
             )
             if inputs.prefill_slots:
                 self._launch_prefill(handle)
@@ -828,7 +910,49 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.batch.advance(inputs)
             if not (handle.late_slots.size or handle.waits_for_tokens):
                 self._choose(handle, None)
+        self._newest = handle
         return handle
+
+    @torch.inference_mode()
+    def apply(self, plan: StepPlan) -> None:
+        """Carry out what a plan says about requests and blocks, here and on the device; `execute` does."""
+        with self._on_device():
+            self._apply(plan)
+            self._update_state(plan)
+
+    def waits_for_results(self, plan: StepPlan) -> bool:
+        if self._newest is None or self._speculator is None:
+            return False
+        if self._newest.sampled is not None:
+            return True
+        if not plan.max_drafts:
+            return False
+        slots = self.batch.decode_slots if plan.decode_slots is None else plan.decode_slots
+        return plan.late_slots.size > 0 or self._speculator.may_draft(slots)
+
+    def _guess(self, plan: StepPlan, speculator: Speculator) -> Drafts | None:
+        """What is guessed of the decode rows of this step."""
+        assert self._newest is None or self._newest.sampled is None, "the step before is not finished"
+        speculator.apply(plan, self.batch.known_tokens)
+        if self._draft_model is not None:
+            self._draft_model.apply(plan)
+        slots = self.batch.decode_slots
+        if not plan.max_drafts or not slots.size:
+            return None
+        room = self.batch.draft_room(self.config.model.max_model_len)
+        if self.processors is not None:  # what they remember cannot be tried
+            room[[self.processors.concerns(slots[row : row + 1]) for row in range(len(slots))]] = 0
+        most = min(plan.max_drafts, self._num_draft_slots // len(slots))
+        # Tokens that are not known yet are those behind which drafts would stand.
+        return speculator.of_plan(plan, self.batch, room, most if self._newest is None else 0, self.tell_drafts)
+
+    def _with_drafts(self, inputs: StepInputs, sampling: SamplingRows[Way], drafts: Drafts) -> SampledRows:
+        """Give each draft of a step a row of the state table."""
+        first = self.config.scheduler.max_num_seqs
+        rows = sampled_rows(inputs, sampling.slots, sampling.states, first)
+        at = rows.drafts
+        self.state.add_drafts(self.batch, rows.slots[at], rows.table_rows[at], drafts.tokens, rows.ahead[at])
+        return rows
 
     @torch.inference_mode()
     def choose(self, handle: CudaHandle, late: LateInputs | None = None) -> None:
@@ -864,7 +988,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _launch_decode(self, handle: CudaHandle) -> None:
         inputs, sampling = handle.inputs, handle.sampling
         size = handle.size = self.graphs.size_for(inputs.num_decodes)
-        self._load_rows(inputs.decode_slots, inputs.decode_version, size)
+        self._load_rows(inputs.token_slots, inputs.decode_version, size)
         handle.rows = self._decode_rows.rows[:size]
         part = _PART_OF[sampling.how]
         self.graphs.run(part.of_step(inputs.adapter_ids is not None), size)
@@ -890,13 +1014,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if not sampling.slots.size:
             return
         chosen = inputs.result_tokens if sampling.states is None else inputs.result_tokens[sampling.states]
+        table_rows = sampling.slots
+        if handle.sampled is not None:
+            chosen, table_rows = handle.sampled.tokens, handle.sampled.table_rows
         where = self.device.upload(chosen)
-        handle.rows = self.device.upload(sampling.slots)
+        handle.rows = self.device.upload(table_rows)
         if sampling.how is Way.HEAD:
             assert model.head is not None
             self.sampler.from_hidden(states.index_select(0, where), model.head, handle.rows, pdl=pdl)
         else:
-            model.logits_of_final(model.select(states, where), self.sampler.logits[: len(sampling.slots)])
+            model.logits_of_final(model.select(states, where), self.sampler.logits[: len(table_rows)])
             if sampling.how is Way.LOGITS:
                 self.sampler.from_logits(handle.rows)
 
@@ -921,7 +1048,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         kv_slots, ids, positions = self.device.upload_parts(inputs.kv_slots, inputs.token_ids, inputs.positions)
         rows: DeviceDecodeRows | None = None
         if count:
-            self._load_rows(inputs.decode_slots, inputs.decode_version, count)
+            self._load_rows(inputs.token_slots, inputs.decode_version, count)
             rows = self._decode_rows.first(count)
             self._prepare_rows(rows)
             for ours, theirs in ((ids, rows.ids), (positions, rows.positions), (kv_slots, rows.kv_slots)):
@@ -943,8 +1070,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _choose(self, handle: CudaHandle, late: LateInputs | None) -> None:
         """Whatever of the sampling has not been launched, and the way of the results to the host."""
         sampling, sampler = handle.sampling, self.sampler
-        count = len(sampling.slots)
+        count = len(handle.sampled_slots)
         outputs: list[torch.Tensor] = []
+        handle.late = late
         if count:
             logits = sampler.logits[:count]
             if sampling.how is Way.EDITED:
@@ -968,32 +1096,33 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """
         assert self.processors is not None
         slots = handle.sampling.slots
-        logits = self.sampler.logits[: len(slots)]
+        rows = np.arange(len(slots)) if handle.sampled is None else handle.sampled.firsts
+        of_samples = self.device.upload(rows)
+        logits = self.sampler.logits.index_select(0, of_samples)
         is_bad = ~torch.isfinite(logits.sum(1))
         changed = logits.masked_fill(is_bad.unsqueeze(1), 0.0)
         failed = self.processors.apply(changed, slots, self.batch.columns.temperature[slots])
         is_out = torch.isneginf(changed)
         changed.masked_fill_(is_out, 0.0)
-        logits.copy_(torch.where(is_bad.unsqueeze(1), logits, changed))
+        self.sampler.logits.index_copy_(0, of_samples, torch.where(is_bad.unsqueeze(1), logits, changed))
         bits = np.zeros((len(slots), self.sampler.num_words * 32), np.bool_)
         bits[:, : logits.shape[1]] = ~is_out.cpu().numpy()
         words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-        for row in np.flatnonzero(~bits[:, : logits.shape[1]].all(1)).tolist():
-            handle.masks[row] = words[row]
+        for sample in np.flatnonzero(~bits[:, : logits.shape[1]].all(1)).tolist():
+            handle.masks[int(rows[sample])] = words[sample]
         bad = set(np.flatnonzero(is_bad.cpu().numpy()).tolist())
         handle.errors = {row: text for row, text in failed.items() if row not in bad}
 
     def _choose_edited(self, handle: CudaHandle, late: LateInputs | None) -> None:
-        slots, sampler = handle.sampling.slots, self.sampler
-        edits = self.batch.rules.edits(slots, self.batch.columns.num_outputs[slots])
-        masks = self.batch.rules.masks(slots)
+        slots, sampler, drafts = handle.sampled_slots, self.sampler, handle.inputs.drafts
+        if handle.sampled is None:
+            edits, masks = self._edits(slots, late)
+        else:
+            assert drafts is not None
+            num_outputs = self.batch.columns.num_outputs
+            edits, masks = edits_of(self.batch.rules, handle.sampled, drafts, num_outputs, late)
         for row, mask in handle.masks.items():
-            combined(masks, row, mask)
-        if late is not None and late.slots.size:
-            words: NDArray[np.uint32] = late.allowed.reshape(len(late.slots), -1)
-            for slot, mask in zip(late.slots.tolist(), words, strict=True):
-                for row in np.flatnonzero(slots == slot).tolist():
-                    combined(masks, row, mask)
+            masks[row] = masks[row] & mask if row in masks else mask
         handle.choice_masks = masks
         if handle.size is not None and sampler.place(edits, masks):
             self.graphs.run(GraphPart.CHOICE, handle.size)
@@ -1003,26 +1132,46 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if handle.size is not None:
             ops.kv_clear(self._pool.pool, self._rows_for(len(slots)).kv_slots, sampler.is_finite[: len(slots)])
 
+    def _edits(self, slots: I32, late: LateInputs | None) -> tuple[EditList, dict[int, U32]]:
+        """What is done to the logits of one row of each slot, and by row the masks."""
+        rules = self.batch.rules
+        edits, masks = rules.edits(slots, self.batch.columns.num_outputs[slots]), rules.masks(slots)
+        if late is not None:
+            add_masks(masks, np.arange(len(slots)), slots, masks_behind(late, 0, self.model_config.vocab_size))
+        return edits, masks
+
     def _spans(self, handle: CudaHandle, logits: torch.Tensor) -> None:
-        """The log-probabilities of the tokens that are being sampled. logits: of all samples, unchanged."""
+        """The log-probabilities of the tokens that are being sampled. logits: of all rows of the sampler, unchanged."""
         sampling, sampler, as_logits = handle.sampling, self.sampler, self._shown.as_logits
         if self._shown.is_processed:
             logits = self._drawn_from(handle, logits)
-        for sample, ids in sampling.logprob_ids.items():
-            part = slice(sample, sample + 1)
+        of_ids, num_logprobs, sampled = sampling.logprob_ids, sampling.num_logprobs, handle.sampled
+        if sampled is not None:  # of each sample that wants some, those at its drafts, too
+            rows = [np.flatnonzero(sampled.results == sample) for sample in range(len(sampling.slots))]
+            of_ids = {int(row): ids for sample, ids in of_ids.items() for row in rows[sample]}
+            num_logprobs = [(int(row), number) for sample, number in num_logprobs for row in rows[sample]]
+
+        def add(found: tuple[torch.Tensor, torch.Tensor, torch.Tensor], of: list[int]) -> None:
+            """of: the rows of the sampler."""
+            results = map(sampling.row_of, of if sampled is None else sampled.results[of].tolist())
+            ahead = None if sampled is None else sampled.ahead[of].tolist()
+            self._add_spans(handle, found, [(row, 0, i, 1) for i, row in enumerate(results)], ahead)
+
+        for row, ids in of_ids.items():
+            part = slice(row, row + 1)
             wanted = self.device.upload(ids)
             found = sampler.logprobs_of(logits[part], sampler.tokens[part], wanted, as_logits=as_logits)
-            self._add_spans(handle, found, [(sampling.row_of(sample), 0, 0, 1)])
-        for num_top in sorted({num_top for _, num_top in sampling.num_logprobs}):
-            samples = np.array([i for i, n in sampling.num_logprobs if n == num_top], np.int64)
+            add(found, [row])
+        for num_top in sorted({num_top for _, num_top in num_logprobs}):
+            samples = np.array([i for i, n in num_logprobs if n == num_top], np.int64)
             at = self.device.upload(samples)
             tokens = sampler.tokens.index_select(0, at)
             found = self._top_logprobs(logits.index_select(0, at), tokens, num_top, is_drawn=True)
-            self._add_spans(handle, found, [(sampling.row_of(i), 0, k, 1) for k, i in enumerate(samples.tolist())])
+            add(found, samples.tolist())
 
     def _drawn_from(self, handle: CudaHandle, logits: torch.Tensor) -> torch.Tensor:
-        """What the tokens of a step were drawn from; logits: of all samples, as edits left them. Masks are put in here."""
-        columns, slots = self.batch.columns, handle.sampling.slots
+        """What the tokens of a step were drawn from; logits: as edits left them. Masks are put in here."""
+        columns, slots = self.batch.columns, handle.sampled_slots
         if handle.choice_masks:
             logits = logits.clone()
             for row, words in handle.choice_masks.items():
@@ -1066,8 +1215,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         handle: CudaHandle,
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rows: list[tuple[int, int, int, int]],
+        ahead: list[int] | None = None,
     ) -> None:
-        handle.spans.append(PendingSpans(len(handle.outputs), rows))
+        handle.spans.append(PendingSpans(len(handle.outputs), rows, ahead))
         handle.outputs += found
 
     def finish(self, handle: CudaHandle) -> StepResult:
@@ -1075,13 +1225,18 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         assert handle.download is not None, "the step waits for `choose`"
         with self._on_device():
             arrays = handle.download.wait()
-        sampling, slots = handle.sampling, handle.sampling.slots
+        if self._newest is handle:
+            self._newest = None
+        sampling, slots = handle.sampling, handle.sampled_slots
         tokens: I32 = NO_I32.copy()
         is_finite, sums = np.ones(0, np.int32), np.zeros(0, np.float32)
         if slots.size:
             tokens, is_finite, sums = self.sampler.unpack(arrays[0], len(slots))
             arrays = arrays[1:]
         bad_prompts = self._marked_prompts(handle, arrays[0]) if handle.inputs.prefill_slots else NO_I32
+        again: dict[int, list[LogprobSpan]] = {}
+        if handle.sampled is not None:
+            again = self._repeat_bad_rows(handle, handle.sampled, tokens, is_finite, sums)
         is_void = is_finite == 0
         counts = np.ones(len(slots), np.int32)  # how many values are not finite: as far as is known, one
         if sampling.how is Way.EDITED:
@@ -1093,16 +1248,134 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             counts[is_bad] = 1  # it has had states that were not
             is_void |= is_bad
         if handle.errors:
-            failed = list(handle.errors)
+            failed = np.array(list(handle.errors))
+            failed = failed if handle.sampled is None else handle.sampled.firsts[failed]
             counts[failed], is_void[failed] = 0, True
-        self.batch.learn(slots, handle.owners, tokens)
-        if self.processors is not None and slots.size:
-            mine = self.batch.owners[slots] == handle.owners
-            self.processors.store(slots[mine], tokens[mine])
-        tokens[is_void] = 0
-        spans = [span for pending in handle.spans for span in pending.spans(arrays)]
+        runs = NO_I32
+        if handle.sampled is not None:
+            tokens, runs = self._right_drafts(handle, handle.sampled, tokens, is_void)
+            firsts = handle.sampled.firsts
+            is_void, counts = is_void[firsts], counts[firsts]
+        else:
+            self._learn(slots, handle.owners, tokens)
+            tokens[is_void] = 0
+        late = handle.late
+        if self._speculator is not None and late is not None and late.counts.size:
+            self._speculator.force(late, sampling.slots, tokens, runs)
+        spans = [span for pending in handle.spans for span in pending.spans(arrays, runs)]
+        if again:
+            spans = [span for span in spans if span.is_prompt or span.row not in again]
+            spans += [span for of_row in again.values() for span in of_row]
         vectors = None if sampling.rows is None else arrays[1]
-        return self._result(handle, tokens, is_void, counts, bad_prompts, spans, vectors, handle.errors)
+        spans = joined_runs(spans) if runs.size else spans
+        return self._result(handle, tokens, is_void, counts, bad_prompts, spans, vectors, handle.errors, runs)
+
+    def _learn(self, slots: I32, owners: NDArray[np.int64], tokens: I32) -> None:
+        """Which tokens were sampled for these slots, one each. owners: as of `DeviceBatch.learn`."""
+        self.batch.learn(slots, owners, tokens)
+        if (self.processors is None and self._speculator is None) or not slots.size:
+            return
+        mine = self.batch.owners[slots] == owners
+        if self.processors is not None:
+            self.processors.store(slots[mine], tokens[mine])
+        if self._speculator is not None:
+            self._speculator.store(slots[mine], tokens[mine])
+
+    def _right_drafts(
+        self,
+        handle: CudaHandle,
+        rows: SampledRows,
+        tokens: I32,
+        is_void: NDArray[np.bool_],
+    ) -> tuple[I32, I32]:
+        """Take over what a step with drafts has sampled, as far as the drafts were right. Nothing was executed since.
+
+        tokens, is_void: of all rows of the sampler. Returns the tokens of the samples, and how many each has (none: one each).
+        """
+        drafts, slots = handle.inputs.drafts, handle.sampling.slots
+        assert drafts is not None
+        assert self._speculator is not None
+        runs = right_runs(rows, drafts, tokens, is_void, handle.late)
+        tokens[is_void] = 0
+        table = np.zeros((len(slots), int(runs.max())), np.int32)
+        table[:, 0] = tokens[rows.firsts]
+        self._learn(slots, handle.owners, table[:, 0])
+        starts = np.cumsum(drafts.counts) - drafts.counts
+        for position in range(1, table.shape[1]):
+            longer = np.flatnonzero(runs > position)
+            table[longer, position] = tokens[rows.drafts[starts[longer] + position - 1]]
+            self.batch.accept(slots[longer])
+            self.batch.expect(slots[longer])
+            self._learn(slots[longer], handle.owners[longer], table[longer, position])
+        self._speculator.observe(handle.inputs.decode_slots, drafts.counts, runs[: len(drafts.counts)] - 1)
+        moved = np.flatnonzero(runs > 1)
+        if not moved.size:
+            return table[:, 0], NO_I32
+        with self._on_device():
+            self.state.settle(self.batch, slots[moved], table[moved, runs[moved] - 1])
+        return table[np.arange(table.shape[1]) < runs[:, None]], runs
+
+    @torch.inference_mode()
+    def _repeat_bad_rows(
+        self,
+        handle: CudaHandle,
+        rows: SampledRows,
+        tokens: I32,
+        is_finite: NDArray[np.int32],
+        sums: NDArray[np.float32],
+    ) -> dict[int, list[LogprobSpan]]:
+        """Compute rows again without their drafts, where nothing finite came of them: the drafts may be the reason.
+
+        A row multiplies what stands behind it in its blocks by 0, and a draft without finite states has stored its own there.
+
+        tokens, is_finite, sums: of all rows of the sampler; changed for these rows. Returns their log-probabilities, by row.
+        """
+        inputs, sampling, columns = handle.inputs, handle.sampling, self.batch.columns
+        drafts, speculator = inputs.drafts, self._speculator
+        assert drafts is not None
+        assert speculator is not None
+        firsts = rows.firsts[: len(drafts.counts)]
+        is_bad = is_finite[firsts] == 0
+        if sampling.how is Way.EDITED:
+            is_bad |= ~np.isfinite(sums[firsts])
+        bad = np.flatnonzero(is_bad & (drafts.counts > 0))
+        if not bad.size:
+            return {}
+        slots, place = sampling.slots[bad], {row: i for i, row in enumerate(bad.tolist())}
+        part = replace(
+            sampling,
+            rows=bad,
+            states=None,
+            slots=slots,
+            has_rules=False,  # edits are made in any case
+            num_logprobs=[(place[i], number) for i, number in sampling.num_logprobs if i in place],
+            logprob_ids={place[i]: ids for i, ids in sampling.logprob_ids.items() if i in place},
+            how=Way.EDITED,
+        )
+        size = self.graphs.size_for(len(bad))
+        table_rows = self._decode_rows.rows[:size]
+        again = CudaHandle(handle.step, inputs, part, handle.late_slots, handle.started, table_rows, False, size=size)
+        columns.num_computed[slots] -= 1
+        columns.num_outputs[slots] -= 1
+        found = (speculator.histories.of(slot) for slot in slots.tolist())
+        newest = np.array([history.tokens[-1] for history in found if history is not None], np.int32)
+        with self._on_device():
+            self.state.settle(self.batch, slots, newest)
+            stored = inputs.kv_slots[rows.tokens[np.isin(rows.slots, slots)]]
+            ops.kv_clear(
+                self._pool.pool, self.device.upload(stored), self.device.upload(np.zeros(len(stored), np.int32))
+            )
+            self._load_rows(slots, -1, size)
+            self.graphs.run(GraphPart.FORWARD.of_step(inputs.adapter_ids is not None), size)
+            columns.num_computed[slots] += 1
+            self._choose(again, handle.late)
+            assert again.download is not None
+            arrays = again.download.wait()
+        for of_all, of_bad in zip((tokens, is_finite, sums), self.sampler.unpack(arrays[0], len(bad)), strict=True):
+            of_all[firsts[bad]] = of_bad
+        is_finite[rows.drafts[np.repeat(is_bad, drafts.counts)]] = 0
+        spans = [span for pending in again.spans for span in pending.spans(arrays[1:], NO_I32)]
+        return {row: [span for span in spans if span.row == row] for row in bad.tolist()}
 
     def _marked_prompts(self, handle: CudaHandle, is_finite: NDArray[np.int32]) -> I32:
         """Which prefill rows of the step have states that are not finite. From now on what they sample is void."""

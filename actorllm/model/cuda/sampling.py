@@ -239,18 +239,24 @@ class PendingSpans:
     """Where in the download."""
     rows: list[tuple[int, int, int, int]]
     """(row of the span, its position, first of its rows in the tensors, how many)."""
+    ahead: list[int] | None = None
+    """Of each, how many drafts come before it; None: none."""
 
-    def spans(self, arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.int32]]]) -> list[LogprobSpan]:
+    def spans(
+        self, arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.int32]]], runs: I32
+    ) -> list[LogprobSpan]:
+        """runs: how many tokens each row has; none: one each."""
         ids, values, ranks = arrays[self.at : self.at + 3]
+        kept = self.rows
+        if self.ahead is not None:
+            is_right = [
+                ahead < (runs[row] if runs.size else 1) for (row, *_), ahead in zip(kept, self.ahead, strict=True)
+            ]
+            kept = [entry for entry, is_kept in zip(kept, is_right, strict=True) if is_kept]
         return [
             LogprobSpan(row, position, ids[a : a + n], values[a : a + n], ranks[a : a + n])  # type: ignore[arg-type]
-            for row, position, a, n in self.rows
+            for row, position, a, n in kept
         ]
-
-
-def combined(masks: dict[int, U32], row: int, words: U32) -> None:
-    """Let a row choose only what this mask allows, too."""
-    masks[row] = masks[row] & words if row in masks else words
 
 
 _NO_ROW: I32 = np.full(1, -1, np.int32)

@@ -22,6 +22,7 @@ from actorllm_kernels.sample_pick import SamplingState
 from actorllm_kernels.sample_topk_topp import FilterState
 
 _INTEGERS = ("last_token", "num_computed", "sample_index", "num_outputs", "top_k", "adapter_id")
+"""The first four are what steps change, and what tells their noise (`StateTable.settle`)."""
 _FLOATS = ("temperature", "top_p", "min_p")
 """Columns of `inputs.Columns` that the device has too, in the order of the table's rows."""
 
@@ -61,8 +62,10 @@ class DeviceBatch(PersistentBatch):
 class StateTable:
     """The columns on the device."""
 
-    def __init__(self, device: Device, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, device: Device, num_slots: int, max_blocks: int, num_draft_slots: int = 0) -> None:
+        """num_slots: of requests. num_draft_slots: further ones behind these, for drafts (`add_drafts`)."""
         self.num_slots = num_slots
+        num_slots += num_draft_slots
         self._device = device
         on = device.torch_device
         width = -(-num_slots // ALIGNMENT) * ALIGNMENT
@@ -84,16 +87,43 @@ class StateTable:
         """Take over the rows of these slots, which are new."""
         if int(slots.max()) >= self.num_slots:
             raise ValueError(f"slot {int(slots.max())} is beyond the {self.num_slots} of max_num_seqs")
+        self._put(batch, slots, slots, self._columns_of(batch, slots), self.block_table.shape[1])
+
+    def add_drafts(self, batch: PersistentBatch, sources: I32, slots: I32, tokens: I32, ahead: I32) -> None:
+        """Let these slots, which no request has, be what other slots are behind some of their drafts.
+
+        sources: the slots whose drafts they are. tokens: the draft that each computes. ahead: how many drafts of the same source
+        are computed up to it, this one included.
+        """
+        words = self._columns_of(batch, sources)
+        words[_INTEGERS.index("last_token")] = tokens
+        for name in ("num_computed", "num_outputs"):
+            words[_INTEGERS.index(name)] += ahead
+        longest = int(words[_INTEGERS.index("num_computed")].max())
+        self._put(batch, sources, slots, words, longest // batch.block_size + 1)
+
+    def _columns_of(self, batch: PersistentBatch, slots: I32) -> I32:
+        """Copies of the columns that the table has, [num_columns, num_slots], by their bits."""
         columns = batch.columns
         words = [getattr(columns, name)[slots] for name in _INTEGERS]
-        words += [getattr(columns, name)[slots].view(np.int32) for name in _FLOATS]
-        at, rows, seeds, tables = self._device.upload_parts(
-            slots, np.stack(words), columns.seeds[slots].view(np.int32), batch.block_tables[0, slots]
-        )
+        return np.stack(words + [getattr(columns, name)[slots].view(np.int32) for name in _FLOATS])
+
+    def _put(self, batch: PersistentBatch, sources: I32, slots: I32, words: I32, width: int) -> None:
+        """Write rows of the table. words: their columns; the rest is as of these other slots, with so many blocks."""
+        seeds, tables = batch.columns.seeds[sources].view(np.int32), batch.block_tables[0, sources, :width]
+        at, rows, seeds_there, tables_there = self._device.upload_parts(slots, words, seeds, tables)
         at = at.long()
         self._words.index_copy_(1, at, rows.view(len(words), -1))
-        self._seeds.index_copy_(0, at, seeds.view(torch.int64))
-        self.block_table.index_copy_(0, at, tables.view(len(slots), -1))
+        self._seeds.index_copy_(0, at, seeds_there.view(torch.int64))
+        self.block_table[:, :width].index_copy_(0, at, tables_there.view(len(slots), -1))
+
+    @torch.inference_mode()
+    def settle(self, batch: PersistentBatch, slots: I32, last_tokens: I32) -> None:
+        """Let these slots stand where the batch has them, whatever steps have made of them. last_tokens: what they go on from."""
+        columns = batch.columns
+        moved = (last_tokens, columns.num_computed[slots], columns.sample_index[slots], columns.num_outputs[slots])
+        at, rows = self._device.upload_parts(slots, np.stack(moved))
+        self._words[: len(moved)].index_copy_(1, at.long(), rows.view(len(moved), -1))
 
     def snapshot(self) -> torch.Tensor:
         """What steps change of it."""

@@ -7,13 +7,14 @@ position of every draft and stops at the first difference. Drafts therefore chan
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import is_failure
-from actorllm.messages import I32, SALT_ROW, LateInputs, StepPlan
+from actorllm.messages import I32, SALT_ROW, Drafted, LateInputs, StepPlan
 from actorllm.model.inputs import Drafts, PersistentBatch
 from actorllm.model.speculation.finished import FinishedOutputs
 from actorllm.model.speculation.histories import Histories
@@ -99,6 +100,34 @@ class Speculator:
         """What was sampled for these slots, one token each."""
         self.histories.store(slots, tokens)
 
+    def of_plan(
+        self,
+        plan: StepPlan,
+        batch: PersistentBatch,
+        room: I32,
+        most: int,
+        tell: Callable[[Drafted], None] | None,
+    ) -> Drafts | None:
+        """The drafts of a step whose plan the batch has applied; None: it has none.
+
+        Arguments:
+            room: how many drafts each row has room for, [num_rows]; changed here.
+            most: how many any row may have.
+            tell: hears what late rows try; None: they try nothing, as their masks are made for one token.
+        """
+        slots = batch.decode_slots
+        if plan.late_slots.size and tell is None:
+            room[np.isin(slots, plan.late_slots)] = 0
+        drafts = self.draft(batch, room, most)
+        if plan.late_slots.size and tell is not None:
+            tell(_of_late_rows(slots, drafts, plan))
+        return drafts
+
+    def may_draft(self, slots: I32) -> bool:
+        """Whether any of these rows might draft once each of them has one token more."""
+        found = (self.histories.of(slot) for slot in slots.tolist())
+        return any(history is not None and history.rest <= 1 for history in found)
+
     def draft(self, batch: PersistentBatch, room: I32, most: int) -> Drafts | None:
         """Drafts for some of the decode rows of the batch; None: for none of them.
 
@@ -166,3 +195,12 @@ class Speculator:
             history = self.histories.of(slot)
             if drafted and history is not None and slot not in self._by_grammar:
                 history.observe(drafted, accepted, self._options.num_speculative_tokens)
+
+
+def _of_late_rows(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:
+    """What the late rows of a plan try. slots: of the decode rows."""
+    if drafts is None:
+        return Drafted(step=plan.step)
+    is_late = np.isin(slots, plan.late_slots) & (drafts.counts > 0)
+    tokens = drafts.tokens[np.repeat(is_late, drafts.counts)]
+    return Drafted(step=plan.step, slots=slots[is_late], counts=drafts.counts[is_late], tokens=tokens)

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +148,56 @@ async def test_an_agent_that_is_told_to_end_moves_its_streams_first(
     assert told == [0]
     assert moved(fleet) > before
     await all_run(fleet)
+
+
+@contextmanager
+def held_up(pid: int) -> Iterator[None]:
+    """A process that stands still for most of the time."""
+    over = threading.Event()
+
+    def hold_up() -> None:
+        while not over.wait(0.005):
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(0.045)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow(reason="a node that computes ten times slower")
+@pytest.mark.anyio
+async def test_a_slow_node_is_no_dead_one_and_gets_less(
+    agents: list[Agent], folder: Path, undisturbed: dict[str, Told]
+) -> None:
+    addresses = [one.address for one in agents]
+    given = {"nodes": addresses, "node_key_file": key_file(folder), "enable_prompt_embeds": True, **ENGINE}
+    async with AsyncLLM("storyteller", router="seconds", **given) as llm:
+        await all_run(llm)
+        await run_all(llm)  # the steps of both are known
+        pid = llm.health().replicas[0].actors["worker0"].pid
+        assert pid is not None
+        with held_up(pid):
+            assert_same(await run_all(llm), undisturbed)
+            before = dict(llm._engine.statistics()["frontend"]["num_routed"])
+            limit = anyio.CapacityLimiter(6)
+
+            async def one(number: int) -> None:
+                async with limit:
+                    assert (await llm.complete(PROMPTS[number % 6], params(number, max_tokens=20))).finished
+
+            async with anyio.create_task_group() as group:
+                for number in range(40):
+                    group.start_soon(one, number)
+            after = llm._engine.statistics()["frontend"]["num_routed"]
+            assert 2 * (after[0] - before.get(0, 0)) < after[1] - before.get(1, 0)
+        assert [replica.num_lives for replica in llm.health().replicas] == [1, 1]
+        assert moved(llm) == 0
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 import actorllm.config
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.fleet.nodes.hosts import node_of_rank
+from actorllm.fleet.nodes.hosts import Located, node_of_rank, read_address
 from actorllm.model.interfaces import host_and_port, interface_to
-from tests.fleet.nodes.agents import Agent, key_file
-from tests.fleet.streams import Told, assert_same, run_all, until
+from tests.fleet.nodes.agents import KEY, Agent, key_file
+from tests.fleet.streams import Told, all_run, assert_same, moved, run_all, until
 
 pytestmark = pytest.mark.leaks_by_module
 
@@ -76,6 +77,60 @@ async def test_ranks_that_share_layers_on_two_machines(
     async with over_two(agent, folder, tensor_parallel_size=2) as llm:
         assert len(agent.children) == 1
         assert_same(await run_all(llm), undisturbed)
+
+
+@pytest.fixture
+def two_agents(folder: Path) -> Iterator[list[Agent]]:
+    made = [Agent(key_file(folder)) for _ in range(2)]
+    yield made
+    for agent in made:
+        agent.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "victim", ["stage", pytest.param("agent", marks=pytest.mark.slow(reason="agents, stages, and another replica"))]
+)
+async def test_a_replica_on_a_node_has_ranks_on_another(
+    two_agents: list[Agent], undisturbed: dict[str, Told], monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """As Ray places them. The agent of the replica calls the other one, and starts its ranks again by itself."""
+    head, other = two_agents
+    heard: list[Any] = []
+
+    class Placement:
+        def __init__(self, config: EngineConfig) -> None: ...
+        def close(self) -> None: ...
+        def release(self, number: int) -> None: ...
+        def locate(self, number: int) -> Located:
+            return Located(read_address(head.address), KEY, heard.append, (other.address,))
+
+    monkeypatch.setattr("actorllm.fleet.fleet.RayPlacement", Placement)
+    sizes = {"data_parallel_size": 2, "data_parallel_size_local": 1} if victim == "agent" else {}
+
+    async def strike() -> None:
+        if victim == "stage":
+            os.kill(other.children[0], signal.SIGKILL)
+        else:  # by Ray's own sign of its death
+            other.send(signal.SIGSTOP)
+            heard[0]("it is dead")
+
+    given = {"pipeline_parallel_size": 2, "data_parallel_backend": "ray", "router": "round-robin", **sizes, **ENGINE}
+    async with AsyncLLM("storyteller", **given) as llm:
+        await all_run(llm)
+        assert (len(head.children), len(other.children)) == (2, 1), "a scheduler and the first stage; the second stage"
+        assert_same(await run_all(llm, 10, strike), undisturbed)
+        told = llm.health().replicas[-1]
+        if victim == "stage":
+            assert (told.num_lives, told.num_recoveries) == (1, 1)
+        else:
+            assert moved(llm) > 0
+            other.send(signal.SIGCONT)
+            await all_run(llm)
+            assert llm.health().replicas[-1].num_lives >= 2
+        assert_same(await run_all(llm), undisturbed)
+    await until(lambda: not head.children and not other.children)
 
 
 @pytest.mark.anyio

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import actorllm.config
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.config import RAY
 from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.fleet.nodes import ray_cluster
-from actorllm.fleet.nodes.ray_cluster import RayPlacement, check_fit
+from actorllm.fleet.nodes.ray_cluster import RayPlacement, bundle_of, check_fit, machines_of
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}
 
@@ -26,6 +27,73 @@ def test_what_can_never_fit_is_told_as_a_table() -> None:
         check_fit({"CPU": 1.0, "GPU": 2.0}, 2, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}])
     with pytest.raises(ConfigError, match="its 0 nodes have room for 0"):
         check_fit({"CPU": 1.0}, 1, [])
+
+
+def config_of(device: str = "cpu", **arguments: Any) -> EngineConfig:
+    given = {"num_threads": 2, **arguments}
+    return replace(EngineConfig.from_arguments("storyteller", **{**ENGINE, **given}), device=device)
+
+
+def test_ranks_are_on_as_few_machines_as_have_room() -> None:
+    config = config_of(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert [bundle_of(config, machines) for machines in (1, 2, 4)] == [{"CPU": 8.0}, {"CPU": 4.0}, {"CPU": 2.0}]
+    assert machines_of(config, 1, [{"CPU": 8.0}, {"CPU": 4.0}]) == 1
+    assert machines_of(config, 2, [{"CPU": 8.0}, {"CPU": 8.0}]) == 1
+    assert machines_of(config, 2, [{"CPU": 8.0}, {"CPU": 7.0}, {"CPU": 4.0}]) == 2
+    assert machines_of(config, 1, [{"CPU": 3.0}] * 4) == 4
+    assert machines_of(config, 1, [{"CPU": 2.0}] * 4, [{"CPU": 8.0}]) == 4, "what is free now counts first"
+    assert machines_of(config, 1, [{"CPU": 2.0}], [{"CPU": 8.0}]) == 1, "and what will be free then"
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot place 1 replicas: its 2 nodes have room for 0\n.*CPU +8 +7 +7.5"
+    ):
+        machines_of(config, 1, [{"CPU": 7.0}, {"CPU": 0.5}])
+
+
+def test_a_number_of_machines_that_is_given_counts() -> None:
+    config = config_of(pipeline_parallel_size=2, nnodes=2, data_parallel_size=2)
+    assert machines_of(config, 2, [{"CPU": 8.0}]) == 2
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot place 2 replicas of 2 machines each: its 1 nodes have room for 1"
+    ):
+        machines_of(config, 2, [{"CPU": 7.0}])
+    with pytest.raises(ConfigError, match="nnodes=3: 2 ranks cannot be shared out evenly"):
+        config_of(pipeline_parallel_size=2, nnodes=3)
+
+
+def test_ranks_on_gpus_are_on_one_machine() -> None:
+    config = config_of("cuda", tensor_parallel_size=2)
+    assert bundle_of(config) == {"CPU": 2.0, "GPU": 2.0}
+    assert machines_of(config, 2, [{"CPU": 8.0, "GPU": 4.0}]) == 1
+    with pytest.raises(ConfigError, match=r"(?s)cannot place 1 replicas.*GPU +2 +1 +2"):
+        machines_of(config, 1, [{"CPU": 8.0, "GPU": 1.0}] * 2)
+    with pytest.raises(ConfigError, match="is not supported with device='cuda' yet"):
+        actorllm.config._nodes(
+            actorllm.config.ARGUMENTS | {"data_parallel_backend": "ray", "tensor_parallel_size": 2, "nnodes": 2}, "cuda"
+        )
+
+
+def test_gpus_of_nodes_need_none_where_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of clusters often have none. Ranks for which this machine has too few are Ray's, as in vLLM."""
+    assert EngineConfig.from_arguments("storyteller", device="cuda", data_parallel_backend="ray").device == "cuda"
+    with pytest.raises(ConfigError, match="device='cuda': "):
+        EngineConfig.from_arguments(
+            "storyteller", device="cuda", data_parallel_backend="ray", data_parallel_size=2, data_parallel_size_local=1
+        )
+    monkeypatch.setattr("actorllm.types.device.why_not_cuda", lambda: None)
+    monkeypatch.setattr("actorllm.config.has_ray", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def nodes_of(**arguments: Any) -> tuple[str, ...]:
+        return EngineConfig.from_arguments(
+            "storyteller", **{"device": "cuda", "tensor_parallel_size": 2, **arguments}
+        ).nodes
+
+    assert nodes_of() == (RAY,)
+    assert (
+        nodes_of(distributed_executor_backend="mp") == nodes_of(device="cpu") == nodes_of(tensor_parallel_size=1) == ()
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert nodes_of() == ()
 
 
 def test_ray_and_nodes_are_not_given_together() -> None:
@@ -233,6 +301,32 @@ def test_a_group_without_room_is_given_back_and_asked_for_again(
     assert len(ray.groups) == 2
 
 
+def test_a_replica_without_room_takes_no_other_one_with_it(
+    placed: tuple[FakeRay, RayPlacement, list[FakeAgent]],
+) -> None:
+    """Its node is gone and no other one has room. The group is that of the replicas which run."""
+    ray, placement, agents = placed
+    placement._config = replace(placement._config, min_replicas=2)
+    for number in (0, 1):
+        thread, raised = in_thread(lambda number=number: placement.locate(number))
+        while len(agents) <= number:
+            threading.Event().wait(0.001)
+        agents[number].may_listen.set()
+        thread.join()
+        assert raised == []
+    assert ray.groups == [[{"CPU": 1.0}] * 2]
+    ray.has_room.clear()
+    placement._config = replace(placement._config, placement_timeout_s=0.01)
+    with pytest.raises(EngineStartError, match="had no room"):
+        placement.locate(0)
+    assert ray.removed == []
+    assert ray.killed == [agents[0]]
+    placement.release(1)
+    with pytest.raises(EngineStartError, match="had no room"):
+        placement.locate(0)
+    assert [group.number for group in ray.removed] == [0]
+
+
 def test_a_module_of_another_kind_may_be_named_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     assert EngineConfig.from_arguments("storyteller", dtype="float32", tensor_parallel_size=2).nodes == ()
@@ -278,3 +372,42 @@ def test_the_bundle_that_the_program_runs_in_is_the_last_one_that_a_replica_gets
     assert ray.groups == ray.removed == []
     with pytest.raises(ConfigError, match="cannot place 5 replicas"):
         RayPlacement(EngineConfig.from_arguments("storyteller", data_parallel_size=5, **ENGINE)).locate(0)
+
+
+def test_ranks_of_a_replica_have_bundles_and_agents_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of two ranks, where no node has room for two."""
+    ray, places = FakeRay(cores=1.0), list[tuple[int, int]]()
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}] * 4)
+
+    def start(self: Any, ray: Any, group: Any, bundle: int) -> Any:
+        places.append((group.number, bundle))
+        port = 7000 + len(places)
+        return SimpleNamespace(listen=SimpleNamespace(remote=lambda: ("10.0.0.1", port)))
+
+    monkeypatch.setattr(RayPlacement, "_start", start)
+    arguments = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "max_replicas": 3, "min_replicas": 2, **ENGINE}
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", **arguments))
+    located = [placement.locate(number) for number in range(3)]
+    assert ray.groups == [[{"CPU": 1.0}] * 4, [{"CPU": 1.0}] * 2]
+    assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert [one.address.port for one in located] == [7001, 7003, 7005]
+    assert [one.rank_nodes for one in located] == [("10.0.0.1:7002",), ("10.0.0.1:7004",), ("10.0.0.1:7006",)]
+    placement.locate(0)
+    assert len(ray.killed) == 2, "its agents of before, both"
+    placement.close()
+    assert len(ray.killed) == 2 + 6
+
+
+def test_no_cluster_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(cores=1.0)
+    ray.has_begun = False
+
+    def init(**_: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init, raising=False)
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", ray_address="10.0.0.1:6379", **ENGINE))
+    with pytest.raises(ConfigError, match=r"no cluster of Ray is found at ray_address='10.0.0.1:6379': Could not find"):
+        placement.locate(0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,6 +23,8 @@ from anyio import to_thread
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.errors import ConfigError, EngineStartError
+from tests.fleet.nodes.agents import free_port
+from tests.fleet.nodes.ray_engine import ENGINE, ON_RAY, SMALL, run_many
 from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, params, run_all, until
 
 pytestmark = [
@@ -28,11 +34,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),
 ]
-
-ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "enable_prompt_embeds": True}
-ON_RAY: dict[str, Any] = {**ENGINE, "data_parallel_backend": "ray", "data_parallel_size": 2, "router": "round-robin"}
-SMALL: dict[str, Any] = {"object_store_memory": 80 << 20}
-NUM_STREAMS = 16
 
 
 @pytest.fixture(scope="module")
@@ -90,24 +91,6 @@ async def undisturbed() -> dict[str, Told]:
         return await run_all(llm)
 
 
-async def run_many(llm: AsyncLLM, strike: Any = None) -> list[list[int]]:
-    """Sixteen streams; `strike` comes when each of them has ten tokens."""
-    found: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
-
-    async def one(number: int) -> None:
-        async for output in llm.generate(PROMPTS[number % len(PROMPTS)], params(number)):
-            found[number] = list(output.outputs[0].token_ids)
-
-    async with anyio.create_task_group() as group:
-        for number in range(NUM_STREAMS):
-            group.start_soon(one, number)
-        if strike is not None:
-            await until(lambda: all(len(tokens) >= 10 for tokens in found))
-            assert min(map(len, found)) < 90
-            strike()
-    return found
-
-
 async def test_streams_are_those_of_one_machine(cluster: Any, undisturbed: dict[str, Told]) -> None:
     async with AsyncLLM("storyteller", **ON_RAY) as llm:
         await all_run(llm)
@@ -136,6 +119,22 @@ async def test_streams_outlive_a_node_that_is_removed(cluster: Any, undisturbed:
 
         assert_same(await run_all(llm, 10, strike), undisturbed)
         await all_run(llm)
+
+
+async def test_ranks_on_two_nodes_and_a_raylet_that_is_killed(cluster: Any) -> None:
+    """A replica here, and one whose two stages Ray has put on two nodes; then its ranks find room on one."""
+    import ray
+
+    sizes = {"pipeline_parallel_size": 2, "nnodes": 2, "data_parallel_size_local": 1, "ready_replicas": 2}
+    async with AsyncLLM("storyteller", **{**ON_RAY, **sizes}) as llm:
+        (group,) = [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]
+        assert len(set(group["bundles_to_node_id"].values())) == 2
+        wanted = await run_many(llm)
+        before = moved(llm)
+        assert await run_many(llm, lambda: os.kill(raylet(cluster.workers[0]), signal.SIGKILL)) == wanted
+        await until(lambda: moved(llm) > before or any(one.state != "running" for one in llm.health().replicas))
+        await all_run(llm)
+        assert await run_many(llm) == wanted
 
 
 async def test_what_cannot_fit_is_refused_before_ray_is_asked_for_it(cluster: Any) -> None:
@@ -220,7 +219,7 @@ def story(**arguments: Any) -> tuple[list[int], tuple[str, ...]]:
 
 
 async def test_an_engine_in_a_task_and_in_an_actor(cluster: Any) -> None:
-    """In a placement group ranks are placed in its bundles without being asked for, and not where the actor is itself."""
+    """In a placement group each rank gets a bundle of it without being asked for, and not the one that the actor is in."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -234,13 +233,94 @@ async def test_an_engine_in_a_task_and_in_an_actor(cluster: Any) -> None:
         return ray.get(found, timeout=200)
 
     assert await to_thread.run_sync(answer, ray.remote(num_cpus=1)(story).remote()) == (wanted, ())
-    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
+    group = ray.util.placement_group([{"CPU": 1}] * 3, strategy="PACK")  # no bundle has room for two ranks
     here = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
     writer = ray.remote(Writer).options(num_cpus=1, scheduling_strategy=here).remote()
     assert await to_thread.run_sync(answer, writer.write.remote()) == (wanted, ())
     assert await to_thread.run_sync(answer, writer.write.remote(tensor_parallel_size=2)) == (wanted, ("ray",))
     ray.kill(writer)
     ray.util.remove_placement_group(group)
+
+
+class Served:
+    """`actorllm serve` in an actor, on its main thread."""
+
+    def serve(self, port: int) -> int:
+        from actorllm.cli import main
+
+        return main(["serve", "storyteller", "--num-threads", "1", "--host", "127.0.0.1", "--port", str(port)])
+
+
+class ServedInLoop:
+    """The same in the loop of an asynchronous actor, which is on another thread and receives no signals."""
+
+    async def serve(self, port: int) -> None:
+        from actorllm import FlexibleArgumentParser
+        from actorllm.cli.vllm_server import make_arg_parser, run_server
+
+        words = ["storyteller", "--num-threads", "1", "--host", "127.0.0.1", "--port", str(port)]
+        await run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("kind", [Served, ServedInLoop])
+async def test_a_server_in_an_actor(cluster: Any, kind: Any) -> None:
+    import ray
+
+    port = free_port()
+    server = ray.remote(kind).options(num_cpus=1).remote()
+    serving = server.serve.remote(port)
+    body = b'{"model": "storyteller", "prompt": "Once", "max_tokens": 4, "temperature": 0}'
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> bool:
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                answers.append(json.load(answer))
+        except OSError:  # it does not listen yet
+            assert not ray.wait([serving], timeout=0.2)[0], ray.get(serving)
+        return bool(answers)
+
+    while not await to_thread.run_sync(ask):
+        pass
+    assert answers[0]["usage"]["completion_tokens"] == 4
+    if kind is ServedInLoop:
+        ray.cancel(serving)
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            await to_thread.run_sync(lambda: ray.get(serving, timeout=60))
+        await until(lambda: not listens(port))
+    ray.kill(server)
+    await until(lambda: ray.available_resources().get("CPU") == 4.0)
+
+
+def test_streams_go_on_without_the_head() -> None:
+    """No message of a stream goes over Ray: none of them even moves, and new ones are taken. The program ends in time."""
+    mark = f"ACTORLLM_MARK={uuid.uuid4()}"
+    name, value = mark.split("=")
+    # Ray ends its own nodes when the head has been away for 60 s. This machine may be so slow.
+    waits = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", "RAY_worker_niceness": "0", name: value}
+    program = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.fleet.nodes.without_head"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | waits,
+    )
+    for pid in with_mark(mark):  # what Ray has left
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    told = program.stdout.splitlines()
+    assert told[-1:] == ["ended"], program.stdout
+    assert told[-2] == "16 streams are the same, 0 have moved, 16 new ones are the same", program.stdout
 
 
 def test_a_deployment_of_ray_serve() -> None:

@@ -48,8 +48,8 @@ class DeviceDriver(Driver):
         counts = result.counts if result.counts.size else np.ones(len(result.tokens), np.int32)
         tokens = iter(result.tokens.tolist())
         for slot, count in zip(rows, counts.tolist(), strict=True):
-            if count:
-                self.requests[slot].tokens.append(next(tokens))
+            self.requests[slot].tokens += [next(tokens) for _ in range(count)]
+            self.requests[slot].num_computed += max(0, count - 1)  # drafts that were right
         return result
 
 

@@ -5,8 +5,11 @@ decoded tokens wait by slot until the row drafts next. A row that rests is broug
 state of the last token of each block is kept beside the head's keys and values. So a request that finds a prefix in
 the cache finds all that the head needs, and no block of a hit is computed again.
 
-Invariant: of a decode row that can draft, `computed` tokens are in the cache, and the states before all further known ones wait.
-Another row has `LOST`: in a step with more rows than have drafts, its states had no room. Owned by the runner.
+In a batch that is too large for drafts nothing is brought forward. When the room of a row is used up, its states but the newest are
+dropped, and their tokens stay without keys and values. The row can draft again later, by a head that has not seen these.
+
+Invariant: of a decode row that can draft, `computed` tokens are in the cache, some perhaps as zeros. The states before all further
+known ones wait. Another row has `LOST`: the state before its next token is not there. Owned by the runner.
 """
 
 from __future__ import annotations
@@ -235,8 +238,11 @@ class HeadDrafter(DraftingModel):
         if ends.size:
             blocks = batch.block_tables[0][here[ends], positions[ends] // size].astype(np.int64)
             self._block_states[torch.from_numpy(blocks)] = states[torch.from_numpy(ends)]
+        is_full = (self._waiting[slots] != LOST) & (self._waiting[slots] + counts > self._room)
+        if is_full.any():
+            self._skip(batch, slots[is_full])
         waiting = self._waiting[slots]
-        is_lost = (waiting == LOST) | (waiting + counts > self._room)
+        is_lost = waiting == LOST
         is_lost[row_of[~is_good]] = True
         self._waiting[slots] = np.where(is_lost, LOST, waiting + counts)
         stored = np.flatnonzero(~is_lost[row_of])
@@ -259,14 +265,27 @@ class HeadDrafter(DraftingModel):
         tokens = np.concatenate(
             [newest_of(histories, slots[i : i + 1], counts[i : i + 1] + 1)[:-1] for i in range(len(slots))]
         )
-        newest = self._states[torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(counts)]
         given = self._take(slots, counts)
-        self.computed[slots] += counts.astype(np.int32)
-        self._waiting[slots] = 1
-        self._states[torch.from_numpy(slots.astype(np.int64)), 0] = newest
-        self._version += 1
+        self._keep_newest(slots, counts)
         inputs, _ = decode_inputs(batch, slots, starts, counts, tokens, self._version)
         self._finite(inputs, self._head.forward(inputs, self.cache, self._padded(given, inputs))[0])
+
+    def _skip(self, batch: PersistentBatch, slots: I32) -> None:
+        """Go on from the newest states of these rows. What the head would have stored of the tokens before them is zeros."""
+        counts = self._waiting[slots].astype(np.int64) - 1
+        starts = self.computed[slots].astype(np.int64)
+        num_tokens = int(counts.sum())
+        self._keep_newest(slots, counts)
+        inputs, _ = decode_inputs(batch, slots, starts, counts, np.zeros(num_tokens, np.int64), self._version)
+        self.cache.clear(inputs, np.arange(num_tokens))
+
+    def _keep_newest(self, slots: I32, counts: I64) -> None:
+        """So many of the oldest states of these rows wait no more; one is left of each."""
+        rows = torch.from_numpy(slots.astype(np.int64))
+        self._states[rows, 0] = self._states[rows, torch.from_numpy(counts)]
+        self.computed[slots] += counts.astype(np.int32)
+        self._waiting[slots] = 1
+        self._version += 1
 
     def _ready(self, batch: PersistentBatch, histories: Histories, slots: I32) -> NDArray[np.intp]:
         return np.flatnonzero(self._waiting[slots] > 0)

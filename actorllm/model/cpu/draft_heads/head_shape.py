@@ -19,9 +19,9 @@ from typing import Any
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.cpu.draft_passes import model_in
 from actorllm.model.families.decoder_config import DecoderConfig, positive
 from actorllm.model.registry import decoder_config
+from actorllm.model.speculation.draft_shape import model_in
 from actorllm.types.draft_head import MTP_LAYERS, head_tree
 from actorllm.types.model_files import overridden, read_object
 from actorllm.types.quantization import read_checkpoint
