@@ -51,6 +51,7 @@ FAMILIES = {
     "FalconMambaForCausalLM": "falcon_mamba",
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
 }

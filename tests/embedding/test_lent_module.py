@@ -57,7 +57,7 @@ def change(model: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3-moe", "gpt-neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3-moe", "gpt-neox", "bloom"])
 def test_streams_equal_generate_and_those_of_the_same_weights_from_a_folder(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
     ids = [prompt(seed, 5 + 9 * seed) for seed in range(3)]

@@ -26,7 +26,7 @@ from actorllm.model.hf import transformers_backend
 from actorllm.model.hf.attention import AttentionStep
 from actorllm.model.hf.plan import TransformersPlan
 from actorllm.model.hf.probe import probe, probe_embeds
-from actorllm.model.hf.transformers_backend import TransformersDecoder, widened
+from actorllm.model.hf.transformers_backend import TransformersDecoder, repeated, widened
 from actorllm.model.inputs import StepInputs
 
 
@@ -54,7 +54,8 @@ class DeviceStep(AttentionStep):
         shape = model.shape
         index, window = model.loaded.layers[id(module)]
         num_tokens, width, out_width = query.shape[2], query.shape[3], value.shape[3]
-        heads = torch.cat([widened(x[0], shape.head_dim, model.dtype) for x in (query, key, value)])
+        query, key, value = (widened(x[0], shape.head_dim, model.dtype) for x in (query, key, value))
+        heads = torch.cat([query, *(repeated(x, shape.num_kv_heads) for x in (key, value))])
         packed = heads.transpose(0, 1).reshape(num_tokens, -1)  # [num_tokens, (q + k + v heads) * head_dim]
         q = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=model.dtype, device=packed.device)
         out = torch.empty_like(q)

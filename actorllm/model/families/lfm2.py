@@ -8,6 +8,7 @@ from typing import Any
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import (
     DecoderConfig,
+    ExpertShape,
     Mixer,
     TensorNames,
     layer_types,
@@ -39,7 +40,8 @@ NAMES = TensorNames(
 )
 
 
-def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(hf: Mapping[str, Any], experts: ExpertShape | None = None) -> DecoderConfig:
+    """experts: as of the decoder."""
     hf = DEFAULTS | dict(hf)
     rope = {"rope_theta": hf.get("rope_theta") or ROPE_THETA} | rope_tree(hf)
     return DecoderConfig.from_hugging_face(
@@ -52,6 +54,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         rms_norm_eps=number(hf, "norm_eps", least=0),
         rope=rope_parameters({"rope_parameters": rope}),
         qk_norm="head",
+        experts=experts,
         recurrent=ShortConvShape(
             num_channels=positive(hf, "hidden_size"),
             kernel_size=positive(hf, "conv_L_cache"),

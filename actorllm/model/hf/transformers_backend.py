@@ -108,10 +108,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         own_attention.exchange(traced, architecture, model.max_model_len)
         own_attention.choose(traced, _note_attention)
     trace = _trace(traced, architecture)
-    shapes = {call.shape for call in trace.calls}
-    if len(shapes) > 1:
-        raise refused(architecture, f"its layers differ in (query heads, key/value heads, widths): {sorted(shapes)}")
-    num_heads, num_kv_heads, key_dim, value_dim = shapes.pop()
+    num_heads, num_kv_heads, head_dim = _cached_shape({call.shape for call in trace.calls}, architecture)
     names = {id(module): name for name, module in traced.named_modules()}
     return TransformersPlan(
         config=config,
@@ -121,7 +118,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         num_layers=len(trace.calls),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=max(key_dim, value_dim),
+        head_dim=head_dim,
         layers=tuple(
             TracedLayer(names[id(call.module)], _window(call, architecture, model.max_model_len))
             for call in trace.calls
@@ -130,6 +127,20 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         max_positions=model.max_model_len,
         scores_positions=any(call.arguments.get("by_position") is not None for call in trace.calls),
     )
+
+
+def _cached_shape(shapes: set[tuple[int, int, int, int]], architecture: str) -> tuple[int, int, int]:
+    """Query heads, and of the cache key/value heads and width, both the most that a layer has.
+
+    Other layers repeat heads, and have zeros behind them.
+
+    shapes: of all layers, as `AttentionCall` has them. Raises UnsupportedModelError.
+    """
+    num_heads, num_kv_heads = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
+    most = max(num_kv_heads)
+    if len(num_heads) > 1 or any(most % count for count in num_kv_heads):
+        raise refused(architecture, f"its layers differ in (query heads, key/value heads, widths): {sorted(shapes)}")
+    return num_heads.pop(), most, max(max(shape[2:]) for shape in shapes)
 
 
 def _without_weights(config: Any, model: ModelConfig) -> Any:
@@ -209,6 +220,8 @@ class ForwardTrace:
     body: str = ""
     hidden_size: int = 0
     vocab_size: int = 0
+    masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    """Each mask, and the function of transformers' `masking_utils` that it was made of; by the address of its storage."""
 
 
 _trace_under_way: ContextVar[ForwardTrace | None] = ContextVar("actorllm_trace", default=None)
@@ -224,16 +237,19 @@ def _note_attention(
 ) -> tuple[torch.Tensor, None]:
     trace = _trace_under_way.get()
     assert trace is not None
-    function = getattr(attention_mask, "actorllm_function", None)
+    mask = None if attention_mask is None else trace.masks.get(attention_mask.untyped_storage()._cdata)
+    function = None if mask is None else mask[1]
     shape = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
     trace.calls.append(AttentionCall(module, shape, function, arguments))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _note_mask(*, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> torch.Tensor:
-    """A mask that only remembers what it was made of."""
+    """A mask without values, whose parts are known by its storage."""
+    trace = _trace_under_way.get()
+    assert trace is not None
     mask = torch.empty(1, 1, q_length, kv_length, device="meta")
-    mask.actorllm_function = mask_function  # type: ignore[attr-defined]
+    trace.masks[mask.untyped_storage()._cdata] = mask, mask_function
     return mask
 
 
@@ -353,7 +369,8 @@ class TransformersStep(AttentionStep):
         """batches: by sliding window. layers: index and window, by the identity of the calling module."""
         super().__init__()
         self._between_layers = between_layers
-        self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.dtype
+        self._batches, self._layers = batches, layers
+        self._num_kv_heads, self._head_dim, self._dtype = cache.num_kv_heads, cache.head_dim, cache.dtype
 
     def attend(
         self,
@@ -371,7 +388,8 @@ class TransformersStep(AttentionStep):
         self._between_layers()
         index, window = self._layers[id(module)]
         width, out_width = query.shape[3], value.shape[3]
-        query, key, value = (widened(x[0], self._head_dim, self._dtype) for x in (query, key, value))
+        query = widened(query[0], self._head_dim, self._dtype)
+        key, value = (repeated(widened(x[0], self._head_dim, self._dtype), self._num_kv_heads) for x in (key, value))
         scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux, by_position)
         key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
         out = self._batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
@@ -382,6 +400,11 @@ def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor
     """Heads in the type and, filled up with zeros, the width of the cache."""
     heads = heads.to(dtype)
     return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))
+
+
+def repeated(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Heads of keys or values, [heads of a layer, ...], as so many: each stands for the next queries that it is of."""
+    return heads if len(heads) == num_heads else heads.repeat_interleave(num_heads // len(heads), 0)
 
 
 AttentionInterface.register(TRACE, _note_attention)

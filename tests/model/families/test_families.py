@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
@@ -22,9 +24,18 @@ from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.architectures import table
 from tests.model.cuda.conftest import config_of
-from tests.model.families.loaded import cpu_driver, device_driver
-from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
-from tests.model.hf.releases import needs_modules
+from tests.model.families.loaded import chunks_and_decode_steps, cpu_driver, device_driver
+from tests.model.hf.decoders import (
+    ALTERNATING,
+    QWEN3_5,
+    SHAPE,
+    TOLERANCE,
+    difference,
+    prompt,
+    reference,
+    save,
+)
+from tests.model.hf.releases import INSTALLED, LOWEST_RELEASE, needs_modules
 
 LONGER_THAN_THE_PROMPT = 200
 HEADS_OF_32 = {"hidden_size": 128}
@@ -129,6 +140,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2-moe", {}),
     "qwen3.5": ("qwen3.5", {"head_dim": 32}),
     "qwen3.5, tied": ("qwen3.5", {"tie_word_embeddings": True, "architecture": "Qwen3_5ForConditionalGeneration"}),
     "lfm2, biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
@@ -153,30 +165,32 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return save(name, tmp_path, max_position_embeddings=256, **differences)
 
 
-def chunks_and_decode_steps(driver: Any, model: Any) -> None:
-    """A prompt in chunks beside another one that decodes, then both; every row of every step is compared."""
-    runner = driver.runner
-    on_device = isinstance(runner, CudaRunner)
-    if on_device:
-        runner.model.head = None  # so that logits are written
-
-    def step(*arguments: Any, **more: Any) -> None:
-        driver.step(*arguments, **more)
-        if on_device:
-            driver.logits = runner.sampler.logits[: len(driver.rows)].clone()
-        assert difference(driver, model) < TOLERANCE
-
-    assert float(reference(model, prompt(1, 70)).std()) > 1.0, "the logits do not matter"
-    driver.add(0, prompt(1, 70))
-    driver.add(3, prompt(2, 5))
-    step({0: 40, 3: 5}, decode=[])
-    step({0: 30}, decode=[3])
-    for _ in range(6):
-        step(decode=[3, 0])
-
-
 def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     driver = cpu_driver(tmp_path)
+    assert isinstance(driver.runner.decoder, Decoder)
+    chunks_and_decode_steps(driver, model)
+
+
+@pytest.mark.skipif(INSTALLED < LOWEST_RELEASE, reason="an older transformers has no Qwen3.5")
+def test_the_text_of_a_model_with_a_tower_for_images(tmp_path: Path) -> None:
+    text = SHAPE | QWEN3_5 | {"max_position_embeddings": 256}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+    }
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(tmp_path)
+    driver = cpu_driver(tmp_path)
+    assert driver.runner.config.model.architecture == "Qwen3_5ForConditionalGeneration"
     assert isinstance(driver.runner.decoder, Decoder)
     chunks_and_decode_steps(driver, model)
 
@@ -218,6 +232,29 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
         driver.step({0: 40}, decode=[])
         distances.append(float((driver.logits[0] - expected).square().mean().sqrt()))
     assert distances[0] < 1.5 * distances[1] + 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [("qwen3-next", {"mlp_only_layers": [0, 1]}), ("mamba", {}), ("recurrent-gemma", {"num_hidden_layers": 3})],
+    ids=["qwen3-next", "mamba", "recurrent-gemma"],
+)
+def test_bfloat16_of_recurrent_layers_is_as_near_to_float32_as_that_of_transformers(
+    name: str, differences: dict[str, Any], tmp_path: Path
+) -> None:
+    """Without experts: which of them a token takes is a matter of rounding, in either."""
+    half = save(name, tmp_path, torch.bfloat16, max_position_embeddings=256, **differences)
+    exact = save(name, tmp_path / "exact", torch.bfloat16, max_position_embeddings=256, **differences).float()
+    driver = cpu_driver(tmp_path, dtype="bfloat16")
+    ours, theirs = [], []
+    for slot in range(4):
+        tokens = prompt(slot, 40)
+        driver.add(slot, tokens)
+        driver.step({slot: 40}, decode=[])
+        expected = reference(exact, tokens)[-1]
+        ours.append(float((driver.logits[0] - expected).square().mean().sqrt()))
+        theirs.append(float((reference(half, tokens)[-1] - expected).square().mean().sqrt()))
+    assert sum(ours) < 1.2 * sum(theirs) + 0.02
 
 
 SEEN: dict[str, dict[str, Any]] = {
@@ -344,7 +381,7 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         shape = LLAMA | {"architectures": [architecture], "head_dim": 32, "num_key_value_heads": 2} | experts
         if architecture in ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM") or "Qwen3_5" in architecture:
             shape["layer_types"] = ["linear_attention", "full_attention"]
-        if architecture == "Lfm2ForCausalLM":
+        if architecture.startswith("Lfm2"):
             shape["layer_types"] = ["conv", "full_attention"]
         if architecture == "RecurrentGemmaForCausalLM":
             shape["block_types"] = ["recurrent", "attention"]

@@ -158,7 +158,12 @@ MODELS["recurrent-gemma"] = (
     },
 )
 LINEAR_PARTS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+MODELS["lfm2-moe"] = (
+    "Lfm2Moe",
+    {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4, **EXPERTS},
+)
 RECURRENT = {
+    "lfm2-moe",
     "qwen3.5",
     "mamba2",
     "granite-hybrid",
@@ -188,6 +193,42 @@ MODELS["gpt-neo"] = (
     "GPTNeo",
     {"num_heads": 4, "num_layers": 2, "attention_types": [[["local", "global"], 1]], "window_size": WINDOW},
 )
+MODELS |= {
+    "gptj": ("GPTJ", {"rotary_dim": 8, "n_embd": 48, "n_layer": 2, "n_head": 4}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "cohere": ("Cohere", {"logit_scale": 1.0}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16, **EXPERTS},
+    ),
+    "nemotron": ("Nemotron", {}),
+    "mimo-v2": ("MiMoV2Flash", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}),
+    "gemma4": ("Gemma4Text", {"global_head_dim": 32, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
+}
+MODELS["gemma4"][1].update(
+    num_hidden_layers=4,
+    head_dim=16,
+    vocab_size_per_layer_input=VOCAB,
+    layer_types=ALTERNATING["layer_types"] * 2,
+    sliding_window=WINDOW,
+)
+ALSO = {
+    "codegen": ("CodeGen", {"rotary_dim": 8, "n_embd": 48, "n_layer": 2, "n_head": 4}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "olmo": ("Olmo", {}),
+    "qwen2-moe": ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3", {}),
+    "exaone4": ("Exaone4", ALTERNATING),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 12}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 12}),
+    "minimax-m2": ("MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "seed-oss": ("SeedOss", {"head_dim": 12}),
+    "apertus": ("Apertus", {}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Compared in slow tests, since they are many."""
+MODELS |= ALSO
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
@@ -214,7 +255,7 @@ def save(
             else:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
         for tensor_name, buffer in model.named_buffers():
-            if tensor_name.endswith("e_score_correction_bias"):
+            if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model = model.to(dtype)
     model.save_pretrained(folder)

@@ -26,6 +26,7 @@ from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
 from tests.model.architectures import table
 from tests.model.hf.decoders import (
+    ALSO,
     MODELS,
     RECURRENT,
     SHAPE,
@@ -49,7 +50,13 @@ def make(make_driver: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in RECURRENT])
+SLOW = pytest.mark.slow(reason="a dozen models more, of which each is quick")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[SLOW] if name in ALSO else []) for name in MODELS if name not in RECURRENT],
+)
 def test_chunks_and_mixed_steps_equal_transformers(name: str, tmp_path: Path, make: Callable[..., Any]) -> None:
     """Rows join in chunks while others decode, and leave again; every row of every step is compared."""
     model = save(name, tmp_path)
@@ -173,7 +180,7 @@ def test_control_positions_off_by_one(name: str, tmp_path: Path, make: Callable[
 # Types, sizes, rope -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["opt", "gemma2", "gpt-oss", "bloom"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, tmp_path: Path, make: Callable[..., Any]) -> None:
     half = save(name, tmp_path / "half", torch.bfloat16)
     exact = save(name, tmp_path / "exact", torch.bfloat16).float()
@@ -476,15 +483,15 @@ def test_info_says_which_way_a_model_takes(tmp_path: Path, capfd: pytest.Capture
     output = capfd.readouterr().out
     assert "transformers, over the paged cache (architecture 'OPTForCausalLM' has no fused forward" in output
     assert "4 query, 4 key/value" in output
-    refusal(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", vocab_size=VOCAB)
+    refusal(tmp_path, architectures=["OpenAIGPTLMHeadModel"], model_type="openai-gpt", vocab_size=VOCAB)
     assert main(["info", str(tmp_path)]) == 2
-    assert "ALiBi" in capfd.readouterr().err
+    assert "AttentionInterface" in capfd.readouterr().err
 
 
 # All the way through ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-oss", "bloom"])
 def test_a_folder_streams_like_generate(name: str, tmp_path: Path) -> None:
     """Greedy streams of a batch of prompts are those of transformers' own generate, one by one."""
     model = save(name, tmp_path)
