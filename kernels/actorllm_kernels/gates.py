@@ -109,12 +109,19 @@ def _loop_violations(compiled: Compiled, max_narrow: float) -> list[str]:
 
 
 def residency(name: str, launch: Launch, compiled: Compiled, architecture: str) -> list[str]:
-    """Programs that share the work evenly must all be there at once; a second wave would begin when the first has ended."""
-    if not name.startswith("attn_decode"):
+    """Whether as many programs fit on a multiprocessor as must be there at once.
+
+    Programs of decode attention share the work evenly: a second wave would begin when the first has ended. A program of the LM head
+    draws with nothing under way: another one must read meanwhile.
+    """
+    if name.startswith("lm_head_sample"):
+        wanted = 2
+    elif name.startswith("attn_decode"):
+        constants = launch.constants
+        with target(table_of(architecture)):
+            wanted = per_sm(torch.device("meta"), constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
+    else:
         return []
-    constants = launch.constants
-    with target(table_of(architecture)):
-        wanted = per_sm(torch.device("meta"), constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
     if wanted <= compiled.resident:
         return []
     return [f"{name} on {architecture} wants {wanted} programs per multiprocessor, and {compiled.resident} fit"]
