@@ -236,12 +236,14 @@ for rows, outputs, inputs, what in (
     (16, 1024, 2048, "residual"),
     (16, 3072, 1024, "norm-gated"),
     (16, 1024, 3072, "residual"),
+    (8, 3072, 2048, "norm"),  # Llama-3.2-1B
     (16, 2048, 1536, "norm-bias"),  # Qwen2.5-1.5B
     (16, 1536, 8960, "residual"),
     (16, 6144, 4096, "norm"),  # Llama-3.1-8B, and nearly Qwen3-8B
     (32, 6144, 4096, "norm"),
     (64, 6144, 4096, "norm"),
     (16, 4096, 4096, "residual"),
+    (8, 4096, 14336, "residual"),
     (16, 14336, 4096, "norm-gated"),
     (32, 14336, 4096, "norm-gated"),
     (32, 4096, 14336, "residual"),

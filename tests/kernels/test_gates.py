@@ -134,6 +134,19 @@ def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
         assert launches[0].grid == grid
 
 
+@pytest.mark.parametrize(("rows", "outputs", "grid"), [
+    (8, 3072, (192, 1)),
+    (9, 3072, (96, 2)),
+    (1, 2048, (64, 3)),  # of finer tiles there are 128, and one would have to be split as well
+    (1, 4352, (136, 1)),
+])  # fmt: skip
+def test_few_rows_take_finer_tiles_where_nothing_is_split_then(rows: int, outputs: int, grid: tuple[int, int]) -> None:
+    x, weight, y = (torch.empty(*shape, device="meta") for shape in ((rows, 512), (outputs, 512), (rows, outputs)))
+    with recording() as launches:
+        skinny_gemm(x, weight, y, scratch=SplitScratch.empty(x.device))
+    assert launches[0].grid == grid
+
+
 @pytest.mark.parametrize(("programs", "rows"), [(64, 16), (448, 64), (594, 256), (100_000, 16)])
 def test_no_more_is_asked_for_ahead_than_the_cache_holds(programs: int, rows: int) -> None:
     columns = columns_ahead(programs, rows, torch.device("meta"))

@@ -41,8 +41,8 @@ from actorllm.model.weights import Weights
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
+from actorllm_kernels.skinny_gemm import FINE_ROWS, SplitScratch
 from actorllm_kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
-from actorllm_kernels.skinny_gemm import SplitScratch
 
 SWITCHES = frozenset(
     {
@@ -510,12 +510,12 @@ class DeviceDecoder:
         products = [(part, False) for part in self.layers[0].linears]
         products += [(layer.gate_up, True) for layer in self.layers if layer.gate_up is not None][:1]
 
-        def kind(num_tokens: int) -> tuple[int, list[bool]]:
-            # kernels for few rows are compiled for the next power of two
+        def kind(num_tokens: int) -> tuple[int, bool, list[bool]]:
+            # kernels for few rows are compiled for the next power of two, and with finer tiles for very few
             fused = [
                 product.fuses(num_tokens, is_gated) for product, is_gated in products
             ]  # of adapted ones: both kinds
-            return max(16, 1 << (num_tokens - 1).bit_length()), fused
+            return max(16, 1 << (num_tokens - 1).bit_length()), num_tokens <= FINE_ROWS, fused
 
         return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
 
