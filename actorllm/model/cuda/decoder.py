@@ -1,9 +1,10 @@
 """The fused forward of every family (`model.families`) on a device.
 
-A layer begins with the norm and the product for query, key and value. Norm of heads, rotation and the write to the cache are one
-launch. Attention and the output product plus residual follow. The MLP is the norm, the product for gate and up, the activation,
-and the down product plus residual. For few rows the norm before a product and whatever follows it are part of its
-launch (`linear`). Else the product is cuBLAS's and the rest are kernels of their own.
+A layer begins with the norm and the product for query, key and value. In steps with prompts, norm of
+heads, rotation and the write to the cache are one launch; else they are part of attention. The output product plus residual
+follows. The MLP is the norm, the product for gate and up, the activation, and the down product plus residual. For few rows the norm
+before a product and whatever follows it are part of its launch (`linear`). Else the product is cuBLAS's and the rest are kernels
+of their own.
 
 `decode` makes the launches of a step of one token per sequence, and nothing else, so that they can be recorded as a graph.
 `prefill` works on chunks of prompts, with any decode rows in front of them, and is launched kernel by kernel.
@@ -38,7 +39,7 @@ from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
-from actorllm_kernels.attn_decode import division
+from actorllm_kernels.attn_decode import division, takes_packed
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
 from actorllm_kernels.skinny_gemm import FINE_ROWS, SplitScratch
@@ -173,6 +174,11 @@ class PagedAttention:
         self._partials = torch.empty(parts, shape.group, shape.head_dim, device=on)
         self._partial_lse = torch.empty(parts, shape.group, device=on)
 
+    def takes_packed(self, tokens: StepTokens, keys: torch.Tensor) -> bool:
+        """Whether attention norms, rotates and stores by itself: in steps of decode rows alone, for most models."""
+        is_decode = tokens.decodes is not None and tokens.prefills is None
+        return is_decode and takes_packed(self.shape.head_dim, self.shape.group, keys.dtype)
+
     def plan(self, rows: DeviceDecodeRows, *, pdl: bool) -> None:
         """Once per step, for all layers."""
         for window, plan in rows.plans.items():
@@ -208,9 +214,15 @@ class PagedAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        eps: float = 1e-6,
         pdl: bool = False,
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim]; the keys and values of these tokens are in the cache already."""
+        """q, out: [num_tokens, num_heads, head_dim]; the keys and values of these tokens are in the cache already.
+
+        rope, norms, eps: q is what the product for query, key and value left, and what is to be done with it (`takes_packed`).
+        """
         num_decodes = 0
         if tokens.decodes is not None:
             rows = tokens.decodes
@@ -233,6 +245,9 @@ class PagedAttention:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                rope=rope,
+                norms=norms,
+                eps=eps,
                 programs=self.division.programs,
                 tile=self.division.tile,
                 pdl=pdl,
@@ -557,25 +572,27 @@ class DeviceDecoder:
         stream = ResidualStream(a, eps, pdl, self.collectives, self._scratch)
         for index, layer in enumerate(self.layers):
             keys, values = cache.layers[index]
+            is_packed = attention.takes_packed(tokens, keys)
             stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
             head_norms = layer.qk_norms
             if config.qk_norm == "all_heads":
                 head_norms = None
                 self._norm_all_heads(a, layer, pdl=pdl)
-            ops.qknorm_rope_kv(
-                a.qkv,
-                tokens.positions,
-                tokens.kv_slots,
-                *layer.rope,
-                a.q,
-                keys,
-                values,
-                head_norms,
-                eps,
-                pdl=pdl,
-            )
+            if not is_packed:
+                ops.qknorm_rope_kv(
+                    a.qkv,
+                    tokens.positions,
+                    tokens.kv_slots,
+                    *layer.rope,
+                    a.q,
+                    keys,
+                    values,
+                    head_norms,
+                    eps,
+                    pdl=pdl,
+                )
             attention.attend(
-                a.q,
+                a.qkv if is_packed else a.q,
                 keys,
                 values,
                 a.out,
@@ -584,6 +601,9 @@ class DeviceDecoder:
                 scale=scale,
                 window=layer.window,
                 sinks=layer.sinks,
+                rope=layer.rope if is_packed else None,
+                norms=head_norms if is_packed else None,
+                eps=eps,
                 pdl=pdl,
             )
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)

@@ -45,7 +45,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "lora_expand": ("y",),
     "activation_mul": ("y",),
     "qknorm_rope_kv": ("q", "keys", "values"),
-    "attn_decode": ("out",),
+    "attn_decode": ("out", "keys", "values"),
     "attn_prefill": ("out",),
     "kv_copy": ("pool",),
     "kv_clear": ("pool",),
@@ -75,6 +75,7 @@ CONSTANT = (
     "norms",
     "cos",
     "sin",
+    "rope",
     "sinks",
     "ahead",
 )
