@@ -48,7 +48,7 @@ from actorllm.types.launch import check_launch, is_placed_by_ray
 from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.media_rules import MediaRules, Modality
-from actorllm.types.model_files import MAX_HEADS, overridden, read_object, read_overrides
+from actorllm.types.model_files import MAX_HEADS, check_sizes, overridden, read_model_config, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.params import is_text
 from actorllm.types.pipeline_stages import read_stages
@@ -636,6 +636,7 @@ class EngineConfig(EngineNames):
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
+        check_sizes(text)
         _choose_runner(_architecture(path, hf), given)
         pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
         generation = _generation(path, given["generation_config"], module)
@@ -1326,7 +1327,7 @@ def read_model_folder(
         raise ModelNotFoundError(
             f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
         )
-    return path, read_object(config)
+    return path, read_model_config(path)
 
 
 def _local_folder(name: str, **how: Any) -> Path:
@@ -1485,9 +1486,13 @@ def _stream_interval(given: Any) -> int:
     return interval
 
 
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What config.json may call the positions of a model; the first counts."""
+
+
 def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | None = None) -> int:
     """advised: by the model's author, where nothing is given."""
-    keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
+    keys = [key for key in POSITIONS if hf.get(key) is not None]
     derived = max_positions(hf, _config_int(path, hf, keys[0])) if keys else None
     if derived is not None:
         derived = max(derived, _stretched(hf, derived))

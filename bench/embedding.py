@@ -508,7 +508,7 @@ def main() -> None:
     parser.add_argument("--peer-python-other", help="an interpreter that has xllamacpp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=2, help="of each side")
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--threads", type=int, default=len(cores()))
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.types.device import rules_of
-from actorllm.types.model_files import MAX_LAYERS, overridden, read_object
+from actorllm.types.model_files import check_sizes, overridden, read_model_config
 from actorllm.types.pooling_head import REWARD_HEADS, SEQUENCE_HEAD, TOKEN_HEAD
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ FAMILIES = {
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "MambaForCausalLM": "mamba",
+    "FalconMambaForCausalLM": "falcon_mamba",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
 }
 """The file of each architecture in `families/`."""
 
@@ -69,9 +75,7 @@ class Backend(Protocol):
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
     """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing, CorruptModelError."""
-    num_layers = hf.get("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:  # whatever is made of each layer would not end
-        raise CorruptModelError(f"config.json: num_hidden_layers is {num_layers!r:.40}, {MAX_LAYERS} at most are known")
+    check_sizes(hf)
     architecture = FAMILY_OF.get(architecture, architecture)
     if architecture not in FAMILIES:
         raise UnsupportedModelError(
@@ -164,7 +168,7 @@ def check_same_model(model: ModelConfig, plan: Plan, backend: Backend) -> None:
     folder = model.weights.folder
     if folder is None or not (Path(folder) / "config.json").is_file():
         return
-    hf = overridden(read_object(Path(folder) / "config.json"), model.overrides)
+    hf = overridden(read_model_config(Path(folder)), model.overrides)
     named = hf.get("architectures") or [model.architecture]
     if named[0] != model.architecture or model_plan(model, hf, backend) != plan:
         raise CorruptModelError(

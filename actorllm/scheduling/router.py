@@ -52,19 +52,47 @@ class LearntSteps(NamedTuple):
     """Means of what its last steps did in a second: steps, prompt tokens, decode rows, tokens of context."""
 
 
+SAME_SPEED = 1.4
+"""Replicas whose speeds differ by less, as a factor, are taken to be equally quick (`steps_alike`)."""
+
+
 def steps_alike(learnt: Sequence[LearntSteps]) -> list[LinearSteps]:
     """What steps of replicas of one model take: of one shape, the mean of what they have learnt, each at its own speed.
 
     With weights of its own, a replica would seem to be quick at what it has seldom done. A burst would go there, for the errors of
     weights are large beside what a short prompt takes. The speed is what its last steps took, as a multiple of that shape.
+
+    Speeds of equal replicas differ too, by what else a machine does. A replica that ends its part of a burst first leaves its core
+    to the other one, which then looks quicker, and is sent more of the next burst. So small differences do not count.
     """
     shape = [max(0.0, sum(column) / len(learnt)) for column in zip(*[one.weights for one in learnt], strict=True)]
-    found = []
+    slowness = []
     for one in learnt:
         expected = sum(weight * rate for weight, rate in zip(shape, one.rates, strict=True))
-        speed = 1.0 / expected if expected > 0.0 else 1.0
-        fixed, prompt, decode, context = [weight * speed for weight in shape]
-        found.append(LinearSteps((fixed, prompt, decode, context)))
+        slowness.append(1.0 / expected if expected > 0.0 else 1.0)
+    return [
+        LinearSteps((shape[0] * times, shape[1] * times, shape[2] * times, shape[3] * times))
+        for times in without_noise(slowness)
+    ]
+
+
+def without_noise(slowness: Sequence[float]) -> list[float]:
+    """Of each group of replicas that are about equally quick, the mean. A group spans a factor of `SAME_SPEED` at most."""
+    found = list(slowness)
+    group: list[int] = []
+
+    def close() -> None:
+        mean = sum(slowness[at] for at in group) / len(group)
+        for at in group:
+            found[at] = mean
+
+    for at in sorted(range(len(slowness)), key=slowness.__getitem__):
+        if group and slowness[at] > SAME_SPEED * slowness[group[0]]:
+            close()
+            group.clear()
+        group.append(at)
+    if group:
+        close()
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, ModelNotFoundError
+from actorllm.types.quantization import MODELOPT
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -17,6 +18,30 @@ MAX_LAYERS = 4096
 """Of a model, or of a head that drafts for one."""
 MAX_HEADS = 1 << 16
 """Of a layer."""
+MAX_POSITIONS = 1 << 24
+"""Of a sequence: the longest of a released model is some 10 million."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), MAX_HEADS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), MAX_POSITIONS),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), MAX_POSITIONS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    **dict.fromkeys(
+        ("head_dim", "state_size", "mamba_d_state", "conv_kernel", "mamba_d_conv", "conv1d_width"), 1 << 13
+    ),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width", "time_step_rank"), 1 << 20),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim"), 1 << 22),
+    "vocab_size": 1 << 24,
+}
+"""Of the sizes in a config.json, far above those of any model: what is made of a larger one takes all memory, or does not end."""
+
+
+def check_sizes(hf: Mapping[str, Any]) -> None:
+    """Raises CorruptModelError for an absurd size of config.json. Whether it is a number at all is asked where it is read."""
+    for key, most in MOST.items():
+        value = hf.get(key)
+        if isinstance(value, int) and value > most:
+            raise CorruptModelError(f"config.json: {key} is {value!r:.40}, a number from 1 to {most} is needed")
 
 
 def check_weights_exist(folder: Path) -> None:
@@ -43,6 +68,18 @@ def read_object(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
     tree = read_json(file)
     if not isinstance(tree, dict):
         raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
+    return tree
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model. Raises CorruptModelError.
+
+    Older exports of ModelOpt say beside it, in hf_quant_config.json, how weights are stored. It is put where the others have it.
+    """
+    tree = read_object(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if tree.get("quantization_config") is None and beside.is_file():
+        tree["quantization_config"] = {"quant_method": MODELOPT, **read_object(beside)}
     return tree
 
 

@@ -71,12 +71,25 @@ class EngineOptions(VLLMOptions, total=False):
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
     """'dummy': random weights, made from seed."""
     quantization: Annotated[
-        Literal["int8", "int4", "int4-g64", "int4-g128", "compressed-tensors", "gptq", "awq", "fp8", "gguf", "torchao"]
+        Literal[
+            "int8",
+            "int4",
+            "int4-g64",
+            "int4-g128",
+            "compressed-tensors",
+            "gptq",
+            "awq",
+            "fp8",
+            "gguf",
+            "torchao",
+            "modelopt",
+            "modelopt_fp4",
+        ]
         | None,
         None,
     ]
     """'int8', 'int4': round the weights to so many bits; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to floats, on CUDA; or,
-    as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao': the files are quantized; None: as config.json says."""
+    as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao', 'modelopt': the files are quantized; None: as config.json says."""
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well, for the rows of prompts; None: where that is faster and there is memory for it.
     False also keeps rows of prompts in bfloat16 where float32 is faster for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +15,21 @@ MXFP4 = "mxfp4"
 """Of stacked experts: it is no method for linear layers."""
 COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
 TORCHAO = "torchao"
+MODELOPT = "modelopt"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded; on CUDA, FP8 does as well."""
-METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO)
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO, MODELOPT)
 
 NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Formats of compressed-tensors with floats of 4 bits."""
+MODELOPT_FP8, MODELOPT_NVFP4 = "modelopt-fp8", "modelopt-nvfp4"
+"""How NVIDIA's ModelOpt stores floats of 8 and of 4 bits."""
+MODELOPT_GROUP = 16
+"""Inputs that share a scale of ModelOpt's floats of 4 bits."""
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+"""Of attention over a quantized KV cache, by the ends of their names. The cache here has no scales of a checkpoint."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "int-quantized": {
@@ -179,10 +187,9 @@ def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise _unknown("quantization_config.format", layout, tuple(LAYOUTS))
     _check_group(where, group, LAYOUTS[layout])
-    for field in ("kv_cache_scheme", "sparsity_config"):
-        inner = tree.get(field)
-        if inner and not (isinstance(inner, dict) and inner.get("format") == "dense"):
-            raise _unknown(f"quantization_config.{field}", inner, None)
+    sparsity = tree.get("sparsity_config")  # kv_cache_scheme is what others may do with the KV cache
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise _unknown("quantization_config.sparsity_config", sparsity, None)
     weights = group["weights"]
     size = None
     if weights["strategy"] in ("group", "tensor_group"):
@@ -293,7 +300,44 @@ def _torchao(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     return QuantizedCheckpoint(TORCHAO, TORCHAO, ("lm_head",), ignored, bits=4, group=group)
 
 
-READERS = {COMPRESSED_TENSORS: _compressed_tensors, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf, TORCHAO: _torchao}
+MODELOPT_LAYOUTS = {
+    "FP8": MODELOPT_FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": MODELOPT_FP8,
+    "NVFP4": MODELOPT_NVFP4,
+    "W4A16_NVFP4": MODELOPT_NVFP4,
+}
+"""By quant_algo. They tell how activations are computed by others, and of weights only the bits."""
+
+
+def _modelopt(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """Format: https://github.com/NVIDIA/Model-Optimizer, as config.json or hf_quant_config.json have it."""
+    inner = tree.get("quantization")
+    tree = inner if isinstance(inner, dict) else tree
+    algorithm = _one_of(tree, "quant_algo", tuple(MODELOPT_LAYOUTS), MODELOPT)
+    layout = MODELOPT_LAYOUTS[algorithm]
+    group = None
+    if layout == MODELOPT_NVFP4:
+        group = _one_of(tree, "group_size", (MODELOPT_GROUP,), MODELOPT, MODELOPT_GROUP)
+    names = (*_names(tree, "ignore"), *_names(tree, "exclude_modules"))
+    return QuantizedCheckpoint(MODELOPT, layout, tuple(map(_left_out, names)), group=group)
+
+
+def _left_out(name: str) -> str:
+    """What ModelOpt leaves out, a name or a pattern of shells, with all that is in such a module."""
+    if name.startswith("re:"):
+        return name
+    return f"re:(?:{fnmatch.translate(name)}|{fnmatch.translate(name + '.*')})"
+
+
+READERS = {
+    COMPRESSED_TENSORS: _compressed_tensors,
+    GPTQ: _gptq,
+    AWQ: _awq,
+    FP8: _fp8,
+    GGUF: _gguf,
+    TORCHAO: _torchao,
+    MODELOPT: _modelopt,
+}
 
 
 def _integer(field: str, value: Any) -> int:
@@ -362,11 +406,12 @@ def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | N
     Raises ConfigError for a value that is not known, or that contradicts the checkpoint. FP8 of a plain model is for the device
     to take or to refuse (`not_quantized`).
     """
-    if wanted is not None and wanted not in METHODS:
+    if wanted is not None and wanted not in (*METHODS, "modelopt_fp4"):
         known = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
         raise ConfigError(f"quantization={wanted!r} is not supported; use {known}, or leave it at None")
     if has_module:
         return None
+    wanted = MODELOPT if wanted == "modelopt_fp4" else wanted  # as vLLM calls one of its forms
     method: str | None = wanted
     tree = hf.get("quantization_config")
     if tree is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actorllm.types.model_files import overridden, read_object
+from actorllm.types.model_files import overridden, read_model_config, read_object
 
 if TYPE_CHECKING:
     from actorllm.types.drafter import Speculation
@@ -85,7 +85,7 @@ class ModelNames:
             return self.module.module.config
         from transformers import AutoConfig
 
-        tree = overridden(read_object(Path(self.path) / "config.json"), self.overrides)
+        tree = overridden(read_model_config(Path(self.path)), self.overrides)
         return AutoConfig.for_model(**tree)
 
     @property

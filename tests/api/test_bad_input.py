@@ -275,7 +275,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], None], type[ActorLLMError], list[s
     "no tokenizer": (write("tokenizer.json", None), ModelNotFoundError, ["no tokenizer", "skip_tokenizer_init=True"]),
 }
 BAD_CONFIGS: list[tuple[dict[str, Any], type[ActorLLMError], list[str]]] = [
-    ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, ["'MambaForCausalLM'", "LlamaForCausalLM"]),
+    ({"architectures": ["RwkvForCausalLM"]}, UnsupportedModelError, ["'RwkvForCausalLM'", "LlamaForCausalLM"]),
     ({"quantization_config": {"quant_method": "aqlm"}}, UnsupportedModelError, ["quantized", "aqlm"]),
     ({"rope_parameters": {"rope_type": "spiral"}}, CorruptModelError, ["LlamaForCausalLM cannot be built", "'spiral'"]),
     ({"hidden_size": 512}, CorruptModelError, ["shape (4096, 256)", "(4096, 512)"]),

@@ -244,10 +244,10 @@ def test_info_says_what_a_cache_of_8_bits_holds(capfd: pytest.CaptureFixture[str
 
 
 def test_info_of_a_model_that_cannot_be_served(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tree = json.loads((STORYTELLER / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    tree = json.loads((STORYTELLER / "config.json").read_text()) | {"architectures": ["RwkvForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     assert main_of("info", str(tmp_path)) == 2
-    assert "UnsupportedModelError: architecture 'MambaForCausalLM' is not supported" in capfd.readouterr().err
+    assert "UnsupportedModelError: architecture 'RwkvForCausalLM' is not supported" in capfd.readouterr().err
 
 
 def test_the_package_is_the_command() -> None:

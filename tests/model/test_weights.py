@@ -184,7 +184,7 @@ def test_what_is_not_supported_is_said(folder: Path, change: dict[str, Any], mes
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": "48"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, 4096 at most are known"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, a number from 1 to 4096 is needed"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 10**9},
             "num_nextn_predict_layers is 1000000000, a number of layers up to 64 is needed",
@@ -197,6 +197,25 @@ def test_what_is_not_supported_is_said(folder: Path, change: dict[str, Any], mes
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, a number of at least 0 is needed"),
         ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, a number from 1 to 65536 is needed"),
         ({"num_key_value_heads": -1}, "num_key_value_heads is -1, a number from 1 to 65536 is needed"),
+        (
+            {"max_position_embeddings": 10**9},
+            "max_position_embeddings is 1000000000, a number from 1 to 16777216 is needed",
+        ),
+        ({"head_dim": 10**9}, "head_dim is 1000000000, a number from 1 to 8192 is needed"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, a number from 1 to 16777216 is needed"),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000, a number from 1 to 4194304 is needed"),
+        (
+            {"architectures": ["MambaForCausalLM"], "state_size": 10**9},
+            "state_size is 1000000000, a number from 1 to 8192 is",
+        ),
+        (
+            {"architectures": ["RecurrentGemmaForCausalLM"], "block_types": 7},
+            "block_types is 7, a list of names is needed",
+        ),
+        (
+            {"architectures": ["RecurrentGemmaForCausalLM"], "lru_width": 50},
+            "50 channels of recurrent layers are no multiple of 4",
+        ),
         ({"architectures": ["Mamba2ForCausalLM"], "expand": {}}, "expand is {}, a number is needed"),
         (
             {"architectures": ["FalconH1ForCausalLM"], "mamba_n_heads": 8, "key_multiplier": "x"},
@@ -218,6 +237,11 @@ def test_every_family_has_dummy_weights(folder: Path) -> None:
     for architecture in FAMILIES:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
         heads = 2 * TINY_LLAMA["hidden_size"] // TINY_LLAMA["head_dim"] if "head_dim" in TINY_LLAMA else 4
-        experts |= {"num_heads": heads, "mamba_n_heads": heads, "n_groups": 1}  # of state-space layers
+        experts |= {
+            "num_heads": heads,
+            "mamba_n_heads": heads,
+            "n_groups": 1,
+            "full_attn_idxs": [0],
+        }  # of recurrent layers
         (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]} | experts))
         load(folder, load_format="dummy")

@@ -262,6 +262,8 @@ def test_a_burst_is_shared_by_speed_and_not_by_errors_of_what_was_learnt() -> No
         together.append(max(burst(steps_alike(learnt))))
     assert max(together) <= 36
     assert max(alone) > 40
+    alike = [learnt_from(DECODES, slowness, 7) for slowness in (1.0, 1.3)]
+    assert burst(steps_alike(alike)) == [32, 32], "a difference that other load of a machine makes"
     slow = [learnt_from(DECODES, slowness, 7) for slowness in (1.0, 2.0)]
     quick, late = burst(steps_alike(slow))
     assert 38 <= quick <= 50, "about twice as many as the slow one, which both end at the same time"

@@ -389,12 +389,15 @@ class DecodeGroup(RowsOfBlocks):
     `first_block` is where the table of each row begins, which is 0 unless a sliding window has left blocks behind.
     """
 
-    def __init__(self, start: int, end: int, num_blocks: int, first_block: I64, fold: int, cache: KVCache) -> None:
+    def __init__(
+        self, start: int, positions: I64, num_blocks: int, first_block: I64, fold: int, cache: KVCache
+    ) -> None:
         heads, dim, size, kind = cache.num_kv_heads, cache.head_dim, cache.block_size, cache.index_type
-        rows = end - start
-        self.start, self.end = start, end
+        rows = len(positions)
+        self.start, self.end = start, start + rows
         self.num_blocks = num_blocks
         self.first_block = first_block  # [rows]
+        self.positions = positions  # [rows], of their tokens
         self._heads = 2 * heads
         keys, values = np.arange(heads)[:, None], np.arange(heads, 2 * heads)[:, None]
         self._key_rows = (keys * dim + np.arange(dim)).astype(kind)[:, None]  # [num_kv_heads, 1, head_dim] of block 0
@@ -456,6 +459,9 @@ class Scoring:
     """Scaled products x become softcap * tanh(x / softcap) (Gemma 2)."""
     sinks: torch.Tensor | None = None
     """[num_heads]: a score of each head that takes part in the softmax and has no value (gpt-oss)."""
+    by_position: torch.Tensor | None = None
+    """float32 [num_heads, positions]: what is added to the scores of a key, by its position (ALiBi, arXiv:2108.12409). For layers
+    without a window."""
 
 
 class AttentionBatch:
@@ -527,7 +533,10 @@ class AttentionBatch:
             scores = torch.add(group.bias, scores, alpha=scale)
         else:
             scores = capped_(scores.mul_(scale), scoring.softcap).add_(group.bias)
-        weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
+        if scoring.by_position is not None:
+            own = scoring.by_position[:, torch.from_numpy(group.positions)].T.unsqueeze(2)  # [rows, num_heads, 1]
+            scores = placed(scores, scoring.by_position[:, : scores.shape[-1]], own)
+        weights = torch.softmax(scores, -1).to(query.dtype).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
         out = torch.embedding_bag(views.value_rows, group.value_index, group.value_bags, False, 0, False, weights)[0]
         out = out.view(num_rows, num_heads, dim)
         if scoring.sinks is not None:
@@ -575,7 +584,13 @@ class AttentionBatch:
                 scores = capped_(scores, scoring.softcap)
             by_head = scores.view(heads, fold, num_tokens, length)
             by_head[..., -tile.bias.shape[-1] :].add_(tile.bias)
-            attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
+            if scoring.by_position is not None:
+                places = scoring.by_position.view(heads, fold, 1, -1)
+                last = torch.arange(tile.last - num_tokens, tile.last).clamp_max_(places.shape[-1] - 1)
+                own = places[..., last].transpose(2, 3)  # [num_kv_heads, fold, num_tokens, 1]
+                by_head = placed(by_head, places[..., tile.first : tile.last], own)
+                scores = by_head.view_as(scores)
+            attended = torch.bmm(torch.softmax(scores, -1).to(v.dtype), v).view(heads, fold, num_tokens, dim)
             if scoring.sinks is not None:
                 attended.mul_(share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
             made = attended.permute(2, 0, 1, 3)  # [num_tokens, num_kv_heads, fold, head_dim]
@@ -616,6 +631,7 @@ class AttentionBatch:
             hidden = positions - self._window - group.first_block * size
             left = np.flatnonzero(hidden >= 0)
             group.bias[torch.from_numpy(left), 0, torch.from_numpy(hidden[left])] = -torch.inf
+        group.positions = positions
         group.bias[torch.from_numpy(here), 0, torch.from_numpy(positions - group.first_block * size)] = 0
         fresh = np.flatnonzero((positions % size == 0) & (positions > 0))  # padding rows stay at 0
         if fresh.size:
@@ -669,7 +685,7 @@ class AttentionBatch:
         """Of the tokens from `start` on, each with a row of the table, [rows, max_blocks]."""
         cache, size = self._cache, self._cache.block_size
         longest = int(num_blocks.max())
-        group = DecodeGroup(start, start + len(lengths), longest, first_block, self.queries_per_kv, cache)
+        group = DecodeGroup(start, lengths - 1, longest, first_block, self.queries_per_kv, cache)
         group.point_tables(table, first_block, num_blocks, cache.zero_block)
         position = np.arange(longest * size) + first_block[:, None] * size
         group.hide((position >= lengths[:, None]) | (position < first_visible[:, None]))
@@ -796,6 +812,19 @@ def _is_one_step_on(before: I64, after: I64) -> bool:
 
 def capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def placed(scores: torch.Tensor, keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Scores with those of the positions of keys added, in float32.
+
+    Arguments:
+        scores: [..., num_keys]; those of the last keys, which are hidden, may stay as they are.
+        keys: what is added, [..., num_keys or fewer].
+        own: the same of the position of the query, [..., 1], which is taken off: no softmax depends on it, and sums stay small.
+    """
+    exact = scores.float()
+    exact[..., : keys.shape[-1]].add_(keys - own)
+    return exact
 
 
 def share_beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

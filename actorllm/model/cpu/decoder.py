@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from actorllm.errors import ConfigError
+from actorllm.model import memory
 from actorllm.model.adapters.slots import Adapted, rebased
-from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring
+from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring, capped_
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.latent import LatentAttention
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
@@ -55,6 +57,7 @@ SWITCHES = frozenset(
         "has_sinks",
         "latent",
         "recurrent",
+        "logits_cap",
         "has_mlp",
         "residual_scale",
         "logits_scale",
@@ -66,6 +69,10 @@ SWITCHES = frozenset(
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
+
+
+ROTATION_BYTES = 20
+"""Of a pair at a position: its angle, cosine and sine, and the complex number, which is kept."""
 
 
 class DecoderLayer:
@@ -115,7 +122,7 @@ class DecoderLayer:
         """The products of a recurrent mixer beside attention."""
         if tensors.recurrent is not None:
             assert config.recurrent is not None
-            self.recurrent = mixer_of(config.recurrent, tensors.recurrent)
+            self.recurrent = mixer_of(config.recurrent, tensors.recurrent, linear)
             if config.mixer(index) == "both":
                 self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
         if config.mixer(index) == "recurrent":
@@ -250,6 +257,17 @@ class DecoderLayer:
             heads.copy_(exact)
 
 
+def check_rotations(config: DecoderConfig, max_positions: int) -> None:
+    """Raises ConfigError where there is no memory for those of so many positions."""
+    ropes = 1 + (config.window_rope is not None)
+    per_position, available = ropes * ROTATION_BYTES * config.rotary_dim // 2, memory.available_bytes()
+    if max_positions * per_position > available:
+        raise ConfigError(
+            f"max_model_len={max_positions}: rotations of so many positions take {max_positions * per_position:,} bytes while they "
+            f"are made, and {available:,} are available; set it to {max(1, available // per_position)} or less"
+        )
+
+
 class QKNorm:
     """RMSNorm over the dimensions of every query and key head, in place and in float32."""
 
@@ -314,6 +332,7 @@ class Decoder:
         tensors = DecoderTensors(config, weights, self.ranks, form, self._stage.part)
         self.share = tensors.share
         self.dtype = weights.dtype
+        check_rotations(config, max_positions)
         self.rotary = [
             RotaryEmbedding(
                 rotation_angles(config.rotary_dim, rope, config.max_position_embeddings, max_positions),
@@ -442,4 +461,6 @@ class Decoder:
         logits = self.lm_head(hidden)
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
+        if self.config.logits_cap is not None:
+            logits = capped_(logits, self.config.logits_cap)
         return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

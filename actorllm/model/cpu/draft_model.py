@@ -27,7 +27,7 @@ from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
 from actorllm.model.registry import decoder_config
 from actorllm.model.speculation.histories import Histories
-from actorllm.types.model_files import read_object
+from actorllm.types.model_files import read_model_config
 
 LONGEST_RUN = 4
 """Tokens that a row may lag behind and still draft in one pass; a longer lag is worked off as a prompt is."""
@@ -188,7 +188,7 @@ class DraftModel(DraftingModel):
 
 def draft_config(target: ModelConfig, folder: str) -> tuple[ModelConfig, DecoderConfig]:
     """The draft model as an engine of its own would have it, and its shape. Raises ModelError."""
-    tree = read_object(Path(folder) / "config.json")
+    tree = read_model_config(Path(folder))
     names = tree.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else repr(names)
     try:

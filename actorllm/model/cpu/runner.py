@@ -270,7 +270,13 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             return loaded, loaded.head
         from actorllm.model.hf import transformers_backend
 
-        given = (cast("TransformersPlan", plan), model, self.dtype, self._show_progress, slots)
+        modules = cast("TransformersPlan", plan)
+        if self._has_int8_cache and modules.scores_positions:
+            raise UnsupportedModelError(
+                f"kv_cache_dtype='int8' is not supported with the scores of positions (ALiBi) of {modules.architecture} yet; "
+                f"leave it out"
+            )
+        given = (modules, model, self.dtype, self._show_progress, slots)
         return transformers_backend.load(*given), None
 
     def _read_decoder(

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.config import ModelConfig
+from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DeviceDecodeRows, PagedAttention, StepTokens, check_head_size
@@ -107,6 +108,11 @@ class DeviceTransformers:
     def __init__(self, loaded: TransformersDecoder, device: Device) -> None:
         """loaded: on the device; from now on it belongs to this object."""
         plan = self.config = loaded.config
+        if plan.scores_positions:
+            raise UnsupportedModelError(
+                f"architecture {plan.architecture!r} scores the positions of keys (ALiBi), which the attention of device='cuda' "
+                f"does not; use device='cpu'"
+            )
         self.device = device
         self.dtype = loaded.dtype
         self.vocab_size, self.hidden_size = plan.vocab_size, plan.hidden_size

@@ -51,7 +51,7 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     norm_offset: float = 0.0
     """Norms multiply by the tensor of the checkpoint plus this."""
-    beside: str | None = None
+    beside: tuple[str, ...] = ()
     """What the names of tensors begin with that none of the layers needs."""
 
 
@@ -173,6 +173,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Of what mixer and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    logits_cap: float | None = None
+    """Logits x become cap * tanh(x / cap); None: they stay as they are."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Of the gate, before its activation, and of what the MLP adds to the stream."""
     attention_output_scale: float = 1.0
@@ -252,6 +254,12 @@ class DecoderConfig:
         head_dim = positive(hf, "head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim={head_dim} is odd; rotary embeddings need pairs")
+        rotated = int(head_dim * differences.get("rotary_share", 1.0))
+        if rotated % 2 or not 0 < rotated <= head_dim:
+            raise UnsupportedModelError(
+                f"partial_rotary_factor={differences['rotary_share']}: {rotated} of the {head_dim} dimensions of a head would be "
+                f"rotated; rotary embeddings need pairs of them"
+            )
         common: dict[str, Any] = {
             "vocab_size": positive(hf, "vocab_size"),
             "hidden_size": hidden_size,
@@ -326,6 +334,16 @@ def rope_parameters(hf: Mapping[str, Any], types: Sequence[str] = ROPE_TYPES) ->
     if rotated not in (None, 1, 1.0):
         raise UnsupportedModelError(f"partial_rotary_factor={rotated} is not supported; only 1 is")
     return rope
+
+
+def partial_rope(hf: Mapping[str, Any], share: float) -> tuple[dict[str, Any], float]:
+    """`rope_parameters` and the share of a head that is rotated, where that need not be all. share: unless config.json says one."""
+    rope = rope_tree(hf)
+    own = rope.pop("partial_rotary_factor", None)
+    given = hf.get("partial_rotary_factor") if own is None else own
+    share = number({"partial_rotary_factor": share if given is None else given}, "partial_rotary_factor", least=0)
+    rope = {"rope_theta": hf.get("rope_theta") or 10_000.0} | rope
+    return rope_parameters({"rope_parameters": rope}), share
 
 
 def windows_by_layer_type(num_layers: int, window: int | None, types: Any) -> tuple[int | None, ...]:

@@ -11,4 +11,4 @@ from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    return replace(qwen2.decoder_config(hf), names=TensorNames(beside="model.mtp_layers."))
+    return replace(qwen2.decoder_config(hf), names=TensorNames(beside=("model.mtp_layers.",)))

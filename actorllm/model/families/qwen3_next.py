@@ -8,11 +8,11 @@ from typing import Any
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.families.decoder_config import (
     DecoderConfig,
+    ExpertShape,
     TensorNames,
     number,
+    partial_rope,
     positive,
-    rope_parameters,
-    rope_tree,
 )
 from actorllm.model.families.expert_shape import expert_shape
 from actorllm.model.families.granite_hybrid import mixers
@@ -31,21 +31,15 @@ DEFAULTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
     "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25,
 }
+ROTARY_SHARE = 0.25
 INTERVAL = 4
 """Every fourth layer attends, where config.json lists no types."""
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    if hf.get("attention_bias"):
-        raise UnsupportedModelError("attention_bias=True is not supported for this architecture")
     num_layers = positive(hf, "num_hidden_layers")
-    every = positive(hf, "full_attention_interval", INTERVAL)
-    types = hf.get("layer_types") or [
-        "linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
-    ]
     step, dense = positive(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CorruptModelError(f"config.json: mlp_only_layers is {dense!r:.80}, a list is needed")
@@ -59,18 +53,29 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         shared="mlp.shared_expert",
         shared_gate="mlp.shared_expert_gate",
     )
-    rope = rope_tree(hf)
-    own = rope.pop("partial_rotary_factor", None)
-    share = number(hf if own is None else {"partial_rotary_factor": own}, "partial_rotary_factor", least=0)
-    rope = {"rope_theta": hf.get("rope_theta") or 10_000.0} | rope
+    return hybrid(hf, TensorNames(norm_offset=1.0, beside=("mtp.",)), experts if any(layers) else None)
+
+
+def hybrid(
+    hf: Mapping[str, Any], names: TensorNames, experts: ExpertShape | None, *, is_split: bool = False
+) -> DecoderConfig:
+    """What Qwen3-Next and Qwen3.5 have alike. is_split: as of the shape of recurrent layers. Raises ModelError."""
+    if hf.get("attention_bias"):
+        raise UnsupportedModelError("attention_bias=True is not supported for this architecture")
+    num_layers = positive(hf, "num_hidden_layers")
+    every = positive(hf, "full_attention_interval", INTERVAL)
+    types = hf.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
+    ]
+    rope, share = partial_rope(hf, ROTARY_SHARE)
     return DecoderConfig.from_hugging_face(
         hf,
-        names=TensorNames(norm_offset=1.0, beside="mtp."),
-        rope=rope_parameters({"rope_parameters": rope}),
+        names=names,
+        rope=rope,
         rotary_share=share,
         qk_norm="head",
         gates_attention=True,
-        experts=experts if any(layers) else None,
+        experts=experts,
         recurrent=GatedDeltaShape(
             num_key_heads=positive(hf, "linear_num_key_heads"),
             num_value_heads=positive(hf, "linear_num_value_heads"),
@@ -78,6 +83,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
             value_dim=positive(hf, "linear_value_head_dim"),
             kernel_size=positive(hf, "linear_conv_kernel_dim"),
             eps=number(hf, "rms_norm_eps", 1e-6, least=0),
+            is_split=is_split,
         ),
         mixers=mixers({**hf, "layer_types": types}),
     )

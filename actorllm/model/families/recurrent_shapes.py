@@ -105,6 +105,8 @@ class GatedDeltaShape:
     kernel_size: int
     """Tokens that the convolution sees, the newest included."""
     eps: float
+    is_split: bool = False
+    """Its first product is four tensors, each of all heads; else two, whose outputs are grouped by key head."""
     output_scale: float = 1.0
     """Of the last product."""
     prefix: str = "linear_attn"
@@ -129,10 +131,14 @@ class GatedDeltaShape:
 
     def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
         """Names, outputs and inputs of the linear layers."""
+        last = (f"{self.prefix}.out_proj", hidden_size, self.inner_size)
+        if self.is_split:
+            sizes = {"qkv": self.conv_size, "z": self.inner_size, "b": self.num_value_heads, "a": self.num_value_heads}
+            return [*((f"{self.prefix}.in_proj_{name}", size, hidden_size) for name, size in sizes.items()), last]
         return [
             (f"{self.prefix}.in_proj_qkvz", self.conv_size + self.inner_size, hidden_size),
             (f"{self.prefix}.in_proj_ba", 2 * self.num_value_heads, hidden_size),
-            (f"{self.prefix}.out_proj", hidden_size, self.inner_size),
+            last,
         ]
 
     @property
@@ -144,9 +150,127 @@ class GatedDeltaShape:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaShape:
+    """A selective state-space layer whose decay is one number for each channel and entry of its state (Mamba, arXiv:2312.00752).
+
+    Its first product makes x and a gate. A causal convolution goes over x. Of that, another product makes a few numbers for the
+    step sizes, then B and C. One more makes a step size for each channel of those numbers.
+    """
+
+    num_channels: int
+    state_size: int
+    """Of each channel."""
+    step_rank: int
+    """Numbers that the step sizes of all channels are made of."""
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    has_conv_bias: bool
+    has_bias: bool
+    """Of the first and the last product."""
+    norm_eps: float | None = None
+    """Of norms without weights, of B, of C, and of the numbers for step sizes (Falcon Mamba); None: there are none."""
+    output_scale: float = 1.0
+    """Of the last product."""
+    prefix: str = "mixer"
+    """Of the names of its tensors, within the layer."""
+
+    def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
+        """Names, outputs and inputs of the linear layers."""
+        return [
+            (f"{self.prefix}.in_proj", 2 * self.num_channels, hidden_size),
+            (f"{self.prefix}.x_proj", self.step_rank + 2 * self.state_size, self.num_channels),
+            (f"{self.prefix}.dt_proj", self.num_channels, self.step_rank),
+            (f"{self.prefix}.out_proj", hidden_size, self.num_channels),
+        ]
+
+    @property
+    def states(self) -> Mapping[str, StateSpec]:
+        """By name: the inputs of the convolution that come before the next token, and the state of every channel."""
+        return {
+            "conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False),
+            "channels": StateSpec((self.num_channels, self.state_size), is_exact=True),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RgLruShape:
+    """A real-gated linear recurrent unit (RG-LRU of Griffin, arXiv:2402.19427): the state of a channel is one number.
+
+    Its first product makes a gate and x. A causal convolution goes over x. Of that, two products by blocks of channels make gates
+    of the input and of the recurrence.
+    """
+
+    num_channels: int
+    num_blocks: int
+    """Of neighbouring channels, each with products of its own."""
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    output_scale: float = 1.0
+    """Of the last product."""
+    prefix: str = "temporal_block"
+    """Of the names of its tensors, within the layer."""
+
+    def __post_init__(self) -> None:
+        if self.num_channels % self.num_blocks:
+            raise CorruptModelError(
+                f"config.json: {self.num_channels} channels of recurrent layers are no multiple of {self.num_blocks} blocks"
+            )
+
+    @property
+    def block_size(self) -> int:
+        return self.num_channels // self.num_blocks
+
+    def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
+        """Names, outputs and inputs of the linear layers."""
+        return [
+            (f"{self.prefix}.linear_y", self.num_channels, hidden_size),
+            (f"{self.prefix}.linear_x", self.num_channels, hidden_size),
+            (f"{self.prefix}.linear_out", hidden_size, self.num_channels),
+        ]
+
+    @property
+    def states(self) -> Mapping[str, StateSpec]:
+        """By name: the inputs of the convolution that come before the next token, and the state of every channel."""
+        return {
+            "conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False),
+            "channels": StateSpec((self.num_channels,), is_exact=True),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvShape:
+    """A convolution over a few tokens between two gates (LFM2): its state is the last inputs alone.
+
+    Its first product makes a gate of the inputs, a gate of what comes out, and x.
+    """
+
+    num_channels: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    has_bias: bool
+    """Of both products and of the convolution."""
+    output_scale: float = 1.0
+    """Of the last product."""
+    prefix: str = "conv"
+    """Of the names of its tensors, within the layer."""
+
+    def products(self, hidden_size: int) -> list[tuple[str, int, int]]:
+        """Names, outputs and inputs of the linear layers."""
+        return [
+            (f"{self.prefix}.in_proj", 3 * self.num_channels, hidden_size),
+            (f"{self.prefix}.out_proj", hidden_size, self.num_channels),
+        ]
+
+    @property
+    def states(self) -> Mapping[str, StateSpec]:
+        """By name: the inputs of the convolution that come before the next token."""
+        return {"conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False)}
+
+
 def state_bytes(shape: RecurrentShape, num_layers: int, itemsize: int) -> int:
     """Memory for the states of one sequence. itemsize: of the type of the model."""
     return num_layers * sum(spec.num_bytes(itemsize) for spec in shape.states.values())
 
 
-RecurrentShape: TypeAlias = Mamba2Shape | GatedDeltaShape
+RecurrentShape: TypeAlias = Mamba2Shape | GatedDeltaShape | MambaShape | RgLruShape | ShortConvShape

@@ -8,7 +8,14 @@ from typing import TypeAlias
 
 import torch
 
-from actorllm.model.families.recurrent_shapes import GatedDeltaShape, Mamba2Shape, RecurrentShape
+from actorllm.model.families.recurrent_shapes import (
+    GatedDeltaShape,
+    Mamba2Shape,
+    MambaShape,
+    RecurrentShape,
+    RgLruShape,
+    ShortConvShape,
+)
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.weights import Weights
 
@@ -41,7 +48,51 @@ class GatedDeltaTensors:
     norm: torch.Tensor  # [value_dim]
 
 
-RecurrentTensors: TypeAlias = Mamba2Tensors | GatedDeltaTensors
+@dataclass(frozen=True, slots=True)
+class MambaTensors:
+    """Of one selective state-space layer. All but the products are float32."""
+
+    first: LinearWeight
+    """Its outputs: x, gate."""
+    last: LinearWeight
+    select: LinearWeight
+    """Its outputs: numbers for step sizes, B, C."""
+    steps: LinearWeight
+    kernel: torch.Tensor  # [kernel_size, num_channels], the newest token last
+    kernel_bias: torch.Tensor | None  # [num_channels]
+    step_bias: torch.Tensor  # [num_channels]
+    decay: torch.Tensor  # [num_channels, state_size], negative: a state is multiplied by exp(decay * step size)
+    skip: torch.Tensor  # [num_channels]
+
+
+@dataclass(frozen=True, slots=True)
+class RgLruTensors:
+    """Of one layer of real-gated linear recurrent units. All but the products are float32."""
+
+    first: LinearWeight
+    """Its outputs: gate, x."""
+    last: LinearWeight
+    kernel: torch.Tensor  # [kernel_size, num_channels], the newest token last
+    kernel_bias: torch.Tensor  # [num_channels]
+    gates: (
+        torch.Tensor
+    )  # [2, num_blocks, block_size, block_size]: of the input, of the recurrence; inputs before outputs
+    gate_biases: torch.Tensor  # [2, num_blocks, 1, block_size]
+    decay: torch.Tensor  # [num_channels], negative: a state is multiplied by exp(decay * gate)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvTensors:
+    """Of one layer of a short convolution. All but the products are float32."""
+
+    first: LinearWeight
+    """Its outputs: gate of the inputs, gate of what comes out, x."""
+    last: LinearWeight
+    kernel: torch.Tensor  # [kernel_size, num_channels], the newest token last
+    kernel_bias: torch.Tensor | None  # [num_channels]
+
+
+RecurrentTensors: TypeAlias = Mamba2Tensors | GatedDeltaTensors | MambaTensors | RgLruTensors | ShortConvTensors
 
 
 def recurrent_tensors(
@@ -51,6 +102,12 @@ def recurrent_tensors(
     prefix = f"{prefix}{shape.prefix}."
     if isinstance(shape, GatedDeltaShape):
         return gated_delta_tensors(prefix, shape, weights, form, hidden_size)
+    if isinstance(shape, MambaShape):
+        return mamba_tensors(prefix, shape, weights, form, hidden_size)
+    if isinstance(shape, ShortConvShape):
+        return short_conv_tensors(prefix, shape, weights, form, hidden_size)
+    if isinstance(shape, RgLruShape):
+        return rg_lru_tensors(prefix, shape, weights, form, hidden_size)
     return mamba2_tensors(prefix, shape, weights, form, hidden_size)
 
 
@@ -91,16 +148,80 @@ def gated_delta_tensors(
         return weight.reordered(torch.cat([part.reshape(-1) for part in parts]))
 
     value_size = repeats * shape.value_dim
+    if shape.is_split:
+        *firsts, _ = shape.products(hidden_size)
+        start = len(shape.prefix) + 1
+        parts = [form.sharded(weights, prefix + name[start:], size, hidden_size) for name, size, _ in firsts]
+    else:
+        parts = [
+            by_part("in_proj_qkvz", (shape.key_dim, shape.key_dim, value_size, value_size)),
+            by_part("in_proj_ba", (repeats, repeats)),
+        ]
     return GatedDeltaTensors(
-        first=form.fused(
-            [
-                by_part("in_proj_qkvz", (shape.key_dim, shape.key_dim, value_size, value_size)),
-                by_part("in_proj_ba", (repeats, repeats)),
-            ]
-        ),
+        first=form.fused(parts),
         last=form.sharded(weights, prefix + "out_proj", hidden_size, shape.inner_size),
         kernel=kernel(prefix + "conv1d", shape.conv_size, shape.kernel_size, weights),
         step_bias=weights.take(prefix + "dt_bias", shape.num_value_heads, dtype=torch.float32).float(),
         decay=-weights.take(prefix + "A_log", shape.num_value_heads, dtype=torch.float32).float().exp(),
         norm=weights.take(prefix + "norm.weight", shape.value_dim, dtype=torch.float32).float(),
+    )
+
+
+def mamba_tensors(prefix: str, shape: MambaShape, weights: Weights, form: Form, hidden_size: int) -> MambaTensors:
+    """prefix: of the mixer."""
+    size, has_bias = shape.num_channels, shape.has_bias
+
+    def exact(name: str, *sizes: int) -> torch.Tensor:
+        return weights.take(prefix + name, *sizes, dtype=torch.float32).float()
+
+    return MambaTensors(
+        first=form.sharded(weights, prefix + "in_proj", 2 * size, hidden_size, has_bias=has_bias),
+        last=form.sharded(weights, prefix + "out_proj", hidden_size, size, has_bias=has_bias),
+        select=form.sharded(weights, prefix + "x_proj", shape.step_rank + 2 * shape.state_size, size),
+        steps=form.sharded(weights, prefix + "dt_proj", size, shape.step_rank),
+        kernel=kernel(prefix + "conv1d", size, shape.kernel_size, weights),
+        kernel_bias=exact("conv1d.bias", size) if shape.has_conv_bias else None,
+        step_bias=exact("dt_proj.bias", size),
+        decay=-exact("A_log", size, shape.state_size).exp(),
+        skip=exact("D", size),
+    )
+
+
+RG_LRU_DECAY = 8.0
+"""How much faster a state decays than its parameter says, where the gate of the recurrence is open (the paper's c)."""
+
+
+def rg_lru_tensors(prefix: str, shape: RgLruShape, weights: Weights, form: Form, hidden_size: int) -> RgLruTensors:
+    """prefix: of the mixer."""
+    size, blocks = shape.num_channels, (shape.num_blocks, shape.block_size)
+
+    def exact(name: str, *sizes: int) -> torch.Tensor:
+        return weights.take(prefix + name, *sizes, dtype=torch.float32).float()
+
+    kinds = ("input", "recurrent")
+    parts = [
+        form.sharded(weights, prefix + name, size, hidden_size, has_bias=True) for name in ("linear_y", "linear_x")
+    ]
+    return RgLruTensors(
+        first=form.fused(parts),
+        last=form.sharded(weights, prefix + "linear_out", hidden_size, size, has_bias=True),
+        kernel=kernel(prefix + "conv_1d", size, shape.kernel_size, weights),
+        kernel_bias=exact("conv_1d.bias", size),
+        gates=torch.stack([exact(f"rg_lru.{kind}_gate_weight", *blocks, shape.block_size) for kind in kinds]),
+        gate_biases=torch.stack([exact(f"rg_lru.{kind}_gate_bias", *blocks) for kind in kinds]).unsqueeze(2),
+        decay=-RG_LRU_DECAY * torch.nn.functional.softplus(exact("rg_lru.recurrent_param", size)),
+    )
+
+
+def short_conv_tensors(
+    prefix: str, shape: ShortConvShape, weights: Weights, form: Form, hidden_size: int
+) -> ShortConvTensors:
+    """prefix: of the mixer."""
+    size, has_bias = shape.num_channels, shape.has_bias
+    bias = weights.take(prefix + "conv.bias", size, dtype=torch.float32).float() if has_bias else None
+    return ShortConvTensors(
+        first=form.sharded(weights, prefix + "in_proj", 3 * size, hidden_size, has_bias=has_bias),
+        last=form.sharded(weights, prefix + "out_proj", hidden_size, size, has_bias=has_bias),
+        kernel=kernel(prefix + "conv", size, shape.kernel_size, weights),
+        kernel_bias=bias,
     )

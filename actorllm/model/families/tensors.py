@@ -22,6 +22,7 @@ from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.pipeline.part import WHOLE, LayerPart
 from actorllm.model.weights import ALL, Weights
+from actorllm.types.quantization import KV_SCALES
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +266,12 @@ class DecoderTensors:
         needs_no_head = self._config.ties_embeddings or not self._config.has_head
         self._weights.close(  # the config determines them, or no layer needs them
             is_ignorable=lambda name: (
-                name.endswith("rotary_emb.inv_freq")
+                name.endswith(("rotary_emb.inv_freq", *KV_SCALES))
                 or (name == "lm_head.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
                 or self._is_of_drafts(name)
                 or self._model_part.lacks(name)
-                or (self._config.names.beside is not None and name.startswith(self._config.names.beside))
+                or name.startswith(self._config.names.beside)
             )
         )
 

@@ -34,3 +34,5 @@ class TransformersPlan:
     body: str
     """Path of the module that makes hidden states of tokens; what the model does with them is its head."""
     max_positions: int
+    scores_positions: bool = False
+    """Positions of keys have scores of their own (ALiBi)."""

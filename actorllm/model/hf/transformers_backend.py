@@ -41,8 +41,8 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, PagedCache, Scoring
 from actorllm.model.embeds import later_rows, place_rows
-from actorllm.model.hf import adapting, packing
-from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
+from actorllm.model.hf import adapting, own_attention, packing
+from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep, attention
 from actorllm.model.hf.loading import (
     LANGUAGE_PARTS,
     built,
@@ -55,6 +55,7 @@ from actorllm.model.hf.loading import (
     read_config,
     refused,
 )
+from actorllm.model.hf.own_attention.exchanged import AttentionFunction, ExchangedAttention
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
@@ -103,6 +104,9 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         config = traced.config
         _check_config(config, architecture)
     freeze_rope(traced, model.max_model_len)
+    if architecture in own_attention.ARCHITECTURES:
+        own_attention.exchange(traced, architecture, model.max_model_len)
+        own_attention.choose(traced, _note_attention)
     trace = _trace(traced, architecture)
     shapes = {call.shape for call in trace.calls}
     if len(shapes) > 1:
@@ -124,13 +128,15 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         ),
         body=trace.body,
         max_positions=model.max_model_len,
+        scores_positions=any(call.arguments.get("by_position") is not None for call in trace.calls),
     )
 
 
 def _without_weights(config: Any, model: ModelConfig) -> Any:
+    name = "eager" if model.architecture in own_attention.ARCHITECTURES else TRACE
     with quiet(), torch.device("meta"):
         try:
-            return _auto(config).from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
+            return _auto(config).from_config(config, attn_implementation=name, dtype=torch.bfloat16).eval()
         except Exception as error:
             if TRACE in str(error):  # it chooses its attention from a list of its own
                 raise refused(model.architecture, NO_INTERFACE) from error
@@ -141,6 +147,8 @@ def _without_weights(config: Any, model: ModelConfig) -> Any:
 
 def _twin_to_trace(module: Any, architecture: str) -> Any:
     traced = twin(module, on_meta=True)
+    if architecture in own_attention.ARCHITECTURES:
+        return traced
     try:
         with quiet():
             traced.set_attn_implementation(TRACE)
@@ -171,8 +179,6 @@ def _check_config(config: Any, architecture: str) -> None:
     if architecture not in classes:
         instead = f"; of model_type {config.model_type!r}, {' and '.join(classes)} would be" if classes else ""
         raise refused(architecture, f"it is no decoder for text generation{instead}")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise refused(architecture, "its positions are ALiBi biases, which the paged attention does not add")
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise refused(
@@ -296,17 +302,22 @@ def _check_trace(trace: ForwardTrace, model: Any, architecture: str, failure: Ex
         raise refused(architecture, f"it calls attention {len(calls)} times in one step, for {num_layers} layers")
     for call in calls:
         given = {name for name, value in call.arguments.items() if value is not None}
-        unknown = given - IGNORED - {"scaling", "sliding_window", "softcap", "s_aux"}
+        unknown = given - IGNORED - {"scaling", "sliding_window", "softcap", "s_aux", "by_position"}
         if unknown:
             raise refused(architecture, f"its attention takes {sorted(unknown)[0]!r}, which ours does not know")
         if not isinstance(call.arguments.get("scaling"), float | int | None):
             raise refused(architecture, "the scale of its scores is computed in every step")
+    if isinstance(calls[0].module, ExchangedAttention):
+        return  # which looks at positions by itself where its model does not
     if "position_ids" not in inspect.signature(model.get_submodule(trace.body).forward).parameters:
         raise refused(architecture, f"its {trace.body} takes no position_ids")
 
 
 def _window(call: AttentionCall, architecture: str, max_positions: int) -> int | None:
     """What a layer sees, read off its mask at some positions. Raises UnsupportedModelError for any other pattern."""
+    if isinstance(call.module, ExchangedAttention):
+        window = call.module.window
+        return window if window is not None and window < max_positions else None
     if call.mask is None:
         raise refused(architecture, "its attention mask is not one that transformers makes for all models")
     windows = set()
@@ -354,13 +365,14 @@ class TransformersStep(AttentionStep):
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        by_position: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         self._between_layers()
         index, window = self._layers[id(module)]
         width, out_width = query.shape[3], value.shape[3]
         query, key, value = (widened(x[0], self._head_dim, self._dtype) for x in (query, key, value))
-        scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
+        scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux, by_position)
         key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
         out = self._batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
         return out.view(1, query.shape[1], query.shape[0], self._head_dim)[..., :out_width]
@@ -415,7 +427,9 @@ class TransformersDecoder:
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
         freeze_rope(model, plan.max_positions)
-        _set_attention(model, ATTENTION)
+        if plan.architecture in own_attention.ARCHITECTURES:
+            own_attention.exchange(model, plan.architecture, plan.max_positions)
+        self._attend_by(attention)
         self.layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
         self._body = model.get_submodule(plan.body)
         self._given = Given()
@@ -525,17 +539,19 @@ class TransformersDecoder:
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
         """The model with transformers' own attention, meanwhile."""
-        _set_attention(self.model, "eager")
+        self._attend_by(None)
         try:
             yield self.model
         finally:
-            _set_attention(self.model, ATTENTION)
+            self._attend_by(attention)
 
-
-def _set_attention(model: Any, name: str) -> None:
-    """transformers warns of parts that are not there, such as the tower of a model that takes images."""
-    with quiet():
-        model.set_attn_implementation(name)
+    def _attend_by(self, function: AttentionFunction | None) -> None:
+        """function: `attention`; None: transformers' own."""
+        if self.config.architecture in own_attention.ARCHITECTURES:
+            own_attention.choose(self.model, function)
+            return
+        with quiet():  # it warns of parts that are not there, such as the tower of a model that takes images
+            self.model.set_attn_implementation("eager" if function is None else ATTENTION)
 
 
 def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:

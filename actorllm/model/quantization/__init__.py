@@ -21,7 +21,7 @@ from actorllm.model.quantization.gguf import GgufForm, GgufWeights
 from actorllm.model.quantization.int4 import Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights, DummyWeights, Weights
-from actorllm.types.model_files import overridden, read_object
+from actorllm.types.model_files import overridden, read_model_config
 from actorllm.types.quantization import FP8, GGUF, INT4_GROUPS, read_checkpoint
 
 
@@ -32,7 +32,7 @@ def form_of(model: ModelConfig, *, keeps_floats: bool = False) -> Form:
     """
     if model.quantization is None:
         return Dense
-    checkpoint = read_checkpoint(overridden(read_object(Path(model.path) / "config.json"), model.overrides))
+    checkpoint = read_checkpoint(overridden(read_model_config(Path(model.path)), model.overrides))
     if checkpoint is None or model.load_format == "dummy":
         if keeps_floats and model.quantization == FP8:
             return Fp8
@@ -49,7 +49,7 @@ def open_weights(
     if model.load_format == "dummy" and source.is_first:
         return DummyWeights(model.seed, dtype, device)
     if model.quantization == GGUF:
-        checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
+        checkpoint = read_checkpoint(read_model_config(Path(model.path)))
         assert checkpoint is not None
         return GgufWeights(Path(checkpoint.file), dtype)
     is_complete = model.load_format == "dummy" and source.folder is None  # random ones are never mixed with others

@@ -18,7 +18,14 @@ from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq, torchao
 from actorllm.model.quantization.stored_layer import StoredLayer
 from actorllm.model.weights import ALL, Weights
-from actorllm.types.quantization import MXFP4_PACKED, NVFP4_PACKED, TORCHAO, QuantizedCheckpoint
+from actorllm.types.quantization import (
+    MODELOPT_FP8,
+    MODELOPT_NVFP4,
+    MXFP4_PACKED,
+    NVFP4_PACKED,
+    TORCHAO,
+    QuantizedCheckpoint,
+)
 
 READERS: dict[str, Callable[[StoredLayer], LinearWeight]] = {
     "int-quantized": compressed_tensors.read_int8,
@@ -30,6 +37,8 @@ READERS: dict[str, Callable[[StoredLayer], LinearWeight]] = {
     "awq": awq.read,
     "fp8": fp8.read,
     TORCHAO: torchao.read,
+    MODELOPT_FP8: fp8.read,
+    MODELOPT_NVFP4: float4.read_modelopt,
 }
 """By layout (`QuantizedCheckpoint`)."""
 

@@ -21,7 +21,7 @@ from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, layer_name
 from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
 from actorllm.model.quantization.int8 import Int8
 from actorllm.types.gguf_file import read_header
-from actorllm.types.model_files import read_object
+from actorllm.types.model_files import read_model_config
 from actorllm.types.quantization import GGUF, ROUNDING, read_checkpoint
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def weight_files(folder: Path, hf: Mapping[str, Any]) -> Iterator[Path]:
 
 def gguf_kinds(model: ModelConfig) -> dict[str, str]:
     """What each layer of a GGUF file becomes, as `becomes` says it; 8 bits where rounding is near enough."""
-    checkpoint = read_checkpoint(read_object(Path(model.path) / "config.json"))
+    checkpoint = read_checkpoint(read_model_config(Path(model.path)))
     assert checkpoint is not None
     found = {}
     for name, tensor in read_header(Path(checkpoint.file)).tensors.items():

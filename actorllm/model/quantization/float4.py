@@ -4,6 +4,8 @@ In mxfp4, 32 inputs share a scale of 8 bits, which is a power of two. In nvfp4, 
 layer share one in float32 that they are divided by. compressed-tensors stores layers as `weight_packed`, uint8 [out_features,
 in_features / 2], `weight_scale`, [out_features, num_groups], and for nvfp4 `weight_global_scale`. A processor computes no products
 of them, so they are rounded to integers of 8 bits where that is near enough.
+
+ModelOpt stores nvfp4 as `weight`, uint8, `weight_scale`, and `weight_scale_2`, which the scales are multiplied by.
 """
 
 from __future__ import annotations
@@ -39,25 +41,41 @@ def scaled(groups: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def read(layer: StoredLayer) -> LinearWeight:
     """A layer of compressed-tensors. Raises CorruptModelError with the name of the tensor that is wrong."""
     assert layer.scheme.group is not None
-    num_groups = layer.num_groups
     packed = layer.take(".weight_packed", layer.out_features, layer.in_features // 2, dtype=torch.uint8)
-    groups = numbers(packed).view(layer.out_features, num_groups, layer.scheme.group)
-    scale_name = f"{layer.name}.weight_scale"
+    groups = numbers(packed).view(layer.out_features, layer.num_groups, layer.scheme.group)
     if layer.scheme.layout == NVFP4_PACKED:
-        scales = checked_scales(
-            scale_name, layer.take(".weight_scale", layer.out_features, num_groups, dtype=torch.float32)
-        )
-        whole = layer.take(".weight_global_scale", 1, dtype=torch.float32)
-        if not bool((whole > 0) & whole.isfinite()):
-            raise CorruptModelError(
-                f"tensor {layer.name + '.weight_global_scale'!r} is {whole.item()}, which is no scale"
-            )
+        weight = groups.mul_((_scales(layer) / _whole_scale(layer, ".weight_global_scale")).unsqueeze(2))
         if layer.stored(".input_global_scale") is not None:  # of activations, which stay as they are here
             layer.take(".input_global_scale", 1, dtype=torch.float32)
-        weight = groups.mul_((scales / whole).unsqueeze(2))
     else:
-        exponents = layer.take(".weight_scale", layer.out_features, num_groups, dtype=torch.uint8)
+        exponents = layer.take(".weight_scale", layer.out_features, layer.num_groups, dtype=torch.uint8)
         if bool((exponents == NO_SCALE).any()):
-            raise CorruptModelError(f"tensor {scale_name!r} has scales that are not finite")
+            raise CorruptModelError(f"tensor {layer.name + '.weight_scale'!r} has scales that are not finite")
         weight = scaled(groups, exponents)
     return layer.rounded(weight.view(layer.out_features, layer.in_features))
+
+
+def read_modelopt(layer: StoredLayer) -> LinearWeight:
+    """A layer of ModelOpt. Raises CorruptModelError with the name of the tensor that is wrong."""
+    assert layer.scheme.group is not None
+    packed = layer.take(".weight", layer.out_features, layer.in_features // 2, dtype=torch.uint8)
+    groups = numbers(packed).view(layer.out_features, layer.num_groups, layer.scheme.group)
+    if layer.stored(".input_scale") is not None:  # of activations, which stay as they are here
+        layer.take_whole(".input_scale")
+    weight = groups.mul_((_scales(layer) * _whole_scale(layer, ".weight_scale_2")).unsqueeze(2))
+    return layer.rounded(weight.view(layer.out_features, layer.in_features))
+
+
+def _scales(layer: StoredLayer) -> torch.Tensor:
+    """Of nvfp4: float32 [out_features, num_groups]."""
+    found = layer.take(".weight_scale", layer.out_features, layer.num_groups, dtype=torch.float32)
+    return checked_scales(f"{layer.name}.weight_scale", found)
+
+
+def _whole_scale(layer: StoredLayer, part: str) -> torch.Tensor:
+    """The scale that all of a layer share: one number, which writers store in several shapes."""
+    found = layer.take_whole(part)
+    if found.numel() != 1 or not bool((found > 0) & found.isfinite()):
+        told = found.item() if found.numel() == 1 else f"of shape {tuple(found.shape)}"
+        raise CorruptModelError(f"tensor {layer.name + part!r} is {told}, which is no scale")
+    return found.reshape(1)

@@ -360,7 +360,7 @@ def test_a_head_with_the_states_of_rejected_drafts_is_found(
             {"architectures": ["DeepseekV3ForCausalLM"]},
             "the layers of a head are those of LlamaForCausalLM and Qwen3ForCausalLM",
         ),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, 4096 at most are known"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, a number from 1 to 4096 is needed"),
         ({"draft_vocab_size": 98}, "draft_vocab_size=98 is more than the target has, 97"),
         ({"target_hidden_size": 64}, "target_hidden_size=64 is not that of the target, 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 7]}, r"must be numbers of layers from 0 to 6"),

@@ -13,6 +13,7 @@ from actorllm import AsyncLLM
 from actorllm.actors.topology import engine_topology
 from tests.model.cuda.host_engine import ARGUMENTS
 from tests.model.cuda.host_processes import on_the_host, tell
+from tests.model.cuda.mixtures import QWEN3
 
 
 @pytest.fixture
@@ -22,10 +23,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def make_llm(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> Iterator[Callable[..., AsyncLLM]]:
-    path, engines = folder(), []
+    engines: list[AsyncLLM] = []
 
-    def make(**arguments: Any) -> AsyncLLM:
-        engines.append(AsyncLLM(str(path), **(ARGUMENTS | arguments)))
+    def make(shape: dict[str, Any], **arguments: Any) -> AsyncLLM:
+        engines.append(AsyncLLM(str(folder(**shape)), **(ARGUMENTS | arguments)))
         return engines[-1]
 
     yield make
@@ -34,13 +35,16 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> It
 
 
 @pytest.mark.timeout(120)
-async def test_streams_go_on_over_deaths(make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [{}, QWEN3], ids=["dense", "experts"])
+async def test_streams_go_on_over_deaths(
+    shape: dict[str, Any], make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the scheduler, whose steps the worker still computes, and of the worker, which learns everything again."""
-    expected = await tell(make_llm())
+    expected = await tell(make_llm(shape))
     monkeypatch.setattr(
         actorllm.client.engine_supervisor, "engine_topology", lambda config: on_the_host(engine_topology(config))
     )
-    llm = make_llm(topology="process")
+    llm = make_llm(shape, topology="process")
     await llm.start()
     assert await tell(llm, ("scheduler",)) == expected
     assert await tell(llm, ("worker0",)) == expected

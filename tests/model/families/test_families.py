@@ -115,6 +115,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-next",
         {"mlp_only_layers": [0], "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "mamba": ("mamba", {"tie_word_embeddings": False}),
+    "mamba, biases": ("mamba", {"use_bias": True, "use_conv_bias": False, "time_step_rank": "auto"}),
+    "falcon-mamba": ("falcon-mamba", {}),
+    "recurrent-gemma": ("recurrent-gemma", {}),
+    "recurrent-gemma, one key head": (
+        "recurrent-gemma",
+        {
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "attention_window_size": LONGER_THAN_THE_PROMPT,
+            "conv1d_width": 3,
+        },
+    ),
+    "lfm2": ("lfm2", {}),
+    "qwen3.5": ("qwen3.5", {"head_dim": 32}),
+    "qwen3.5, tied": ("qwen3.5", {"tie_word_embeddings": True, "architecture": "Qwen3_5ForConditionalGeneration"}),
+    "lfm2, biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
     "gemma3, own head, long window": (
         "gemma3",
         {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},
@@ -330,8 +347,12 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4}
         experts |= {"num_heads": 3, "n_groups": 1, "mamba_n_heads": 3}  # of state-space layers
         shape = LLAMA | {"architectures": [architecture], "head_dim": 32, "num_key_value_heads": 2} | experts
-        if architecture in ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM"):
+        if architecture in ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM") or "Qwen3_5" in architecture:
             shape["layer_types"] = ["linear_attention", "full_attention"]
+        if architecture == "Lfm2ForCausalLM":
+            shape["layer_types"] = ["conv", "full_attention"]
+        if architecture == "RecurrentGemmaForCausalLM":
+            shape["block_types"] = ["recurrent", "attention"]
         (tmp_path / "config.json").write_text(json.dumps(shape))
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)

@@ -146,8 +146,48 @@ MODELS["qwen3-next"] = (
         **EXPERTS,
     },
 )
-RECURRENT = {"mamba2", "granite-hybrid", "falcon-h1", "qwen3-next"}
+MODELS["mamba"] = ("Mamba", {"intermediate_size": 96, "state_size": 8, "time_step_rank": 5, "pad_token_id": 0})
+MODELS["falcon-mamba"] = ("FalconMamba", MODELS["mamba"][1])
+MODELS["recurrent-gemma"] = (
+    "RecurrentGemma",
+    {
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": WINDOW,
+        "lru_width": 64,
+        "logits_soft_cap": 8.0,
+    },
+)
+LINEAR_PARTS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+RECURRENT = {
+    "qwen3.5",
+    "mamba2",
+    "granite-hybrid",
+    "falcon-h1",
+    "qwen3-next",
+    "mamba",
+    "falcon-mamba",
+    "recurrent-gemma",
+    "lfm2",
+}
 """Which run by a fused forward only."""
+MODELS["lfm2"] = ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16})
+QWEN3_5: dict[str, Any] = {
+    key: MODELS["qwen3-next"][1][key]
+    for key in ("layer_types", "head_dim", *(f"linear_{part}" for part in LINEAR_PARTS))
+}
+MODELS["qwen3.5"] = ("Qwen3_5Text", QWEN3_5)
+MODELS["falcon"] = ("Falcon", {"bias": True})
+MODELS["falcon, new"] = ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
+MODELS["falcon, alibi"] = ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True})
+MODELS["bloom"] = ("Bloom", {"n_head": 6, "n_layer": 2})
+MODELS["mpt"] = (
+    "Mpt",
+    {"max_seq_len": 128, "attn_config": {"clip_qkv": 2.0}, "d_model": 48, "n_heads": 6, "n_layers": 2},
+)
+MODELS["gpt-neo"] = (
+    "GPTNeo",
+    {"num_heads": 4, "num_layers": 2, "attention_types": [[["local", "global"], 1]], "window_size": WINDOW},
+)
 MODELS["deepseek-v2"] = ("DeepseekV2", MODELS["deepseek-v3"][1])
 
 
@@ -165,7 +205,8 @@ def save(
         )
     config = getattr(transformers, f"{family}Config")(**config_values(SHAPE | differences | more))
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"  # where Falcon adds ALiBi twice
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -93,7 +93,8 @@ def change_windows(decoder: Any, change: Callable[[int | None], int | None]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "qwen2", "gemma2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt-oss", "olmo3", "cohere2"]
+    "name",
+    ["mistral", "qwen2", "gemma2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt-oss", "olmo3", "cohere2", "gpt-neo"],
 )
 def test_control_a_dropped_or_changed_window_is_seen(name: str, tmp_path: Path, make: Callable[..., Any]) -> None:
     model = save(name, tmp_path)
@@ -108,13 +109,22 @@ def test_control_a_dropped_or_changed_window_is_seen(name: str, tmp_path: Path, 
 
 
 CONTROLS: dict[str, tuple[str, Callable[..., Scoring]]] = {
-    "softcap": ("gemma2", lambda scale, softcap, sinks: Scoring(scale, None, sinks)),
-    "another softcap": ("gemma2", lambda scale, softcap, sinks: Scoring(scale, softcap * 1.2, sinks)),
-    "sinks": ("gpt-oss", lambda scale, softcap, sinks: Scoring(scale, softcap, None)),
-    "sinks of other heads": ("gpt-oss", lambda scale, softcap, sinks: Scoring(scale, softcap, sinks.flip(0))),
-    "scale": ("granite", lambda scale, softcap, sinks: Scoring(12**-0.5, softcap, sinks)),
-    "scale of gemma": ("gemma2", lambda scale, softcap, sinks: Scoring(16**-0.5, softcap, sinks)),
-    "scale by layer": ("gpt2", lambda scale, softcap, sinks: Scoring(12**-0.5, softcap, sinks)),
+    "softcap": ("gemma2", lambda scale, softcap, sinks, places: Scoring(scale, None, sinks)),
+    "another softcap": ("gemma2", lambda scale, softcap, sinks, places: Scoring(scale, softcap * 1.2, sinks)),
+    "sinks": ("gpt-oss", lambda scale, softcap, sinks, places: Scoring(scale, softcap, None)),
+    "sinks of other heads": ("gpt-oss", lambda scale, softcap, sinks, places: Scoring(scale, softcap, sinks.flip(0))),
+    "scale": ("granite", lambda scale, softcap, sinks, places: Scoring(12**-0.5, softcap, sinks)),
+    "scale of gemma": ("gemma2", lambda scale, softcap, sinks, places: Scoring(16**-0.5, softcap, sinks)),
+    "scale by layer": ("gpt2", lambda scale, softcap, sinks, places: Scoring(12**-0.5, softcap, sinks)),
+    "slopes": ("bloom", lambda scale, softcap, sinks, places: Scoring(scale, softcap, sinks)),
+    "slopes of other heads": (
+        "mpt",
+        lambda scale, softcap, sinks, places: Scoring(scale, softcap, sinks, places.flip(0)),
+    ),
+    "slopes that are not scaled": (
+        "falcon, alibi",
+        lambda scale, softcap, sinks, places: Scoring(scale, softcap, sinks, places / scale),
+    ),
 }
 
 
@@ -352,8 +362,6 @@ REFUSED = {row["config"]: row["message"] for row in table("refused")}
 """By the name of the config, what the message of the refusal has."""
 OLDER = {
     "DiffLlama": ("AttentionInterface",),
-    "RecurrentGemma": ("AttentionInterface", "it calls attention 8 times in one step, for 26 layers"),
-    "Mamba": ("layers of type 'mamba'",),
     "DeepseekV32": ("layers of type 'deepseek_sparse_attention'",),
 }
 """The reasons with older releases of transformers, which have these models in another way."""
@@ -431,7 +439,9 @@ def attending_twice(decoder: Any) -> Any:
 @contextlib.contextmanager
 def forgetting_sinks(decoder: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_backend, "Scoring", lambda scale, softcap, sinks: Scoring(scale, softcap, None))
+        patch.setattr(
+            transformers_backend, "Scoring", lambda scale, softcap, sinks, places: Scoring(scale, softcap, None)
+        )
         yield
 
 

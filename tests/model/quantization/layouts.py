@@ -113,6 +113,18 @@ def float4(outputs: int, inputs: int, *, is_nvidia: bool, group: int = 0) -> Wri
     return {"weight_packed": packed_codes, **stored}, signed * scales.repeat_interleave(size, 1)
 
 
+def modelopt_float4(outputs: int, inputs: int, *, group: int = 16) -> Written:
+    """As `float4`, with the scale of all to multiply by."""
+    tensors, weight = float4(outputs, inputs, is_nvidia=True)
+    whole = 1 / tensors["weight_global_scale"][0]
+    return {
+        "weight": tensors["weight_packed"],
+        "weight_scale": tensors["weight_scale"],
+        "weight_scale_2": whole,
+        "input_scale": torch.tensor(3.0),
+    }, weight
+
+
 def torchao(outputs: int, inputs: int, *, kind: str, group: int = 32) -> Written:
     """kind: int8, fp8 or int4: Int8Tensor, Float8Tensor and IntxUnpackedToInt8Tensor of torchao 0.18."""
     if kind == "fp8":
@@ -150,6 +162,7 @@ TORCHAO_INT4 = torchao_config(
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "group_size": 16}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 
@@ -182,6 +195,8 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "packed-8": (compressed(num_bits=8), lambda o, i, **k: packed(o, i, bits=8, **k)),
     "nvfp4": (compressed_float4("nvfp4"), lambda o, i, **k: float4(o, i, is_nvidia=True)),
     "mxfp4": (compressed_float4("mxfp4"), lambda o, i, **k: float4(o, i, is_nvidia=False)),
+    "modelopt-nvfp4": (MODELOPT, modelopt_float4),
+    "modelopt-fp8": (MODELOPT | {"quant_algo": "FP8"}, fp8),
     "torchao-int8": (torchao_config("Int8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="int8", **k)),
     "torchao-int4": (TORCHAO_INT4, lambda o, i, **k: torchao(o, i, kind="int4", **k)),
     "torchao-fp8": (torchao_config("Float8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="fp8", **k)),

@@ -152,7 +152,6 @@ GROUP = "config_groups.group_0"
         (f"{GROUP}.input_activations.strategy", "tensor"),
         (f"{GROUP}.input_activations.dynamic", False),
         (f"{GROUP}.input_activations.num_bits", None),
-        ("kv_cache_scheme", {"num_bits": 8}),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
     ],
 )

@@ -28,6 +28,7 @@ from tests.model.quantization.layouts import (
     AWQ,
     FP8,
     GPTQ,
+    MODELOPT,
     WRITERS,
     compressed,
     compressed_float4,
@@ -44,7 +45,7 @@ def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32
     scheme, writer = WRITERS[name]
     tree = json.loads(json.dumps(scheme))
     if "fp4" in name:
-        group = tree["config_groups"]["group_0"]["weights"]["group_size"]
+        group = 16 if "nvfp4" in name else 32
     if "quant_type" in tree:
         if "torchao-int4" in name:
             tree["quant_type"]["default"]["_data"]["granularity"]["_data"]["group_size"] = group
@@ -52,7 +53,9 @@ def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32
         tree["config_groups"]["group_0"]["weights"]["group_size"] = group
     else:
         tree["group_size"] = group
-    tensors, weight = writer(outputs, inputs) if name.startswith("fp8") else writer(outputs, inputs, group=group)
+    tensors, weight = (
+        writer(outputs, inputs) if "fp8" in name and "quant_type" not in tree else writer(outputs, inputs, group=group)
+    )
     save_file({f"a.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
     found = read_checkpoint({"quantization_config": tree})
     assert found is not None
@@ -95,6 +98,7 @@ def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None
         "fp8-channel",
         "fp8-block",
         "nvfp4",
+        "modelopt-nvfp4",
         "torchao-int8",
         "torchao-int4",
     ],
@@ -114,7 +118,11 @@ def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4", "torchao-fp8"]
+    "name",
+    [
+        *("gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4", "torchao-fp8"),
+        *("modelopt-nvfp4", "modelopt-fp8"),
+    ],
 )
 def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     found, weight = layer(name, tmp_path, 144, 256)
@@ -222,6 +230,13 @@ K = "model.layers.0.self_attn.k_proj"
             lambda y: y.update({f"{K}.weight_scale": torch.ones(64, 4)}),
             rf"'{K}.weight_scale' has shape \(64, 4\)",
         ),
+        ("modelopt-nvfp4", lambda y: y.pop(f"{K}.weight_scale_2"), f"no tensor '{K}.weight_scale_2'"),
+        (
+            "modelopt-nvfp4",
+            lambda y: y.update({f"{K}.weight_scale_2": torch.ones(2)}),
+            rf"'{K}.weight_scale_2' is of shape \(2,\), which is no scale",
+        ),
+        ("modelopt-nvfp4", lambda y: y[f"{K}.weight_scale_2"].fill_(torch.nan), f"'{K}.weight_scale_2' is nan"),
         ("mxfp4", lambda y: y[f"{K}.weight_scale"].fill_(255), f"'{K}.weight_scale' has scales that are not finite"),
         ("mxfp4", lambda y: y.pop(f"{K}.weight_scale"), f"no tensor '{K}.weight_scale'"),
         ("awq", lambda y: y.update({f"{K}.qweight": torch.ones(128, 8)}), "torch.int32 is needed"),
@@ -280,7 +295,10 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
             torchao_config("Int8WeightOnlyConfig") | {"include_input_output_embeddings": True},
             "quantization_config.include_input_output_embeddings is True",
         ),
-        ({"quant_method": "modelopt"}, r"quantized weights \(modelopt\) are not supported"),
+        ({"quant_method": "modelopt"}, r"quantized weights \(modelopt\) are not supported: .*quant_algo is None"),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantization_config.quant_algo is 'MIXED_PRECISION'"),
+        (MODELOPT | {"group_size": 32}, "quantization_config.group_size is 32, 16 is read"),
+        ({"quant_method": "hqq"}, r"quantized weights \(hqq\) are not supported"),
         ({"quant_method": "mxfp4"}, r"quantized weights \(mxfp4\) are not supported"),
         ({"quant_method": ["gptq"]}, "quantized weights"),
     ],
@@ -303,6 +321,57 @@ def test_schemes_that_are_not_read_are_refused_by_field_and_value(tree: dict[str
 def test_what_is_no_scheme_is_refused_by_its_field(tree: dict[str, Any], field: str) -> None:
     with pytest.raises(CorruptModelError, match=field):
         read_checkpoint({"quantization_config": tree})
+
+
+@pytest.mark.parametrize(
+    ("left_out", "name", "is_quantized"),
+    [
+        ("lm_head", "lm_head", False),
+        ("lm_head", "model.lm_head", True),
+        ("model.layers.1.self_attn*", "model.layers.1.self_attn.q_proj", False),
+        ("model.layers.1.self_attn*", "model.layers.11.self_attn.q_proj", True),
+        ("model.layers.*.mlp.gate", "model.layers.3.mlp.gate", False),
+        ("model.layers.*.mlp.gate", "model.layers.3.mlp.gate_proj", True),
+        ("model.layers.0", "model.layers.0.mlp.up_proj", False),
+        ("model.layers.0", "model.layers.01.mlp.up_proj", True),
+    ],
+)
+@pytest.mark.parametrize("field", ["ignore", "exclude_modules"])
+def test_modelopt_leaves_out_modules_by_patterns(left_out: str, name: str, is_quantized: bool, field: str) -> None:
+    tree = {key: value for key, value in MODELOPT.items() if key != "ignore"} | {field: [left_out]}
+    scheme = read_checkpoint({"quantization_config": tree})
+    assert scheme is not None
+    assert scheme.quantizes(name) is is_quantized
+
+
+def test_modelopt_may_say_it_beside_config_json_and_store_scales_of_a_cache(
+    tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    quantized, plain = save_both("modelopt-nvfp4", tmp_path)
+    tree = json.loads((quantized / "config.json").read_text())
+    said = {
+        key: value for key, value in tree.pop("quantization_config").items() if key not in ("quant_method", "ignore")
+    }
+    said |= {"exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
+    (quantized / "config.json").write_text(json.dumps(tree))
+    beside = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": said}
+    (quantized / "hf_quant_config.json").write_text(json.dumps(beside))
+    tensors = load_file(quantized / "model.safetensors")
+    tensors |= {
+        f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale": torch.tensor(0.5) for i in (0, 1) for kind in "kv"
+    }
+    save_file(tensors, quantized / "model.safetensors")
+    runner = make_runner(quantized, dtype="float32")
+    assert runner.config.model.quantization == "modelopt"
+    assert error(logits(runner), logits(make_runner(plain, dtype="float32"))) < 0.08
+
+
+def test_a_scheme_of_the_cache_is_left_out() -> None:
+    """Others round the KV cache by it; here it stays what `kv_cache_dtype` says."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    assert read_checkpoint({"quantization_config": compressed() | {"kv_cache_scheme": cache}}) == read_checkpoint(
+        {"quantization_config": compressed()}
+    )
 
 
 def test_a_group_that_does_not_divide_the_inputs_is_refused_by_the_layer(
