@@ -13,7 +13,7 @@ a sequence is read and multiplied by 0.
 
 Where a sequence has one new token, it may also be given what the product for query, key and value left (`rope`). Then each program
 norms and rotates the queries that it needs, as `qknorm_rope_kv` does. The one that has the last tile of a sequence does so with the
-new key, and writes it and the new value to the cache before it reads that tile. That saves a launch per layer.
+new key. Before it reads the tile, it writes the new key and value to the cache. That saves a launch per layer.
 """
 
 from __future__ import annotations
