@@ -20,7 +20,7 @@ beside it.
 --write-configs puts the configurations that the searches found best into the table of the kernels (configs.json); run
 `python -m actorllm_kernels.gates` afterwards, and this again. --write-readme puts the measured figures into the
 table of kernels/README.md. --cpu-check walks through everything on a CPU in tiny sizes, in Triton's interpreter: whether the
-script runs, not how fast anything is.
+script runs, not how fast anything is. That needs Triton 3.9, or 3.6 with numpy before 2.4.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
+import numpy as np
 import torch
 import triton
+import triton.language as tl
 from gpu_stages import attention, ceilings, correctness, engine, head, peers, prediction, products, small, steps
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
@@ -58,6 +60,7 @@ from gpu_stages.tables import markdown, predicted, write_configs
 from gpu_stages.targets import verdicts
 from gpu_stages.verdict import verdict
 from report import environment, write_json
+from triton.runtime.interpreter import InterpretedFunction
 
 RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900.0
@@ -129,6 +132,27 @@ Launch = Callable[[list[str]], str]
 """Runs some stages; says why it ended before they did, or nothing."""
 
 
+@triton.jit
+def count_kernel(n_ptr):
+    for _ in range(tl.load(n_ptr)):
+        pass
+
+
+def interpreter_problem() -> str:
+    """Why kernels cannot be interpreted here, and the way out; nothing if they can.
+
+    The bounds of a loop are arrays with one number there. Triton 3.6 makes integers of them in a way that numpy 2.4 refuses.
+    """
+    try:
+        InterpretedFunction(count_kernel.fn)[(1,)](torch.ones(1, dtype=torch.int32))
+    except Exception as problem:  # whatever it raises, --cpu-check cannot go on
+        return (
+            f"the interpreter of Triton {triton.__version__} does not run with numpy {np.__version__}: {problem}; "
+            "install triton>=3.9, or numpy<2.4"
+        )
+    return ""
+
+
 def main() -> int:
     arguments = parse()
     if arguments.predict:
@@ -138,6 +162,9 @@ def main() -> int:
             "this needs a GPU: torch.cuda.is_available() is false; --cpu-check walks through it without one",
             file=sys.stderr,
         )
+        return 2
+    if arguments.cpu_check and (problem := interpreter_problem()):
+        print(problem, file=sys.stderr)
         return 2
     if arguments.stage not in ("hour", "next", "all", *STAGES):
         print(f"--stage {arguments.stage} is none of hour, next, all, {', '.join(STAGES)}", file=sys.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm_kernels import reference
-from actorllm_kernels.attn_decode import attn_decode, division
+from actorllm_kernels.attn_decode import attn_decode, division, takes_packed
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
@@ -92,7 +93,7 @@ def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
         name = " ".join(["x".join(map(str, shape)), *([f"q_len {q_len}"] if q_len > 1 else []), *what])
         some = tuple(n for n in lens if n == 0 or n >= q_len)
         yield f"attn_decode {name}", partial(check_decode, shape, some, q_len, what), ATTENTION_TOLERANCE
-        if q_len == 1:
+        if q_len == 1 and not what.get("packed"):
             yield f"attn_prefill {name}", partial(check_prefill, shape, what), ATTENTION_TOLERANCE
     if big:
         yield (
@@ -124,13 +125,24 @@ def variants(bench: Bench) -> list[Variant]:
     """Of attention: heads, key-value heads and head size; new tokens per sequence; what else."""
     if bench.is_check:
         window = {"window": 20, "has_sinks": True}
-        return [((4, 2, 32), 1, {}), ((4, 2, 32), 1, window), ((4, 2, 32), 4, window), ((18, 1, 32), 1, {})]
+        return [
+            ((4, 2, 32), 1, {}),
+            ((4, 2, 32), 1, {"packed": True}),
+            ((4, 2, 32), 1, window),
+            ((4, 2, 32), 4, window),
+            ((18, 1, 32), 1, {}),
+        ]
     plain = (
         (16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (28, 4, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256), (6, 2, 32),
         (48, 1, 128), (40, 2, 64), (24, 1, 256), (20, 1, 32),
     )  # fmt: skip
     return [
         *((shape, 1, {}) for shape in plain),
+        *(
+            (shape, 1, {"packed": True})
+            for shape in plain
+            if takes_packed(shape[2], shape[0] // shape[1], torch.bfloat16)
+        ),
         ((32, 8, 128), 1, {"window": 300}),
         ((8, 4, 256), 1, {"window": 300, "softcap": 50.0}),
         ((64, 8, 64), 1, {"window": 128, "has_sinks": True}),
@@ -267,6 +279,48 @@ def check_step_prep(bench: Bench) -> float:
     return float(sum(reference.StepRow(*row) != want for row, want in zip(columns, expected, strict=True)))
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Rows of queries, key and value as a product leaves them, for the last token of every sequence of a cache."""
+
+    rows: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[torch.Tensor, torch.Tensor]
+    queries: torch.Tensor
+    """As attention is to see them."""
+    new: torch.Tensor
+    """float64 [num_rows, 2, num_kv_heads, head_dim]: the keys and values that are to be stored."""
+
+    @classmethod
+    def behind(cls, q: torch.Tensor, cache: Paged) -> Packed:
+        """With these queries, and random keys and values."""
+        (count, heads, dim), kv_heads, device = q.shape, cache.keys.shape[1], q.device
+        rows = torch.cat((q, bf16(count, 2 * kv_heads, dim, device=device)), 1)
+        angles = torch.outer(torch.arange(4096.0), 10000.0 ** (-torch.arange(dim // 2) / (dim // 2)))
+        cos, sin = angles.cos(), angles.sin()
+        norm_q, norm_k = ((1 + bf16(dim, device=device) / 4).to(torch.bfloat16) for _ in range(2))
+        queries, keys, values = wide(rows).split((heads, kv_heads, kv_heads), 1)
+        where = (cache.seq_lens.cpu().long() - 1).clamp(min=0)
+        queries = reference.qknorm_rope(queries, where, cos.double(), sin.double(), wide(norm_q))
+        keys = reference.qknorm_rope(keys, where, cos.double(), sin.double(), wide(norm_k))
+        return cls(
+            rows.flatten(1),
+            (cos.to(device), sin.to(device)),
+            (norm_q, norm_k),
+            queries.to(torch.bfloat16),
+            torch.stack((keys, values), 1),
+        )
+
+    def off(self, cache: Paged) -> float:
+        """The largest error of what was stored."""
+        worst = 0.0
+        for i, n in enumerate(cache.seq_lens.tolist()):
+            if n:
+                stored = torch.stack([wide(part)[-1] for part in cache.sequence(i)])
+                worst = max(worst, off_by_row(stored, self.new[i]))
+        return worst
+
+
 def check_decode(
     shape: tuple[int, int, int], lens: tuple[int, ...], q_len: int, what: dict[str, Any], bench: Bench
 ) -> float:
@@ -281,13 +335,18 @@ def check_decode(
     out = torch.full_like(q, float("nan"))
     ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (len(lens) + 1, 1))
     partials, lse = (torch.zeros(2 * programs, q_len * group, *extra, device=device) for extra in ((dim,), ()))
+    packed = Packed.behind(q, cache) if what.get("packed") else None
     arrivals = torch.zeros(len(lens) * kv_heads, dtype=I32, device=device)
     plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, tile=tile, q_len=q_len, window=window)
     attn_decode(
-        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, arrivals, out, partials, lse, dim**-0.5,
+        q if packed is None else packed.rows,
+        cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, arrivals, out, partials, lse, dim**-0.5,
         window=window, softcap=softcap, sinks=sinks, programs=programs, tile=tile,
+        **({} if packed is None else {"rope": packed.rope, "norms": packed.norms}),
     )  # fmt: skip
     worst = 0.0
+    if packed is not None:
+        q, worst = packed.queries, packed.off(cache)
     for i, n in enumerate(lens):
         tokens = slice(i * q_len, (i + 1) * q_len)
         expected = torch.zeros(q_len, heads, dim)

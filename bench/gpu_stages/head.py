@@ -80,7 +80,7 @@ def search(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     ]
     candidates = [
         dict(zip(("BLOCK_K", "num_warps", "num_stages"), one, strict=True))
-        for one in bench.pick(itertools.product((64, 128), (4, 8), (2, 3, 4)), [(32, 8, 2)])
+        for one in bench.pick(itertools.product((32, 64, 128), (4, 8), (2, 3, 4)), [(32, 8, 2)])
     ]
     rows = measure(bench, "lm_head_sample", cases, candidates)
     return result("lm_head_sample", rows, choose(rows, ("BLOCK_K", "num_warps", "num_stages")))

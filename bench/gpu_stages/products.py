@@ -15,7 +15,7 @@ import torch
 
 from actorllm.model.cuda import ops
 from actorllm_kernels.configs import trying
-from actorllm_kernels.skinny_gemm import SplitScratch, shape_class
+from actorllm_kernels.skinny_gemm import SplitScratch, entry, shape_class
 
 from .clock import Bench, Call
 from .inputs import bf16
@@ -56,6 +56,10 @@ class Product:
     def shape_class(self) -> str:
         """Of the table."""
         return shape_class(self.outputs, self.is_gated)
+
+    def entry(self, rows: int) -> str:
+        """Of the table, for so many rows."""
+        return entry(rows, self.outputs, self.is_gated, self.device)
 
     def calls(self, rows: int) -> tuple[list[Call], list[Call]]:
         """Ours and cuBLAS's, one per copy of the weights: both as `decoder.ResidualStream` launches them.
@@ -142,7 +146,7 @@ def search(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any
         for name, outputs, inputs in shape.linears
     ]
     cases = [
-        Case(f"{product.label}, {count} rows", product.shape_class, partial(_ours, product, count))
+        Case(f"{product.label}, {count} rows", product.entry(count), partial(_ours, product, count))
         for product in products
         for count in bench.pick((1, 32), (1,))
     ]
@@ -155,6 +159,8 @@ def search(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any
                 by_prefetch.setdefault(ahead, []).extend(compare(bench, product, bandwidth))
     for name, config in chosen.items():
         mine = {ahead: [row for row in rows if row["class"] == name] for ahead, rows in by_prefetch.items()}
+        if not mine[1]:  # finer tiles, for few rows of what another class has
+            continue
         cost = {ahead: sum(math.log(row["ratio"]) for row in rows) for ahead, rows in mine.items()}
         config["PREFETCH"] = min((1, 0), key=lambda ahead: cost[ahead])
         config["MAX_ROWS"] = max_rows(mine[config["PREFETCH"]])[name]

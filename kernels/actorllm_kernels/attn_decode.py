@@ -10,6 +10,10 @@ All heads of a group and all new tokens of a sequence are rows of one tile of qu
 keys lies within one block of the cache, so that it is one contiguous piece of memory. Its block id is one number, and nothing is
 masked but the scores. That needs a cache that is finite everywhere, since what lies behind the end of
 a sequence is read and multiplied by 0.
+
+Where a sequence has one new token, it may also be given what the product for query, key and value left (`rope`). Then each program
+norms and rotates the queries that it needs, as `qknorm_rope_kv` does. The one that has the last tile of a sequence does so with the
+new key. Before it reads the tile, it writes the new key and value to the cache. That saves a launch per layer.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ MAX_Q_LEN = 4
 
 MERGED_AT_ONCE = 2048
 """Numbers of parts, so that they fit into registers beside what is merged."""
+MAX_TURNED = 4096
+"""Numbers of the heads that a program norms and rotates, so that they fit into registers."""
 
 
 @triton.jit
@@ -110,6 +116,58 @@ def merge_parts(
         tl.store(out_ptr + q_first + inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
+@triton.jit
+def turned_heads(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    weight_q_ptr,
+    weight_k_ptr,
+    row,
+    head,
+    position,
+    eps,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The heads of one key-value head in a row of qkv, float32 [BLOCK_M, DIM_BLOCK]: its queries, then the key, then the value.
+
+    Queries and key are normed and rotated as `qknorm_rope_kv` does it; rows behind the value are 0.
+    """
+    HALF: tl.constexpr = DIM // 2
+    NUM_Q: tl.constexpr = NUM_KV * GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_BLOCK)
+    is_first = d < HALF
+    pair = tl.where(is_first, d, d - HALF)
+    other = tl.where(is_first, d + HALF, d - HALF)
+    in_head = d < DIM
+    column = tl.where(m < GROUP, head * GROUP + m, tl.where(m == GROUP, NUM_Q + head, NUM_Q + NUM_KV + head))
+    mask = (m < GROUP + 2)[:, None] & in_head[None, :]
+    at = row.to(tl.int64) * ((NUM_Q + 2 * NUM_KV) * DIM) + column[:, None] * DIM
+    x = tl.load(qkv_ptr + at + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(qkv_ptr + at + other[None, :], mask=mask, other=0.0).to(tl.float32)  # the other one of its pair
+    is_query = (m < GROUP)[:, None]
+    is_value = (m == GROUP + 1)[:, None]
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)
+        qx = tl.load(weight_q_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        kx = tl.load(weight_k_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        qy = tl.load(weight_q_ptr + other, mask=in_head, other=0.0).to(tl.float32)
+        ky = tl.load(weight_k_ptr + other, mask=in_head, other=0.0).to(tl.float32)
+        x = tl.where(is_value, x, x * scale[:, None] * tl.where(is_query, qx[None, :], kx[None, :]))
+        y = tl.where(is_value, y, y * scale[:, None] * tl.where(is_query, qy[None, :], ky[None, :]))
+    angle = position.to(tl.int64) * HALF + pair
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    return tl.where(is_value, x, x * cos[None, :] + y * sin[None, :])
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def attn_decode_kernel(
     q_ptr,
@@ -125,11 +183,16 @@ def attn_decode_kernel(
     out_ptr,
     partials_ptr,
     partial_lse_ptr,
+    cos_ptr,
+    sin_ptr,
+    weight_q_ptr,
+    weight_k_ptr,
     num_rows,
     table_stride,
     key_stride,
     value_stride,
     scale_log2,
+    eps,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     Q_LEN: tl.constexpr,
@@ -145,10 +208,14 @@ def attn_decode_kernel(
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """IS_FLOAT8: keys and values are codes, whose numbers are too small by 256; scale_log2 has it of keys."""
+    """IS_FLOAT8: keys and values are codes, whose numbers are too small by 256; scale_log2 has it of keys. IS_PACKED: q_ptr is what
+    the product for query, key and value left.
+    """
     PER_PAGE: tl.constexpr = PAGE // TILE
     NUM_Q: tl.constexpr = NUM_KV * GROUP
     program = tl.program_id(0)
@@ -197,7 +264,22 @@ def attn_decode_kernel(
         table = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * table_stride
 
         q_first = (i * (Q_LEN * NUM_Q) + head * GROUP).to(tl.int64) * DIM
-        q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
+        if IS_PACKED:
+            heads = turned_heads(
+                q_ptr, cos_ptr, sin_ptr, weight_q_ptr, weight_k_ptr, i, head, seq_len - 1, eps,
+                NUM_KV, GROUP, DIM, DIM_BLOCK, BLOCK_M, HAS_NORM,
+            )  # fmt: skip
+            q = tl.where(is_row[:, None], heads, 0.0).to(q_ptr.dtype.element_ty)
+            if place + count == end:  # this program reads the tile of the new key
+                key = tl.sum(tl.where((m == GROUP)[:, None], heads, 0.0), 0).to(q_ptr.dtype.element_ty)
+                value = tl.sum(tl.where((m == GROUP + 1)[:, None], heads, 0.0), 0).to(q_ptr.dtype.element_ty)
+                block = tl.load(table + (seq_len - 1) // PAGE).to(tl.int64)
+                new_at = head * (PAGE * DIM) + ((seq_len - 1) % PAGE) * DIM + d
+                tl.store(keys_ptr + block * key_stride + new_at, key, mask=in_head)
+                tl.store(values_ptr + block * value_stride + new_at, value, mask=in_head)
+                tl.debug_barrier()  # all threads have stored before one of them reads
+        else:
+            q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
         if UPCAST:
             q = q.to(tl.float32)
         position = seq_len - Q_LEN + token
@@ -292,6 +374,21 @@ def per_sm(device: torch.device, head_dim: int, q_rows: int) -> int:
     return lookup("attn_decode", shape_class(head_dim, q_rows), device)["PER_SM"]
 
 
+def takes_packed(head_dim: int, group: int, cache: torch.dtype) -> bool:
+    """Whether `attn_decode` can be given what the product for query, key and value left, for heads, groups and a cache like these.
+
+    It is a matter of registers: what widens keys and values of 8 bits needs them.
+    """
+    rows = block_rows(group)
+    return cache != torch.uint8 and group + 2 <= rows and rows * triton.next_power_of_2(head_dim) <= MAX_TURNED
+
+
+def block_rows(q_rows: int) -> int:
+    """Rows of the tile of queries."""
+    size: int = triton.next_power_of_2(q_rows)
+    return max(16, size)
+
+
 def shape_class(head_dim: int, q_rows: int) -> str:
     """Of the configuration table: the block of the head size, and "-wide" for more than 16 rows of queries."""
     return f"d{triton.next_power_of_2(head_dim)}" + ("-wide" if q_rows > 16 else "")
@@ -315,6 +412,9 @@ def attn_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 1e-6,
     programs: int,
     tile: int,
     pdl: bool = False,
@@ -329,14 +429,22 @@ def attn_decode(
     partials: float32 [2 * programs, q_len * num_heads /
     num_kv_heads, head_dim]; partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the
     softmax and add nothing.
+
+    rope: float32 [max_positions, head_dim / 2], cosines and sines. With them q is [num_rows, (num_heads + 2 * num_kv_heads) *
+    head_dim]: query, key and value of one new token per row, as the product left them. The new keys and values are written to
+    the cache. norms, eps: of query and key heads, as of `qknorm_rope_kv`. Only where `takes_packed`.
     """
     num_rows = seq_lens.shape[0]
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads, dim = out.shape
     _, num_kv_heads, page, _ = keys.shape
     q_len, group = num_tokens // num_rows, num_heads // num_kv_heads
     if q_len * num_rows != num_tokens or not 1 <= q_len <= MAX_Q_LEN:
         raise ValueError(
             f"{num_tokens} tokens of {num_rows} rows: every row must have the same number, from 1 to {MAX_Q_LEN}"
+        )
+    if rope is not None and not (q_len == 1 and takes_packed(dim, group, keys.dtype)):
+        raise ValueError(
+            f"{q_len} new tokens, groups of {group} heads of size {dim}, a cache of {keys.dtype}: attention takes no packed rows"
         )
     config = dict(lookup("attn_decode", shape_class(dim, q_len * group), q.device))
     del config["PER_SM"]
@@ -362,11 +470,14 @@ def attn_decode(
             out,
             partials,
             partial_lse,
+            *(rope if rope is not None else (partials, partials)),
+            *(norms if norms is not None else (q, q)),
             num_rows,
             table.stride(0),
             keys.stride(0),
             values.stride(0),
             scale * 1.4426950408889634 * (FLOAT8_SCALE if is_float8 else 1.0),
+            eps,
         ),
         NUM_KV=num_kv_heads,
         GROUP=group,
@@ -374,7 +485,7 @@ def attn_decode(
         DIM=dim,
         DIM_BLOCK=dim_block,
         PAGE=page,
-        BLOCK_M=max(16, triton.next_power_of_2(q_len * group)),
+        BLOCK_M=block_rows(q_len * group),
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         QUERIES=queries,
         PARTS=max(1, min(8, MERGED_AT_ONCE // (queries * dim_block))),
@@ -382,6 +493,8 @@ def attn_decode(
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         IS_FLOAT8=is_float8,
+        IS_PACKED=rope is not None,
+        HAS_NORM=norms is not None,
         UPCAST=q.device.type == "cpu",
         **dependent(pdl, q.device),
         **config,

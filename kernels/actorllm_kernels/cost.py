@@ -152,8 +152,8 @@ def _merging(split: int) -> int:
     return 0 if split == 1 else 3 if split <= UNROLLED.value else 2 + split
 
 
-PHILOX_INSTRUCTIONS = 2800
-"""Behind the loop of the LM head, by each warp, per 16 rows; counted in the machine code."""
+PHILOX_INSTRUCTIONS = 8 * 2800
+"""Behind the loop of the LM head, of all warps together, per 16 rows; counted in the machine code of eight warps."""
 
 
 def _head(launch: Launch, machine: Machine, programs: int, is_dependent: bool, kv_tokens: int, pairs: float) -> Work:
@@ -161,16 +161,15 @@ def _head(launch: Launch, machine: Machine, programs: int, is_dependent: bool, k
     buffers = int(launch.options["num_stages"])
     tile = 2 * 256 * c["BLOCK_K"]
     beside = 2 * c["BLOCK_M"] * c["BLOCK_K"] + 4 * c["BLOCK_K"]
-    warps, shared_by = int(launch.options["num_warps"]), launch.grid[0]
+    shared_by = launch.grid[0]
     return Work(
         num_bytes=2.0 * c["VOCAB"] * c["K"],  # programs of the same tile find it in the cache
         flops=2.0 * c["BLOCK_M"] * shared_by * c["VOCAB"] * c["K"],
         programs=programs,
-        # The noise of more rows takes the registers of two programs.
-        resident=resident(launch, buffers * (tile + beside)) if c["BLOCK_M"] <= 16 else 1,
+        resident=resident(launch, buffers * (tile + beside)),
         ahead=(buffers - 1) * tile / shared_by,
         serial=3,
-        tail_s=PHILOX_INSTRUCTIONS * c["BLOCK_M"] / 16 * warps / 4 / machine.clock,
+        tail_s=PHILOX_INSTRUCTIONS * c["BLOCK_M"] / 16 / 4 / machine.clock,
         prefetched=min(1.0, c["AHEAD"] / c["K"]) * min(programs, 132) / programs * 2.0 * c["VOCAB"] * c["K"],
         is_dependent=is_dependent,
         efficiency=0.5,

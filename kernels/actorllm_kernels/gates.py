@@ -111,10 +111,16 @@ def _loop_violations(compiled: Compiled, max_narrow: float) -> list[str]:
 
 
 def residency(name: str, launch: Launch, compiled: Compiled, architecture: str) -> list[str]:
-    """Programs that share the work evenly must all be there at once; a second wave would begin when the first has ended."""
+    """Whether as many programs fit on a multiprocessor as must be there at once.
+
+    Programs of decode attention share the work evenly: a second wave would begin when the first has ended. A program of the LM head
+    draws with nothing under way: another one must read meanwhile.
+    """
     constants, meta = launch.constants, torch.device("meta")
     with target(table_of(architecture)):
-        if name.startswith("attn_decode"):
+        if name.startswith("lm_head_sample"):
+            wanted = 2
+        elif name.startswith("attn_decode"):
             wanted = attn_decode.per_sm(meta, constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
         elif name.startswith("latent_decode"):
             wanted = latent_decode.per_sm(constants["NUM_GROUPS"] * constants["GROUP"], meta)

@@ -18,7 +18,41 @@ from actorllm_kernels.sample_pick import Offers, SamplingState, tile_offer
 from actorllm_kernels.skinny_gemm import columns_ahead, prefetch_rows
 
 MAX_BLOCK_M = 32
-"""Rows of one program: the noise of more would not fit into registers."""
+"""Rows of one program, whose sums must fit into registers."""
+DRAWN = tl.constexpr(16)
+"""Rows that a program draws for at once. The noise of more takes so many registers that one program alone would fit on a
+multiprocessor: nothing would read while it draws."""
+
+
+@triton.jit
+def offer_rows(
+    logits,
+    m,
+    is_m,
+    tile,
+    rows_ptr,
+    temperature_ptr,
+    seed_ptr,
+    sample_index_ptr,
+    token_index_ptr,
+    highest_ptr,
+    weights_out_ptr,
+    id_ptr,
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    """What this tile offers to some rows. logits: [256, rows]."""
+    slot = tl.load(rows_ptr + m, mask=is_m, other=-1).to(tl.int64)
+    is_live = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=is_live, other=0.0)
+    seed = tl.load(seed_ptr + slot, mask=is_live, other=0)
+    sample_index = tl.load(sample_index_ptr + slot, mask=is_live, other=0)
+    token_index = tl.load(token_index_ptr + slot, mask=is_live, other=0)
+    highest, weight, id = tile_offer(logits, m * 0 + tile, temperature, seed, sample_index, token_index, VOCAB)
+    at = m * NUM_TILES + tile
+    tl.store(highest_ptr + at, highest, mask=is_m)
+    tl.store(weights_out_ptr + at, weight, mask=is_m)
+    tl.store(id_ptr + at, id, mask=is_m)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -82,18 +116,21 @@ def lm_head_sample_kernel(
     if HAS_NORM:
         acc *= (1.0 / tl.sqrt(squares / K + eps))[None, :]
     logits = tl.where(is_n[:, None], acc, -float("inf"))
-
-    slot = tl.load(rows_ptr + m, mask=is_m, other=-1).to(tl.int64)
-    is_live = slot >= 0
-    temperature = tl.load(temperature_ptr + slot, mask=is_live, other=0.0)
-    seed = tl.load(seed_ptr + slot, mask=is_live, other=0)
-    sample_index = tl.load(sample_index_ptr + slot, mask=is_live, other=0)
-    token_index = tl.load(token_index_ptr + slot, mask=is_live, other=0)
-    highest, weight, id = tile_offer(logits, m * 0 + tile, temperature, seed, sample_index, token_index, VOCAB)
-    at = m * NUM_TILES + tile
-    tl.store(highest_ptr + at, highest, mask=is_m)
-    tl.store(weights_out_ptr + at, weight, mask=is_m)
-    tl.store(id_ptr + at, id, mask=is_m)
+    if BLOCK_M <= DRAWN:
+        offer_rows(
+            logits, m, is_m, tile, rows_ptr, temperature_ptr, seed_ptr, sample_index_ptr, token_index_ptr,
+            highest_ptr, weights_out_ptr, id_ptr, VOCAB, NUM_TILES,
+        )  # fmt: skip
+    else:
+        tl.static_assert(BLOCK_M == 2 * DRAWN)
+        first, second = tl.split(tl.permute(tl.reshape(logits, (256, 2, DRAWN)), (0, 2, 1)))
+        for half in tl.range(0, 2, loop_unroll_factor=1):
+            some = tl.program_id(0) * BLOCK_M + half * DRAWN + tl.arange(0, DRAWN)
+            offer_rows(
+                tl.where(half == 0, first, second), some, some < num_rows, tile,
+                rows_ptr, temperature_ptr, seed_ptr, sample_index_ptr, token_index_ptr,
+                highest_ptr, weights_out_ptr, id_ptr, VOCAB, NUM_TILES,
+            )  # fmt: skip
 
 
 def lm_head_sample(

@@ -132,8 +132,12 @@ def _attn_decode(
     softcap: float = 0.0,
     has_sinks: bool = False,
     kind: torch.dtype = BF16,
+    packed: str = "",
 ) -> None:
-    q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
+    """packed: "norm" or "rope", for rows of queries, key and value that are yet to be normed or rotated; "": queries."""
+    out, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
+    q = _meta(num_rows, (num_heads + 2 * num_kv_heads) * dim) if packed else out
+    norms = (_meta(dim), _meta(dim)) if packed == "norm" else None
     partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
     rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
     programs, tile = division(q.device, dim, q_len * num_heads // num_kv_heads)
@@ -148,13 +152,15 @@ def _attn_decode(
         ends,
         quota,
         _meta(num_rows * num_kv_heads, dtype=I32),
-        q,
+        out,
         partials,
         partials[..., 0],
         0.1,
         window=window,
         softcap=softcap,
         sinks=sinks,
+        rope=(_meta(1000, dim // 2, dtype=F32),) * 2 if packed else None,
+        norms=norms,
         programs=programs,
         tile=tile,
         pdl=True,
@@ -181,6 +187,21 @@ SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128
 SHIPPED["attn_decode-256-32x8x128-window-pdl"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
 SHIPPED["attn_decode-256-8x4x256-window-softcap-pdl"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
 SHIPPED["attn_decode-256-64x8x64-window-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
+for shape, packed in (
+    ((16, 8, 128), "norm"),
+    ((32, 8, 128), "rope"),
+    ((32, 8, 64), "rope"),
+    ((12, 2, 128), "rope"),
+    ((32, 8, 80), "norm"),
+    ((8, 4, 256), "norm"),
+    ((6, 2, 32), "rope"),
+    ((40, 2, 64), "rope"),
+):
+    name = f"attn_decode-256-{'x'.join(map(str, shape))}-{packed}-pdl"
+    SHIPPED[name] = partial(_attn_decode, 256, *shape, packed=packed)
+SHIPPED["attn_decode-256-64x8x64-window-sinks-rope-pdl"] = partial(
+    _attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True, packed="rope"
+)
 
 
 def _attn_prefill(
@@ -308,12 +329,14 @@ for rows, outputs, inputs, what in (
     (16, 1024, 2048, "residual"),
     (16, 3072, 1024, "norm-gated"),
     (16, 1024, 3072, "residual"),
+    (8, 3072, 2048, "norm"),  # Llama-3.2-1B
     (16, 2048, 1536, "norm-bias"),  # Qwen2.5-1.5B
     (16, 1536, 8960, "residual"),
     (16, 6144, 4096, "norm"),  # Llama-3.1-8B, and nearly Qwen3-8B
     (32, 6144, 4096, "norm"),
     (64, 6144, 4096, "norm"),
     (16, 4096, 4096, "residual"),
+    (8, 4096, 14336, "residual"),
     (16, 14336, 4096, "norm-gated"),
     (32, 14336, 4096, "norm-gated"),
     (32, 4096, 14336, "residual"),

@@ -7,9 +7,10 @@ have. Narrow ones are cut into more and smaller tiles, so that there are program
 short side costs nothing. The norm needs no pass of its own: the sum of squares is gathered in the loop, and
 scales the result.
 
-A product with fewer tiles than the GPU has multiprocessors is split along K as well, so that all of them read the weight. The
-programs of a tile leave their sums in `SplitScratch`. The last of them to arrive adds these up, in the order of K, and
-does the rest. So the result does not depend on which one that is.
+A product with fewer tiles than the GPU has multiprocessors gets finer ones, where x has few rows and they are enough (`entry`).
+Else it is split along K as well, so that all of them read the weight. The programs of a tile leave their sums in
+`SplitScratch`. The last of them to arrive adds these up, in the order of K, and does the rest. So the result does not depend on
+which one that is.
 
 As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
 the memory would be idle otherwise. All programs together ask for no more than a part of the second-level cache holds.
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.configs import Config, dependent, lookup, num_multiprocessors, table
+from actorllm_kernels.configs import dependent, lookup, num_multiprocessors, table
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS, activate
 
@@ -38,6 +39,10 @@ UNROLLED = tl.constexpr(4)
 """Parts of a split product that are added up with all their reads under way; more would be too much code."""
 MAX_RESIDENT = 3
 """Programs of a product on a multiprocessor, roughly."""
+FINE_ROWS = 8
+"""Up to so many rows, finer tiles may be worth that x is read by more programs."""
+FINER = {"medium": "medium-fine"}
+"""Classes of the configuration table that have finer tiles for few rows."""
 
 
 @triton.jit
@@ -314,13 +319,24 @@ def shape_class(num_outputs: int, is_gated: bool) -> str:
     return f"{width}-gated" if is_gated else width
 
 
-def _config(num_outputs: int, is_gated: bool, device: torch.device) -> Config:
-    return dict(lookup("skinny_gemm", shape_class(num_outputs, is_gated), device))
+def entry(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> str:
+    """The class of the configuration table that a product of so many rows takes.
+
+    For few rows that is the one of finer tiles, where those of its class would have to be split and the finer ones need not:
+    adding up what is split takes three reads, one behind the other. More rows of x would be read too often.
+    """
+    name = shape_class(num_outputs, is_gated)
+    if name not in FINER or num_rows > FINE_ROWS:
+        return name
+    num_tiles, num_fine = (
+        triton.cdiv(num_outputs, lookup("skinny_gemm", one, device)["BLOCK_N"]) for one in (name, FINER[name])
+    )
+    return FINER[name] if num_tiles < num_multiprocessors(device) <= num_fine else name
 
 
 def is_skinny(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> bool:
     """Whether the table wants this kernel for the shape; num_outputs: columns of y."""
-    return num_rows <= _config(num_outputs, is_gated, device)["MAX_ROWS"]
+    return num_rows <= lookup("skinny_gemm", shape_class(num_outputs, is_gated), device)["MAX_ROWS"]
 
 
 def skinny_gemm(
@@ -350,8 +366,8 @@ def skinny_gemm(
         raise ValueError(f"{num_rows} rows are too many for skinny_gemm, which takes {MAX_ROWS}")
     if activation and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
-    config = _config(out_features, bool(activation), x.device)
-    del config["MAX_ROWS"]
+    config = dict(lookup("skinny_gemm", entry(num_rows, out_features, bool(activation), x.device), x.device))
+    config.pop("MAX_ROWS", None)
     waiting = dependent(pdl, x.device)
     prefetches = bool(config.pop("PREFETCH", 1)) and waiting["PDL"] and x.element_size() == 2
     num_tiles = triton.cdiv(out_features, config["BLOCK_N"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,6 +23,49 @@ from tests.kernels.paged import Paged
 Columns = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
 
 
+def packed_rows(q: torch.Tensor, cache: Paged, has_norm: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Rows with these queries and some keys and values behind them, and what is to be done with them."""
+    (num_rows, _, dim), num_kv_heads = q.shape, cache.keys.shape[1]
+    new = torch.randn(num_rows, 2 * num_kv_heads, dim).to(q.dtype)
+    angles = torch.outer(
+        torch.arange(max(1, int(cache.seq_lens.max()))).float(), 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+    )
+    how: dict[str, Any] = {"rope": (angles.cos(), angles.sin())}
+    if has_norm:
+        how["norms"] = tuple((1 + torch.randn(dim) / 4).to(q.dtype) for _ in range(2))
+    return torch.cat((q, new), 1).view(num_rows, -1), how
+
+
+def check_stored(
+    packed: torch.Tensor,
+    cache: Paged,
+    before: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The new keys and values, and nothing else, are in the cache. Returns the queries that attention should have seen.
+
+    before: keys and values as they were.
+    """
+    num_kv_heads, page, dim = cache.keys.shape[1:]
+    heads = packed.double().view(len(packed), -1, dim)
+    positions = (cache.seq_lens.long() - 1).clamp(min=0)
+    slots = cache.table[cache.rows.long(), positions // page] * page + positions % page
+    slots[cache.seq_lens == 0] = -1
+    weights = [None, None] if norms is None else [norm.double() for norm in norms]
+    angles = rope[0].double(), rope[1].double()
+    queries = reference.qknorm_rope(heads[:, : -2 * num_kv_heads], positions, *angles, weights[0])
+    new_keys = reference.qknorm_rope(heads[:, -2 * num_kv_heads : -num_kv_heads], positions, *angles, weights[1])
+    for pages, found, new in zip(before, (cache.keys, cache.values), (new_keys, heads[:, -num_kv_heads:]), strict=True):
+        expected = pages.double()
+        reference.write_pages(expected, slots, new)
+        assert_close(found, expected)
+        is_new = torch.zeros(len(pages), page, dtype=torch.bool)
+        is_new[slots[slots >= 0] // page, slots[slots >= 0] % page] = True
+        assert torch.equal(found.transpose(1, 2)[~is_new], pages.transpose(1, 2)[~is_new])
+    return queries.to(packed.dtype)
+
+
 def run_decode(
     seq_lens: list[int],
     programs: int,
@@ -33,13 +78,17 @@ def run_decode(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    packed: str = "",
     is_float8: bool = False,
     page: int = 32,
     tile: int = 16,
 ) -> None:
+    """packed: "rope" or "norm", for rows of queries, key and value that are yet to be rotated, or normed and rotated."""
     cache = Paged.make(seq_lens, num_kv_heads, dim, page, dtype, is_float8)
     num_rows, num_heads, scale = len(seq_lens), group * num_kv_heads, dim**-0.5
     q = 2 * torch.randn(num_rows * q_len, num_heads, dim).to(dtype)
+    given, how = packed_rows(q, cache, packed == "norm") if packed else (q, {})
+    before = torch.stack((cache.keys, cache.values))
     sinks = torch.randn(num_heads) if has_sinks else None
     out = torch.full_like(q, torch.nan)
     ends, quota = torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -48,7 +97,7 @@ def run_decode(
     partial_lse = torch.full((2 * programs, q_len * group), torch.nan)
     plan_decode(cache.seq_lens, ends, quota, programs, num_kv_heads, q_len=q_len, window=window, tile=tile)
     attn_decode(
-        q,
+        given,
         cache.keys,
         cache.values,
         cache.rows,
@@ -66,8 +115,11 @@ def run_decode(
         sinks=sinks,
         programs=programs,
         tile=tile,
+        **how,
     )
     assert not arrivals.any(), "the next launch would merge too early"
+    if packed:
+        q = check_stored(given, cache, before, **how)
     for i, n in enumerate(seq_lens):
         tokens = slice(i * q_len, (i + 1) * q_len)
         if n == 0:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from actorllm_kernels import reference
-from actorllm_kernels.attn_decode import attn_decode
+from actorllm_kernels.attn_decode import attn_decode, takes_packed
 from actorllm_kernels.plan_decode import plan_decode
 from tests.kernels.cases import run_decode as run
 from tests.kernels.closeness import DTYPES
@@ -56,6 +57,33 @@ def test_variants(q_len: int, window: int, softcap: float, has_sinks: bool, prog
 )
 def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, q_len: int, dim: int, window: int, has_sinks: bool) -> None:
     run([0, 17, 97], 7, dtype=dtype, q_len=q_len, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 40])
+def test_a_packed_row_is_normed_and_rotated_and_its_key_and_value_are_stored(programs: int) -> None:
+    run(EDGES, programs, packed="norm")
+
+
+@pytest.mark.parametrize(("dim", "group", "how"), [
+    (64, 1, {"window": 20}),
+    (80, 14, {"has_sinks": True}),
+    (128, 5, {"softcap": 3.0, "dtype": torch.bfloat16}),
+    (256, 2, {"dtype": torch.float16}),
+    (64, 20, {"packed": "rope"}),
+])  # fmt: skip
+def test_packed_rows_of_every_shape(dim: int, group: int, how: dict[str, Any]) -> None:
+    run([33, 0, 70], 4, num_kv_heads=2, **{"dim": dim, "group": group, "packed": "norm"} | how)
+
+
+def test_packed_rows_are_taken_where_they_fit_into_registers() -> None:
+    kept, small = torch.bfloat16, torch.uint8
+    assert all(takes_packed(*one, kept) for one in ((128, 14), (256, 4), (64, 20)))
+    assert not any(takes_packed(*one) for one in ((128, 16, kept), (128, 48, kept), (256, 24, kept), (128, 4, small)))
+    q, pages, ids = torch.zeros(1, 18 * 128), torch.zeros(2, 1, 64, 128), torch.zeros(1, 1, dtype=torch.int32)
+    out, rope = torch.zeros(1, 16, 128), (torch.zeros(9, 64),) * 2
+    given = (q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], ids[0], out, out, out, 1.0)
+    with pytest.raises(ValueError, match="groups of 16 heads of size 128, a cache of torch"):
+        attn_decode(*given, rope=rope, programs=1, tile=64)
 
 
 def test_large_scores_stay_finite() -> None:

@@ -88,6 +88,7 @@ def test_every_gate_can_be_failed(name: str, change: dict[str, Any], told: str) 
     ("attn_decode-256-32x8x128-pdl", "attn_decode", {"num_stages": 3}, "waits for all its loads in its main loop"),
     ("attn_prefill-32x8x128", "attn_prefill", {"num_stages": 2}, "loads in its main loop that it waits for at once"),
     ("attn_decode-256-32x8x128-pdl", "attn_decode", {"PER_SM": 4}, "wants 4 programs per multiprocessor, and 3 fit"),
+    ("lm_head_sample-32-151936x1024-pdl", "lm_head_sample", {"num_warps": 8}, "wants 2 programs per multiprocessor, and 1 fit"),
 ])  # fmt: skip
 def test_a_configuration_that_is_worse_is_found(name: str, kernel: str, config: dict[str, int], told: str) -> None:
     program = f"""
@@ -131,6 +132,19 @@ def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
         with recording() as launches:
             skinny_gemm(x, weight, y, scratch=scratch)
         assert launches[0].grid == grid
+
+
+@pytest.mark.parametrize(("rows", "outputs", "grid"), [
+    (8, 3072, (192, 1)),
+    (9, 3072, (96, 2)),
+    (1, 2048, (64, 3)),  # of finer tiles there are 128, and one would have to be split as well
+    (1, 4352, (136, 1)),
+])  # fmt: skip
+def test_few_rows_take_finer_tiles_where_nothing_is_split_then(rows: int, outputs: int, grid: tuple[int, int]) -> None:
+    x, weight, y = (torch.empty(*shape, device="meta") for shape in ((rows, 512), (outputs, 512), (rows, outputs)))
+    with recording() as launches:
+        skinny_gemm(x, weight, y, scratch=SplitScratch.empty(x.device))
+    assert launches[0].grid == grid
 
 
 @pytest.mark.parametrize(("programs", "rows"), [(64, 16), (448, 64), (594, 256), (100_000, 16)])

@@ -12,6 +12,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actorllm_kernels.attn_decode import takes_packed
 from actorllm_kernels.skinny_gemm import SplitScratch
 from tests.effort import examples
 from tests.kernels.cases import (
@@ -46,11 +47,12 @@ PROFILE = settings(
     q_len=st.sampled_from([1, 1, 4]),
     window=st.sampled_from([0, 0, 1, 64, 65]),
     how=st.sampled_from([{}, {"softcap": 30.0}, {"has_sinks": True}]),
+    packed=st.sampled_from(["", "rope", "norm"]),
     tile=st.sampled_from([32, 64]),
     seed=st.integers(0, 1000),
 )
 def test_decode_attention(
-    lengths: list[int], heads: tuple[int, int], q_len: int, how: dict[str, Any], seed: int, **shape: Any
+    lengths: list[int], heads: tuple[int, int], q_len: int, how: dict[str, Any], packed: str, seed: int, **shape: Any
 ) -> None:
     group, num_kv_heads = heads
     with sanitized(seed) as sanitizer:
@@ -59,6 +61,7 @@ def test_decode_attention(
             group=group,
             num_kv_heads=num_kv_heads,
             q_len=q_len,
+            packed=packed if q_len == 1 and takes_packed(shape["dim"], group, torch.float32) else "",
             page=64,
             **how,
             **shape,

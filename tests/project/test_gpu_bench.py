@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
@@ -53,6 +54,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "bench" / "gpu.py"), *arguments], capture_output=True, text=True, check=False
     )
+
+
+def test_an_interpreter_that_does_not_run_with_this_numpy_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.interpreter_problem() == ""
+    patch = interpreter._patch_lang_tensor
+
+    def as_in_3_6(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", as_in_3_6)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--cpu-check"])
+    assert gpu.main() == 2
+    assert "install triton>=3.9, or numpy<2.4" in capsys.readouterr().err
 
 
 QUICK_STAGES = ("ceilings", "correctness", "decode", "prefill", "idle")

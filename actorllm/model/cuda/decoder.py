@@ -1,9 +1,10 @@
 """The fused forward of every family (`model.families`) on a device.
 
-A layer begins with the norm and the product for query, key and value. Norm of heads, rotation and the write to the cache are one
-launch. Attention and the output product plus residual follow. The MLP is the norm, the product for gate and up, the activation,
-and the down product plus residual. For few rows the norm before a product and whatever follows it are part of its
-launch (`linear`). Else the product is cuBLAS's and the rest are kernels of their own.
+A layer begins with the norm and the product for query, key and value. In steps with prompts, norm of
+heads, rotation and the write to the cache are one launch; else they are part of attention. The output product plus residual
+follows. The MLP is the norm, the product for gate and up, the activation, and the down product plus residual. For few rows the norm
+before a product and whatever follows it are part of its launch (`linear`). Else the product is cuBLAS's and the rest are kernels
+of their own.
 
 `decode` makes the launches of a step of one token per sequence, and nothing else, so that they can be recorded as a graph.
 `prefill` works on chunks of prompts, with any decode rows in front of them, and is launched kernel by kernel.
@@ -39,11 +40,11 @@ from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.weights import Weights
-from actorllm_kernels.attn_decode import division
+from actorllm_kernels.attn_decode import division, takes_packed
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
+from actorllm_kernels.skinny_gemm import FINE_ROWS, SplitScratch
 from actorllm_kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
-from actorllm_kernels.skinny_gemm import SplitScratch
 
 SWITCHES = frozenset(
     {
@@ -175,8 +176,10 @@ def check_head_size(head_dim: int) -> None:
 class PagedAttention:
     """Attention over the cache, and the memory it needs. One for all layers: they run one after the other."""
 
-    def __init__(self, shape: AttentionShape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device, *, has_drafts: bool = False) -> None:
+        """has_drafts: several rows of a step may be of one sequence, and read what the others of them store."""
         self.shape = shape
+        self._has_drafts = has_drafts
         on = device.torch_device
         if shape.latent is None:
             group, value_dim, self.num_groups = shape.group, shape.head_dim, shape.num_kv_heads
@@ -191,6 +194,14 @@ class PagedAttention:
         parts = 2 * self.division.programs
         self._partials = torch.empty(parts, group, value_dim, device=on)
         self._partial_lse = torch.empty(parts, group, device=on)
+
+    def takes_packed(self, tokens: StepTokens, keys: torch.Tensor) -> bool:
+        """Whether attention norms, rotates and stores by itself: in steps of decode rows alone, for most models.
+
+        Not where rows may be drafts of one sequence: a program would read keys that another one of the same launch stores.
+        """
+        is_decode = tokens.decodes is not None and tokens.prefills is None
+        return is_decode and not self._has_drafts and takes_packed(self.shape.head_dim, self.shape.group, keys.dtype)
 
     def plan(self, rows: DeviceDecodeRows, *, pdl: bool) -> None:
         """Once per step, for all layers."""
@@ -227,9 +238,15 @@ class PagedAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        eps: float = 1e-6,
         pdl: bool = False,
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim]; the keys and values of these tokens are in the cache already."""
+        """q, out: [num_tokens, num_heads, head_dim]; the keys and values of these tokens are in the cache already.
+
+        rope, norms, eps: q is what the product for query, key and value left, and what is to be done with it (`takes_packed`).
+        """
         num_decodes = 0
         if tokens.decodes is not None:
             rows = tokens.decodes
@@ -252,6 +269,9 @@ class PagedAttention:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                rope=rope,
+                norms=norms,
+                eps=eps,
                 programs=self.division.programs,
                 tile=self.division.tile,
                 pdl=pdl,
@@ -619,12 +639,12 @@ class DeviceDecoder:
         shared = [layer.experts.shared for layer in self.layers if layer.experts is not None]
         products += [(part, part is both[0]) for both in shared[:1] if both is not None for part in both]
 
-        def kind(num_tokens: int) -> tuple[int, list[bool]]:
-            # kernels for few rows are compiled for the next power of two
+        def kind(num_tokens: int) -> tuple[int, bool, list[bool]]:
+            # kernels for few rows are compiled for the next power of two, and with finer tiles for very few
             fused = [
                 product.fuses(num_tokens, is_gated) for product, is_gated in products
             ]  # of adapted ones: both kinds
-            return max(16, 1 << (num_tokens - 1).bit_length()), fused
+            return max(16, 1 << (num_tokens - 1).bit_length()), num_tokens <= FINE_ROWS, fused
 
         return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
 
@@ -712,20 +732,22 @@ class DeviceDecoder:
         if config.qk_norm == "all_heads":
             head_norms = None
             self._norm_all_heads(a, layer, pdl=pdl)
-        ops.qknorm_rope_kv(
-            a.qkv,
-            tokens.positions,
-            tokens.kv_slots,
-            *layer.rope,
-            a.q,
-            keys,
-            values,
-            head_norms,
-            eps,
-            pdl=pdl,
-        )
+        is_packed = attention.takes_packed(tokens, keys)
+        if not is_packed:
+            ops.qknorm_rope_kv(
+                a.qkv,
+                tokens.positions,
+                tokens.kv_slots,
+                *layer.rope,
+                a.q,
+                keys,
+                values,
+                head_norms,
+                eps,
+                pdl=pdl,
+            )
         attention.attend(
-            a.q,
+            a.qkv if is_packed else a.q,
             keys,
             values,
             a.out,
@@ -734,6 +756,9 @@ class DeviceDecoder:
             scale=scale,
             window=layer.window,
             sinks=layer.sinks,
+            rope=layer.rope if is_packed else None,
+            norms=head_norms if is_packed else None,
+            eps=eps,
             pdl=pdl,
         )
 

@@ -349,8 +349,18 @@ def attn_decode(
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
     scale: float,
+    *,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 1e-6,
     **how: Any,
 ) -> None:
+    if rope is not None:
+        page, last = keys.shape[2], (seq_lens.long() - 1).clamp(min=0)
+        block = table[rows.clamp(min=0).long(), last // page]
+        slots = torch.where(seq_lens > 0, block * page + last % page, -1)
+        packed, q = q, torch.empty_like(out)
+        qknorm_rope_kv(packed, last, slots, *rope, q, keys, values, norms, eps)
     for i, (slot, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         if length:
             _attend(q[i : i + 1], keys, values, table[slot], length, out[i : i + 1], scale, **how)

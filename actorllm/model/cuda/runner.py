@@ -557,7 +557,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 self.device, config.scheduler.max_num_seqs, -(-length // size), self._num_draft_slots
             )
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
-            self._attention = PagedAttention(shape, self.device)
+            self._attention = PagedAttention(shape, self.device, has_drafts=self._num_draft_slots > 0)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
             can_mix = self._records and supports(self.model)
             most = min(config.scheduler.max_num_batched_tokens, MIXED_SIZES[-1]) if can_mix else 0

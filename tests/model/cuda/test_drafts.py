@@ -18,6 +18,7 @@ from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.messages import LateInputs, StepPlan, StepResult
 from actorllm.messages.logprobs import spans_of
 from actorllm.model.cuda import drafts as cuda_drafts
+from actorllm.model.cuda import ops
 from actorllm.model.cuda import runner as cuda_runner
 from actorllm.model.cuda.device import Device, HostDevice
 from actorllm.model.cuda.runner import CudaRunner
@@ -425,3 +426,23 @@ def test_steps_are_launched_ahead_where_no_row_may_draft(monkeypatch: pytest.Mon
     assert statistics["speculation"]["num_draft_tokens"] > 10
     assert not any(has_drafts for _, has_drafts in under_way)
     assert max(number for number, _ in under_way) == 1
+
+
+def test_no_row_reads_keys_that_another_one_of_its_launch_stores(
+    build: Callable[..., DeviceDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are rows of one sequence. Programs of one launch run in any order on a device, which the emulation does not show."""
+    stores: list[bool] = []
+    attend = ops.attn_decode
+
+    def watched(*arguments: Any, rope: Any = None, **more: Any) -> None:
+        stores.append(rope is not None)
+        attend(*arguments, rope=rope, **more)
+
+    monkeypatch.setattr(ops, "attn_decode", watched)
+    streams(build(enforce_eager=True), 4)
+    assert any(stores), "without drafts, attention stores by itself"
+    stores.clear()
+    streams(build(lambda tokens, most: [1] * most, enforce_eager=True), 4, 3)
+    assert stores
+    assert not any(stores)
