@@ -11,6 +11,7 @@ from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from actorllm.slo.kernel_profiles import KernelProfile
     from actorllm.slo.step_fit import StepError
 
 
@@ -23,6 +24,10 @@ def calibrate(
     layers: int | None = None,
     profile_tp: int | None = None,
     overhead: float = 0.0,
+    model_config: Path | None = None,
+    profile_engine: str | None = None,
+    profile_dtype: str | None = None,
+    gpu: str | None = None,
     duration: float = 30.0,
     plot: Path | None = None,
     name: str | None = None,
@@ -48,6 +53,15 @@ def calibrate(
         GPUs that share a kernel, where the profile has several numbers of them.
     overhead
         Seconds of every step that are in no kernel of the profile.
+    model_config
+        config.json of the model whose step is added up, or its folder. For profiles that have kernels by shape, such as the folder
+        of a GPU of AIConfigurator.
+    profile_engine
+        The engine whose kernels are read, where such a profile has several: vllm (the default), sglang, trtllm.
+    profile_dtype
+        Of the products of such a profile: bfloat16 (the default), fp8.
+    gpu
+        Its data sheet has the bandwidth for norms, rotary embeddings and activations, which such a profile lacks.
     duration
         Seconds for which the engine runs.
     plot
@@ -58,7 +72,9 @@ def calibrate(
         Of the lengths of the requests.
     """
     from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.data_sheets import read_config
     from actorllm.slo.kernel_profiles import is_kernel_profile
+    from actorllm.slo.kernel_shapes import is_shape_profile, read_shapes
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
     from actorllm.slo.step_fit import errors_by_size
@@ -72,15 +88,43 @@ def calibrate(
                 f"profile={str(profile)!r} is read on its own: leave out recording, plot and options of an engine"
             )
         check_writable(output=output)
-        if is_kernel_profile(profile):
+        of_shapes = {
+            "model-config": model_config,
+            "profile-engine": profile_engine,
+            "profile-dtype": profile_dtype,
+            "gpu": gpu,
+        }
+        given = [name for name, value in of_shapes.items() if value is not None]
+        if is_shape_profile(profile):
+            if layers is not None:
+                raise ConfigError(f"profile={str(profile)!r} has kernels by shape: model-config says how many layers")
+            if model_config is None:
+                raise ConfigError(f"profile={str(profile)!r} has kernels by shape: name a model's --model-config")
+            shapes = read_shapes(
+                profile,
+                read_config(model_config),
+                tp=profile_tp or 1,
+                engine=profile_engine or "vllm",
+                dtype=profile_dtype or "bfloat16",
+                gpu=gpu,
+            )
+            for file in shapes.files:
+                print(f"{'read':>13}  {file.relative_to(profile)}")
+            if gpu is None:
+                print(f"{'warning':>13}  norms, rotary embeddings and activations cost nothing without --gpu")
+            _told_of_kernels(shapes.profile, shapes.layers, name or profile.stem, output, overhead)
+        elif given:
+            raise ConfigError(f"profile={str(profile)!r} has no kernels by shape: leave out {', '.join(given)}")
+        elif is_kernel_profile(profile):
             _of_kernels(profile, name, output, layers, profile_tp, overhead)
         elif layers is not None or profile_tp is not None or overhead:
             raise ConfigError(f"profile={str(profile)!r} has steps: layers, profile-tp and overhead are of kernels")
         else:
             _of_profile(profile, name, output)
         return
-    if layers is not None or profile_tp is not None or overhead:
-        raise ConfigError("layers, profile-tp and overhead are of a profile of kernels: give --profile, too")
+    of_kernels = (layers, profile_tp, model_config, profile_engine, profile_dtype, gpu)
+    if overhead or any(value is not None for value in of_kernels):
+        raise ConfigError("layers, gpu, model-config, overhead and profile-... are of kernels: give --profile, too")
     check_writable(output=output, plot=plot)
     # Steps of a run that was recorded, or of an engine that runs for it now.
     if recording is not None:
@@ -158,13 +202,18 @@ def _of_profile(profile: Path, name: str | None, output: Path | None) -> None:
 def _of_kernels(
     profile: Path, name: str | None, output: Path | None, layers: int | None, tp: int | None, overhead: float
 ) -> None:
-    from actorllm.scheduling.cost_model import to_json
-    from actorllm.slo.kernel_profiles import fit_kernels, read_kernels
+    from actorllm.slo.kernel_profiles import read_kernels
 
     if layers is None:
         raise ConfigError(f"profile={str(profile)!r} has kernels of one layer: say how many --layers the model has")
-    kernels = read_kernels(profile, tp=tp)
-    found = fit_kernels(kernels, layers, name or profile.stem, fixed_s=overhead)
+    _told_of_kernels(read_kernels(profile, tp=tp), layers, name or profile.stem, output, overhead)
+
+
+def _told_of_kernels(kernels: KernelProfile, layers: int, name: str, output: Path | None, overhead: float) -> None:
+    from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.kernel_profiles import fit_kernels
+
+    found = fit_kernels(kernels, layers, name, fixed_s=overhead)
     print(f"{'model':>13}  {found.model.name}")
     print(f"{'kernels':>13}  {', '.join((*kernels.tokens, *kernels.rows))}; {len(kernels.attention)} of attention")
     for part in found.missing:
