@@ -274,7 +274,21 @@ class _Products:
             raise ConfigError(f"the profile has no products beside {outputs} outputs and {inputs} inputs")
         common = set.intersection(*(set(by_tokens) for by_tokens, _ in corners))
         scale = more_n * more_k
-        return {float(m): scale * sum(share * by_tokens[m] for by_tokens, share in corners) for m in sorted(common)}
+        sizes = sorted(common)
+        told = _ascending([scale * sum(share * by_tokens[m] for by_tokens, share in corners) for m in sizes])
+        return {float(m): seconds for m, seconds in zip(sizes, told, strict=True)}
+
+
+def _ascending(values: Sequence[float]) -> list[float]:
+    """The nearest values that do not descend (isotonic regression): more tokens take no less, and what says so is noise."""
+    pools: list[tuple[float, int]] = []  # sums, and of how many
+    for value in values:
+        total, num = value, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / num:
+            more, others = pools.pop()
+            total, num = total + more, num + others
+        pools.append((total, num))
+    return [total / num for total, num in pools for _ in range(num)]
 
 
 def _about(axis: Sequence[int], size: int) -> tuple[int, int, float, float]:

@@ -143,6 +143,18 @@ def test_a_config_chooses_its_products_between_those_that_were_measured(tmp_path
     }
 
 
+def test_a_product_that_took_longer_than_one_of_more_tokens_is_noise(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    file = next(folder.rglob("gemm_perf.csv"))
+    lines = file.read_text().splitlines()
+    slow = [",".join([*line.split(",")[:4], "9"]) if line.startswith("bfloat16,1,") else line for line in lines]
+    assert slow != lines
+    file.write_text("\n".join(slow))
+    told = read_shapes(folder, CONFIG).profile.tokens["o_proj"]
+    rest = [product(size, 1024, 1024) for size in TOKENS[1:]]
+    assert told[1] == told[16] == told[1024] == [pytest.approx(1e-3 * (9 + sum(rest)) / 4)], "all share their mean"
+
+
 def test_gpus_share_a_layer_and_tell_each_other(tmp_path: Path) -> None:
     folder = write(tmp_path)
     took = 3 * (layer(16, 2) + decode(16, 512) + 2 * reduced(16 * 1024)) + product(16, 16_000, 1024)
