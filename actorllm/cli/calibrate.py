@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
@@ -72,13 +72,13 @@ def calibrate(
         Of the lengths of the requests.
     """
     from actorllm.scheduling.cost_model import to_json
-    from actorllm.slo.data_sheets import read_config
     from actorllm.slo.kernel_profiles import is_kernel_profile
-    from actorllm.slo.kernel_shapes import is_shape_profile, read_shapes
+    from actorllm.slo.kernel_shapes import is_shape_profile
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
     from actorllm.slo.step_fit import errors_by_size
 
+    # What cannot be written is said before anything runs.
     if plot is not None and plot.suffix not in (".svg", ".html"):
         raise ConfigError(f"plot={str(plot)!r} must end in .svg or .html")
     # A profile needs no engine and has a model of another kind, so it goes its own way.
@@ -88,6 +88,7 @@ def calibrate(
                 f"profile={str(profile)!r} is read on its own: leave out recording, plot and options of an engine"
             )
         check_writable(output=output)
+        # Which of the options a profile takes depends on what it has: steps, kernels by name, or kernels by shape.
         of_shapes = {
             "model-config": model_config,
             "profile-engine": profile_engine,
@@ -96,23 +97,8 @@ def calibrate(
         }
         given = [name for name, value in of_shapes.items() if value is not None]
         if is_shape_profile(profile):
-            if layers is not None:
-                raise ConfigError(f"profile={str(profile)!r} has kernels by shape: model-config says how many layers")
-            if model_config is None:
-                raise ConfigError(f"profile={str(profile)!r} has kernels by shape: name a model's --model-config")
-            shapes = read_shapes(
-                profile,
-                read_config(model_config),
-                tp=profile_tp or 1,
-                engine=profile_engine or "vllm",
-                dtype=profile_dtype or "bfloat16",
-                gpu=gpu,
-            )
-            for file in shapes.files:
-                print(f"{'read':>13}  {file.relative_to(profile)}")
-            if gpu is None:
-                print(f"{'warning':>13}  norms, rotary embeddings and activations cost nothing without --gpu")
-            _told_of_kernels(shapes.profile, shapes.layers, name or profile.stem, output, overhead)
+            options = {"engine": profile_engine or "vllm", "dtype": profile_dtype or "bfloat16", "gpu": gpu}
+            _of_shapes(profile, name, output, layers, profile_tp or 1, overhead, model_config, options)
         elif given:
             raise ConfigError(f"profile={str(profile)!r} has no kernels by shape: leave out {', '.join(given)}")
         elif is_kernel_profile(profile):
@@ -122,6 +108,7 @@ def calibrate(
         else:
             _of_profile(profile, name, output)
         return
+    # Everything else is fitted to steps of an engine, which has no kernels.
     of_kernels = (layers, profile_tp, model_config, profile_engine, profile_dtype, gpu)
     if overhead or any(value is not None for value in of_kernels):
         raise ConfigError("layers, gpu, model-config, overhead and profile-... are of kernels: give --profile, too")
@@ -144,6 +131,7 @@ def calibrate(
         anyio.run(run)
     # What is told of both is the error on steps that the model was not fitted to.
     fit = found.fit
+    # As text here; the plot and the model go to files below.
     print(parity_text(fit))
     print()
     rows: dict[str, object] = {
@@ -165,8 +153,10 @@ def calibrate(
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
     _print_errors(errors_by_size(fit.features, fit.measured, fit.predicted))
+    # What the steps could not tell, such as the cost of prompts in a run without any.
     for warning in fit.warnings:
         print(f"{'warning':>13}  {warning}")
+    # Files come last: what is printed holds even if a disk is full.
     if output is not None:
         output.write_text(to_json(fit.model) + "\n")
     if plot is not None:
@@ -207,6 +197,32 @@ def _of_kernels(
     if layers is None:
         raise ConfigError(f"profile={str(profile)!r} has kernels of one layer: say how many --layers the model has")
     _told_of_kernels(read_kernels(profile, tp=tp), layers, name or profile.stem, output, overhead)
+
+
+def _of_shapes(
+    profile: Path,
+    name: str | None,
+    output: Path | None,
+    layers: int | None,
+    tp: int,
+    overhead: float,
+    config: Path | None,
+    options: dict[str, Any],
+) -> None:
+    """options: further arguments of `read_shapes`."""
+    from actorllm.slo.data_sheets import read_config
+    from actorllm.slo.kernel_shapes import read_shapes
+
+    if layers is not None:
+        raise ConfigError(f"profile={str(profile)!r} has kernels by shape: model-config says how many layers")
+    if config is None:
+        raise ConfigError(f"profile={str(profile)!r} has kernels by shape: name a model's --model-config")
+    shapes = read_shapes(profile, read_config(config), tp=tp, **options)
+    for file in shapes.files:
+        print(f"{'read':>13}  {file.relative_to(profile)}")
+    if options["gpu"] is None:
+        print(f"{'warning':>13}  norms, rotary embeddings and activations cost nothing without --gpu")
+    _told_of_kernels(shapes.profile, shapes.layers, name or profile.stem, output, overhead)
 
 
 def _told_of_kernels(kernels: KernelProfile, layers: int, name: str, output: Path | None, overhead: float) -> None:
