@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from actorllm.slo.kernel_profiles import KernelProfile
     from actorllm.slo.step_fit import StepError
 
 
@@ -23,6 +24,10 @@ def calibrate(
     layers: int | None = None,
     profile_tp: int | None = None,
     overhead: float = 0.0,
+    model_config: Path | None = None,
+    profile_engine: str | None = None,
+    profile_dtype: str | None = None,
+    gpu: str | None = None,
     duration: float = 30.0,
     plot: Path | None = None,
     name: str | None = None,
@@ -48,6 +53,15 @@ def calibrate(
         GPUs that share a kernel, where the profile has several numbers of them.
     overhead
         Seconds of every step that are in no kernel of the profile.
+    model_config
+        config.json of the model whose step is added up, or its folder. For profiles that have kernels by shape, such as the folder
+        of a GPU of AIConfigurator.
+    profile_engine
+        The engine whose kernels are read, where such a profile has several: vllm (the default), sglang, trtllm.
+    profile_dtype
+        Of the products of such a profile: bfloat16 (the default), fp8.
+    gpu
+        Its data sheet has the bandwidth for norms, rotary embeddings and activations, which such a profile lacks.
     duration
         Seconds for which the engine runs.
     plot
@@ -59,10 +73,12 @@ def calibrate(
     """
     from actorllm.scheduling.cost_model import to_json
     from actorllm.slo.kernel_profiles import is_kernel_profile
+    from actorllm.slo.kernel_shapes import is_shape_profile
     from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
     from actorllm.slo.step_fit import errors_by_size
 
+    # What cannot be written is said before anything runs.
     if plot is not None and plot.suffix not in (".svg", ".html"):
         raise ConfigError(f"plot={str(plot)!r} must end in .svg or .html")
     # A profile needs no engine and has a model of another kind, so it goes its own way.
@@ -72,15 +88,30 @@ def calibrate(
                 f"profile={str(profile)!r} is read on its own: leave out recording, plot and options of an engine"
             )
         check_writable(output=output)
-        if is_kernel_profile(profile):
+        # Which of the options a profile takes depends on what it has: steps, kernels by name, or kernels by shape.
+        of_shapes = {
+            "model-config": model_config,
+            "profile-engine": profile_engine,
+            "profile-dtype": profile_dtype,
+            "gpu": gpu,
+        }
+        given = [name for name, value in of_shapes.items() if value is not None]
+        if is_shape_profile(profile):
+            options = {"engine": profile_engine or "vllm", "dtype": profile_dtype or "bfloat16", "gpu": gpu}
+            _of_shapes(profile, name, output, layers, profile_tp or 1, overhead, model_config, options)
+        elif given:
+            raise ConfigError(f"profile={str(profile)!r} has no kernels by shape: leave out {', '.join(given)}")
+        elif is_kernel_profile(profile):
             _of_kernels(profile, name, output, layers, profile_tp, overhead)
         elif layers is not None or profile_tp is not None or overhead:
             raise ConfigError(f"profile={str(profile)!r} has steps: layers, profile-tp and overhead are of kernels")
         else:
             _of_profile(profile, name, output)
         return
-    if layers is not None or profile_tp is not None or overhead:
-        raise ConfigError("layers, profile-tp and overhead are of a profile of kernels: give --profile, too")
+    # Everything else is fitted to steps of an engine, which has no kernels.
+    of_kernels = (layers, profile_tp, model_config, profile_engine, profile_dtype, gpu)
+    if overhead or any(value is not None for value in of_kernels):
+        raise ConfigError("layers, gpu, model-config, overhead and profile-... are of kernels: give --profile, too")
     check_writable(output=output, plot=plot)
     # Steps of a run that was recorded, or of an engine that runs for it now.
     if recording is not None:
@@ -100,6 +131,7 @@ def calibrate(
         anyio.run(run)
     # What is told of both is the error on steps that the model was not fitted to.
     fit = found.fit
+    # As text here; the plot and the model go to files below.
     print(parity_text(fit))
     print()
     rows: dict[str, object] = {
@@ -121,8 +153,10 @@ def calibrate(
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
     _print_errors(errors_by_size(fit.features, fit.measured, fit.predicted))
+    # What the steps could not tell, such as the cost of prompts in a run without any.
     for warning in fit.warnings:
         print(f"{'warning':>13}  {warning}")
+    # Files come last: what is printed holds even if a disk is full.
     if output is not None:
         output.write_text(to_json(fit.model) + "\n")
     if plot is not None:
@@ -158,13 +192,44 @@ def _of_profile(profile: Path, name: str | None, output: Path | None) -> None:
 def _of_kernels(
     profile: Path, name: str | None, output: Path | None, layers: int | None, tp: int | None, overhead: float
 ) -> None:
-    from actorllm.scheduling.cost_model import to_json
-    from actorllm.slo.kernel_profiles import fit_kernels, read_kernels
+    from actorllm.slo.kernel_profiles import read_kernels
 
     if layers is None:
         raise ConfigError(f"profile={str(profile)!r} has kernels of one layer: say how many --layers the model has")
-    kernels = read_kernels(profile, tp=tp)
-    found = fit_kernels(kernels, layers, name or profile.stem, fixed_s=overhead)
+    _told_of_kernels(read_kernels(profile, tp=tp), layers, name or profile.stem, output, overhead)
+
+
+def _of_shapes(
+    profile: Path,
+    name: str | None,
+    output: Path | None,
+    layers: int | None,
+    tp: int,
+    overhead: float,
+    config: Path | None,
+    options: dict[str, Any],
+) -> None:
+    """options: further arguments of `read_shapes`."""
+    from actorllm.slo.data_sheets import read_config
+    from actorllm.slo.kernel_shapes import read_shapes
+
+    if layers is not None:
+        raise ConfigError(f"profile={str(profile)!r} has kernels by shape: model-config says how many layers")
+    if config is None:
+        raise ConfigError(f"profile={str(profile)!r} has kernels by shape: name a model's --model-config")
+    shapes = read_shapes(profile, read_config(config), tp=tp, **options)
+    for file in shapes.files:
+        print(f"{'read':>13}  {file.relative_to(profile)}")
+    if options["gpu"] is None:
+        print(f"{'warning':>13}  norms, rotary embeddings and activations cost nothing without --gpu")
+    _told_of_kernels(shapes.profile, shapes.layers, name or profile.stem, output, overhead)
+
+
+def _told_of_kernels(kernels: KernelProfile, layers: int, name: str, output: Path | None, overhead: float) -> None:
+    from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.kernel_profiles import fit_kernels
+
+    found = fit_kernels(kernels, layers, name, fixed_s=overhead)
     print(f"{'model':>13}  {found.model.name}")
     print(f"{'kernels':>13}  {', '.join((*kernels.tokens, *kernels.rows))}; {len(kernels.attention)} of attention")
     for part in found.missing:

@@ -238,9 +238,15 @@ def _linear(name: str) -> LinearModel:
     return LinearModel((regime,), name)
 
 
+def _of_kernels(name: str) -> AnyModel:
+    return from_json(json.dumps({"kind": "kernels"} | json.loads((_FOLDER / "kernel_models.json").read_text())[name]))
+
+
 _FOLDER = Path(__file__).parent / "presets"
 _LINEAR = json.loads((_FOLDER / "linear.json").read_text())
 """Published coefficients: a step, a prompt token and a decode row. Only those are here that no data sheet contradicts."""
+_KERNELS = json.loads((_FOLDER / "kernels.json").read_text())
+"""Steps that are added up from published kernels (`bench/presets.py`). The models are long, and in a file of their own."""
 
 PRESETS: dict[str, Callable[[], AnyModel]] = {
     "a100-llama-3-8b": _a100,
@@ -248,6 +254,7 @@ PRESETS: dict[str, Callable[[], AnyModel]] = {
     "rtxpro6000-llama-3.1-8b": partial(_of_file, "rtxpro6000-llama-3.1-8b"),
     "rtx4090-llama-3.1-8b": partial(_of_file, "rtx4090-llama-3.1-8b"),
     **{name: partial(_linear, name) for name in _LINEAR["microseconds"]},
+    **{name: partial(_of_kernels, name) for name in _KERNELS["errors"]},
 }
 """Published or computed, none of them measured here."""
 
@@ -266,6 +273,7 @@ SOURCES = {
         "of a vLLM 0.19 run that it was not fitted to: TTFT 4.6 %, TPOT 3.0 %",
     ),
     **dict.fromkeys(_LINEAR["microseconds"], (_LINEAR["address"], _LINEAR["error"])),
+    **{name: (_KERNELS["address"], error) for name, error in _KERNELS["errors"].items()},
 }
 """Of each preset: the address of its numbers, and the mean error of the model on them."""
 

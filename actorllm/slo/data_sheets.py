@@ -43,10 +43,23 @@ GPUS = {
     "H100": Gpu(989e12, 3.35e12, 450e9),
     "H200": Gpu(989e12, 4.8e12, 450e9),
     "B200": Gpu(2250e12, 8e12, 900e9),
+    "B300": Gpu(2250e12, 7.75e12, 900e9),
+    "GB200": Gpu(2500e12, 8e12, 900e9),
     "MI300X": Gpu(1307e12, 5.3e12, 64e9),
     "RTX4090": Gpu(165e12, 1.008e12, 32e9),
+    "RTXPRO6000": Gpu(468e12, 1.792e12, 64e9),
 }
 """SXM boards of 80 GB and more where there are several; without sparsity."""
+
+
+def gpu_named(gpu: str) -> Gpu:
+    """Raises ConfigError naming the nearest data sheet."""
+    device = GPUS.get(gpu.upper())
+    if device is None:
+        raise ConfigError(
+            f"there is no data sheet of gpu={gpu!r}{nearest_name(gpu, GPUS)}; there are {', '.join(GPUS)}"
+        )
+    return device
 
 
 def roofline_of(
@@ -56,11 +69,7 @@ def roofline_of(
 
     Raises ConfigError naming the GPU, the key that is missing, or the number that does not divide.
     """
-    device = GPUS.get(gpu.upper())
-    if device is None:
-        raise ConfigError(
-            f"there is no data sheet of gpu={gpu!r}{nearest_name(gpu, GPUS)}; there are {', '.join(GPUS)}"
-        )
+    device = gpu_named(gpu)
     shape = config.get("text_config", config)
     hidden, layers, heads = (_size(shape, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv_heads = int(shape.get("num_key_value_heads") or heads)

@@ -7,6 +7,9 @@ with seconds.
 A profile of kernels has a row for each kernel and size, in one file or in several of a folder. LLMServingSim has dense.csv,
 per_sequence.csv and attention.csv, before them layers.csv. Vidur has mlp.csv and attention.csv with a column for each kernel
 (github.com/microsoft/vidur, data/profiling/compute).
+
+A profile by shape has the sizes of products and the heads of attention in the place of names, for any model. AIConfigurator has
+such tables as .parquet files (github.com/ai-dynamo/aiconfigurator; in the wheel aiconfigurator-core, systems/data).
 """
 
 from __future__ import annotations
@@ -61,4 +64,29 @@ LOGITS = ("lm_head", "sampler")
 """Once in a step, for the rows that get logits."""
 ONCE = ("embedding", "emb", "final_layernorm", "final_norm")
 """Once in a step, for all tokens. All others are in every layer."""
-TIMES_IN_A_LAYER = {"layernorm": 2}
+TIMES_IN_A_LAYER = {"layernorm": 2, "all_reduce": 2}
+"""An all-reduce follows attention, and another what comes after it."""
+
+# Kernels by shape --------------------------------------------------------------------------------------------------------
+
+SHAPE_TABLES = {
+    "products": "gemm_perf",
+    "prompt": "context_attention_perf",
+    "decode": "generation_attention_perf",
+    "experts": "moe_perf",
+    "reduce": "custom_allreduce_perf",
+}
+"""Stems of the files of AIConfigurator: a folder for each GPU, in it one for each kind of kernel, engine and version."""
+SHAPE_UNIT = 1e-3
+"""Their column latency is in milliseconds."""
+EXPERT_LOADS = ("power_law_1.01", "balanced")
+"""How unevenly tokens chose experts in a measurement; the first that a profile has."""
+IN_GRAPHS = ("vLLM_custom_graph", "TRTLLM")
+"""All-reduces within CUDA graphs, as decode steps run them; the first that a profile has, else whatever it has."""
+NODES: tuple[int, ...] = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768),
+    *(1024, 1536, 2048, 3072, 4096, 6144, 8192),
+)
+"""Tokens of a step at which products are read; a profile has more."""
+MAX_ROWS = 512
+"""Rows that get logits, up to which they are read."""

@@ -39,7 +39,7 @@ CONTENTS = """
 """
 PARTS = {
     "Use": ["compatibility", "serving", "lifecycle", "sampling", "logits_processors", "gpu", "api"],
-    "Latency laboratory": ["slo", "slo_reference", "slo_advanced"],
+    "Latency laboratory": ["slo", "slo_reference", "slo_advanced", "slo_presets"],
     "Inside": ["build_the_engine", "architecture", "internals/*", "glossary*"],
     "Results": ["benchmarks", "reliability"],
     "Project": ["contributing", "changelog", "*"],

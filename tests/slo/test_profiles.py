@@ -185,9 +185,18 @@ def test_a_model_is_also_a_class_of_ones_own(monkeypatch: pytest.MonkeyPatch) ->
         load_model("nowhere:Model")
 
 
+def test_six_gpus_have_four_models_each() -> None:
+    models: dict[str, set[str]] = {}
+    for name in PRESETS:
+        gpu, _, model = name.partition("-")
+        shared, _, rest = model.partition("-")
+        models.setdefault(gpu, set()).add(rest if shared.startswith("tp") else model)
+    assert sum(len(those) >= 4 for those in models.values()) >= 6
+
+
 def test_every_preset_says_where_it_is_from() -> None:
     assert SOURCES.keys() == PRESETS.keys()
-    page = (Path(__file__).parents[2] / "docs" / "slo_reference.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "slo_presets.md").read_text()
     for name, (address, error) in SOURCES.items():
         assert f"| `{name}` | {address} | {error} |" in page
     for name in PRESETS:
