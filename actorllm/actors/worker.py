@@ -227,6 +227,10 @@ class WorkerActor(Actor):
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link
+        if (
+            self._mover is not None
+        ):  # jobs of another scheduler, whose blocks this one gives to others before its first plan
+            self._mover.drop()
 
     async def on_stop(self) -> None:
         self._calls = None

@@ -12,6 +12,7 @@ Nothing here imports TRL: what is used of the trainer is its documented state (`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -43,8 +44,9 @@ class Rollouts:
             )
         self._llm = llm
         self._sampling = sampling
+        self._trainer: weakref.ref[Any] | None = None
         self._step: int | None = None
-        """Of the trainer, whose weights the engine has."""
+        """Of that trainer, whose weights the engine has."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Sample one completion of each prompt.
@@ -60,16 +62,19 @@ class Rollouts:
             InvalidParameterError: the weights of the trainer are sharded, or adapters that are not merged.
             As `LLM.generate` and `LLM.update_weights_from_tensors`.
         """
-        if self._step != trainer.state.global_step:
+        found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        if not prompts:
+            return found
+        is_known = self._trainer is not None and self._trainer() is trainer
+        if not is_known or self._step != trainer.state.global_step:
             self._llm.update_weights_from_tensors(weights_of(trainer), version=f"step-{trainer.state.global_step}")
-            self._step = trainer.state.global_step
+            self._trainer, self._step = weakref.ref(trainer), trainer.state.global_step
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         params = [self._params(trainer.args, number) for _, number in groups]
         asked = [prompt for prompt, _ in groups]
         is_conversation = not isinstance(asked[0], str)
         answer = self._llm.chat if is_conversation else self._llm.generate
         outputs = answer(asked, params, use_tqdm=False)
-        found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
         for output in outputs:
             for one in output.outputs:
                 ids = list(one.token_ids)

@@ -145,7 +145,9 @@ class FleetAttachClient(AttachClient):
         self.board: LoadBoard | None = None
         replicas = cast(dict[int, RoutedReplica], self.replicas)
         self._return_lease = LeaseReturns(self.config)
-        self.dispatcher = Dispatcher(replicas, router_of(self.config), return_lease=self._return_lease)
+        self.dispatcher = Dispatcher(
+            replicas, router_of(self.config), return_lease=self._return_lease, num_ranks=self.config.world_size
+        )
         self._tasks: TaskGroup
         self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
         self._has_frames: anyio.Event

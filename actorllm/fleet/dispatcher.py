@@ -70,8 +70,10 @@ class Dispatcher:
         board: LoadBoard | None = None,
         program: int = 0,
         return_lease: Callable[[I64], None] | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._return_lease = return_lease
+        self._num_ranks = num_ranks
         self._replicas = replicas
         self.router = router
         self.last_rid = last_rid
@@ -396,7 +398,7 @@ class Dispatcher:
         if entry.submit.max_tokens == 1:  # a gateway has another request go on with it
             mailbox = mailbox_of(entry.consumer)
             if mailbox is not None:
-                mailbox.kv_transfer = answer_of(offer.lease.tolist(), offer.blocks.tolist())
+                mailbox.kv_transfer = answer_of(offer.lease.tolist(), offer.blocks.tolist(), self._num_ranks)
             return mailbox is not None
         if entry.record.num_deaths or self.is_on_trial(source):
             return False

@@ -101,7 +101,12 @@ class Fleet:
             self._given = self._memory.shared_by(config)
         self._return_lease = LeaseReturns(self._given)
         self.dispatcher = Dispatcher(
-            self._replicas, router_of(config), last_rid, self._board, return_lease=self._return_lease
+            self._replicas,
+            router_of(config),
+            last_rid,
+            self._board,
+            return_lease=self._return_lease,
+            num_ranks=config.world_size,
         )
         self.attached: AttachServer | None = None
         """The door for other programs, if the engine has a name."""

@@ -137,9 +137,21 @@ def read_shapes(
     the folder has those of several; of several versions the newest is read. dtype: of the products, as the profile calls it.
     The logits are bfloat16. gpu: one of `data_sheets.GPUS`, for the kernels between the products.
 
-    Raises ConfigError naming the table or the shape that is missing.
+    Raises ConfigError naming the table, the column or the shape that is missing.
     """
-    folder, shape = Path(path), ModelShape.of(config, tp)
+    shape = ModelShape.of(config, tp)
+    try:
+        return _read(Path(path), shape, engine, dtype, gpu)
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise ConfigError(f"profile {str(path)!r} has a table without the column {error}") from None
+    except (TypeError, ValueError) as error:  # of a cell
+        raise ConfigError(f"profile {str(path)!r} has a cell that is no number: {error}") from error
+
+
+def _read(folder: Path, shape: ModelShape, engine: str, dtype: str, gpu: str | None) -> ShapeKernels:
+    tp = shape.tp
     found = KernelProfile(shards={tp})
     # Products: of each layer by tokens, and the logits by rows.
     products, file = _table(folder, "products", engine, lambda row: row["gemm_dtype"] in (dtype, "bfloat16"))

@@ -70,7 +70,7 @@ def _lease_of(given: Mapping[str, Any]) -> tuple[int, ...]:
     return (int(found[1]), int(found[2]), number, len(blocks)) if number < 1 << 63 else ()
 
 
-def answer_of(lease: Sequence[int], blocks: Sequence[int]) -> dict[str, Any]:
+def answer_of(lease: Sequence[int], blocks: Sequence[int], num_ranks: int = 1) -> dict[str, Any]:
     """What a gateway sends on with the prompt, to have it decoded. The number of a lease is text: JSON readers may round it."""
     replica, slot, number = lease[:3]
     return {
@@ -80,5 +80,5 @@ def answer_of(lease: Sequence[int], blocks: Sequence[int]) -> dict[str, Any]:
         "remote_block_ids": list(blocks),
         "remote_host": "localhost",
         "remote_port": 0,
-        "tp_size": 1,
+        "tp_size": num_ranks,
     }

@@ -77,9 +77,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     Older exports of ModelOpt say beside it, in hf_quant_config.json, how weights are stored. It is put where the others have it.
     """
     tree = read_object(folder / "config.json")
-    beside = folder / "hf_quant_config.json"
-    if tree.get("quantization_config") is None and beside.is_file():
-        tree["quantization_config"] = {"quant_method": MODELOPT, **read_object(beside)}
+    if tree.get("quantization_config") is not None:
+        return tree
+    beside = read_object(folder / "hf_quant_config.json", is_optional=True)
+    inner = beside.get("quantization")
+    if (inner if isinstance(inner, dict) else beside).get("quant_algo") is not None:  # else of the KV cache alone
+        tree["quantization_config"] = {"quant_method": MODELOPT, **beside}
     return tree
 
 

@@ -86,6 +86,15 @@ def test_samples_are_of_the_weights_that_the_trainer_has(llm: LLM) -> None:
     assert_fits(second, trainer)
 
 
+def test_another_trainer_at_the_same_step_brings_its_weights(llm: LLM) -> None:
+    first, other, rollouts = Trainer(), Trainer(), Rollouts(llm, ignore_eos=True)
+    rollouts(["Once upon a time"], first)
+    other.learn()
+    other.state.global_step = 0
+    assert_fits(rollouts(["Once upon a time"], other), other)
+    assert rollouts([], other) == {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+
+
 def test_conversations_are_rendered(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Tell me of a cat."}]
     rollouts = Rollouts(llm, ignore_eos=True)

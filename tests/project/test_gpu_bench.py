@@ -322,9 +322,8 @@ def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -
             launch()
         return [one.func.__name__ for one in launches]
 
-    config = SimpleNamespace(
-        hidden_size=shape.hidden, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=shape.intermediate
-    )
+    sizes = {"hidden_size": shape.hidden, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    config = SimpleNamespace(**sizes, intermediate_size=shape.intermediate, latent=None)
     a: Any = Activations(rows, config, torch.bfloat16, torch.device("cpu"))
     weight = {name: DeviceDense(torch.zeros(*size, dtype=torch.bfloat16)) for name, size in weights.items()}
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
@@ -438,6 +437,9 @@ def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> No
         "choose_experts.py",
         "group_pairs.py",
         "grouped_gemm.py",
+        "latent_decode.py",
+        "latent_prefill.py",
+        "latent_rope_kv.py",
         "lora_expand.py",
         "lora_shrink.py",
         "philox.py",

@@ -21,6 +21,7 @@ OF_MAKE = ("ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
 def commands(*arguments: str) -> list[str]:
     """What `make` would run, as if everything were installed."""
     done = ["--old-file", "venv/.installed", "--old-file", "venv/triton-3.6", "--old-file", "venv/.ray"]
+    done += ["--old-file", "venv/.partners"]
     return subprocess.run(
         ["make", "--dry-run", "--no-print-directory", *done, "VENV=venv", *arguments],
         cwd=ROOT,

@@ -218,6 +218,12 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file.write_text("m,n,k,latency\n1,256,256,1")
     with pytest.raises(ConfigError, match=r"gemm_perf\.csv.*has no column 'gemm_dtype'"):
         read_shapes(folder, CONFIG)
+    file.write_text("n,k,latency,gemm_dtype\n256,256,1,bfloat16")
+    with pytest.raises(ConfigError, match="a table without the column 'm'"):
+        read_shapes(folder, CONFIG)
+    file.write_text("m,n,k,latency,gemm_dtype\n1,256,256,,bfloat16")
+    with pytest.raises(ConfigError, match="a cell that is no number"):
+        read_shapes(folder, CONFIG)
     parquet = file.with_suffix(".parquet")
     parquet.write_bytes(b"no parquet")
     file.unlink()

@@ -36,9 +36,13 @@ class BlockMover:
         """Of jobs that are asked for now."""
         return self._era
 
+    def drop(self) -> None:
+        """Jobs that were asked for and have not begun will not be begun."""
+        self._era += 1
+
     def quiesce(self) -> None:
         """Jobs that were asked for are over, or will not be begun."""
-        self._era += 1
+        self.drop()
         with self._lock:
             pass
 

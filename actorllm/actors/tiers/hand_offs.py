@@ -16,7 +16,7 @@ from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.tiers.lease_board import LeaseBoard, era_of
 from actorllm.actors.tiers.tier_transfers import TransferHost
 from actorllm.clock import now
-from actorllm.errors import PeerLostError
+from actorllm.errors import EngineError, PeerLostError
 from actorllm.messages import KvOffer
 from actorllm.scheduling.events import Events
 from actorllm.scheduling.tiers.leases import Offer
@@ -55,8 +55,10 @@ class HandOffs(LoopPart):
 
     async def _ask_era(self, link: Link) -> None:
         try:
-            eras = await self._host.ask_all(link, "cache_era")
-        except PeerLostError:
+            eras = await self._host.ask_all(
+                link, "cache_era", math.inf
+            )  # answered between steps, however long these are
+        except (PeerLostError, EngineError):  # the workers end, and the scheduler is told of it
             return
         transfers = self._host.scheduler.transfers
         if link is self._link() and transfers is not None and transfers.leases is not None:

@@ -11,6 +11,7 @@ the reads of a lender that has died with an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import struct
@@ -54,9 +55,9 @@ class NixlMemory(PeerMemory):
             _write_card(path, orjson.dumps(told))
 
     def _fill(self, lent: Lent, targets: NDArray[np.int32], sources: NDArray[np.int32]) -> None:
-        name, starts = self._lender(lent.replica)
         regions = self._own()
         mine = [_pieces(_address_of(one), one.shape, targets) for one in regions]
+        name, starts = self._lender(lent.replica)
         theirs = [
             _pieces(start, (one.shape[0], lent.cache_blocks + NUM_SPECIAL_BLOCKS, one.shape[2]), sources)
             for start, one in zip(starts, regions, strict=True)
@@ -64,8 +65,10 @@ class NixlMemory(PeerMemory):
         try:
             state = self._read(name, np.concatenate(mine), np.concatenate(theirs))
         except Exception as error:  # NIXL has kinds of its own, which a package without NIXL cannot name
+            self._forget(lent.replica)
             raise OSError(f"NIXL could not read from replica {lent.replica}: {error}") from error
         if state != "DONE":
+            self._forget(lent.replica)
             raise OSError(f"NIXL could not read from replica {lent.replica}: {state}")
 
     def _read(self, name: str, mine: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> str:
@@ -87,15 +90,24 @@ class NixlMemory(PeerMemory):
         card = _read_card(self._paths[replica] if replica < len(self._paths) else "")
         known = self._loaded.get(replica)
         if known is not None and known[0] != card:
-            self._agent.remove_remote_agent(known[1])
-            del self._loaded[replica]
+            self._forget(replica)
             known = None
         if known is None:
             told = orjson.loads(card)
-            name = self._agent.add_remote_agent(bytes.fromhex(told["agent"]))
+            try:
+                name = self._agent.add_remote_agent(bytes.fromhex(told["agent"]))
+            except Exception as error:  # of a kind of NIXL's own
+                raise OSError(f"NIXL does not reach replica {replica}: {error}") from error
             known = card, name.decode() if isinstance(name, bytes) else name, told["starts"]
             self._loaded[replica] = known
         return known[1], known[2]
+
+    def _forget(self, replica: int) -> None:
+        """The agent of this replica, which NIXL forgets by itself when its process has ended."""
+        known = self._loaded.pop(replica, None)
+        if known is not None:
+            with contextlib.suppress(Exception):  # of a kind of NIXL's own: it is forgotten already
+                self._agent.remove_remote_agent(known[1])
 
 
 def _new_agent() -> Any:

@@ -8,6 +8,7 @@ lease is there after the copy as well (`lease_board`).
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -19,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.actors.tiers.lease_board import LeaseBoard, Lent
+
+logger = logging.getLogger(__name__)
 
 BYTES_FOR_TWO = 4 << 20
 """From so many bytes on, a copy is worth a second thread: it takes some hundred microseconds."""
@@ -54,6 +57,9 @@ class PeerMemory:
             self._fill(lent, targets, lent.blocks[first : first + len(blocks)])
             is_good = self._board.is_valid(lent)
         except (OSError, ValueError):  # its owner has ended, or it is smaller than its lease says
+            is_good = False
+        except Exception:
+            logger.exception("a copy of KV blocks of replica %d failed", replica)
             is_good = False
         if not is_good:  # what was copied may be no finite numbers
             for own in self._own():
@@ -111,7 +117,19 @@ def copy_blocks(
         copy(slice(None))
         return
     middle = own.shape[0] // 2
-    beside = threading.Thread(target=copy, args=(slice(middle, None),), name="kv-copy")
+    failed: list[BaseException] = []
+
+    def copy_rest() -> None:
+        try:
+            copy(slice(middle, None))
+        except BaseException as error:  # it is raised where the copy was asked for
+            failed.append(error)
+
+    beside = threading.Thread(target=copy_rest, name="kv-copy")
     beside.start()
-    copy(slice(0, middle))
-    beside.join()
+    try:
+        copy(slice(0, middle))
+    finally:
+        beside.join()  # until then it writes
+    if failed:
+        raise failed[0]

@@ -15,7 +15,7 @@ from actorllm.actors.loop_parts import LoopPart
 from actorllm.actors.step_gate import StepGate
 from actorllm.actors.tiers.tier_files import TierDirectory
 from actorllm.clock import now
-from actorllm.errors import PeerLostError
+from actorllm.errors import EngineError, PeerLostError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.tiers.transfers import BlockLoad, BlockStore, Borrowed
 
@@ -76,6 +76,8 @@ class TierTransfers(LoopPart):
             )
         except PeerLostError:  # the scheduler is told of it
             return
+        except EngineError as error:
+            answers = [_failed(error)]
         number, seconds = _of_ranks(answers)
         transfers = self._host.scheduler.transfers
         assert transfers is not None
@@ -98,6 +100,10 @@ class TierTransfers(LoopPart):
             if isinstance(job, BlockStore):  # what was forgotten meanwhile is not told any more
                 self._directory.remove_keys(keys)
             return
+        except EngineError as error:
+            answers = [_failed(error)]
+            if isinstance(job, BlockStore):
+                self._directory.remove_keys(keys)
         number, seconds = _of_ranks(answers)
         if isinstance(job, BlockLoad):
             transfers.loaded(job, number, seconds, now())
@@ -110,6 +116,12 @@ class TierTransfers(LoopPart):
     def next_deadline(self) -> float:
         transfers = self._host.scheduler.transfers
         return math.inf if transfers is None else transfers.next_deadline
+
+
+def _failed(error: EngineError) -> tuple[int, float]:
+    """As of a rank that has moved nothing: it could not, or it ends, of which the scheduler is told apart."""
+    logger.warning("KV blocks were not moved: %s", error)
+    return 0, 0.0
 
 
 def _of_ranks(answers: Sequence[tuple[int, float]]) -> tuple[int, float]:

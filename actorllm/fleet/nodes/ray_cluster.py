@@ -108,8 +108,8 @@ def machines_of(config: EngineConfig, number: int, *rooms: Sequence[Mapping[str,
     rooms: what nodes have; one after the other is tried. kind: what they are. Raises ConfigError: none of them has room.
     """
     ranks, given = config.world_size, config.num_machines
-    # Ranks on a GPU find each other within a machine only (`config._check_rank_nodes`).
-    most = 1 if config.device == "cuda" else ranks
+    # Ranks on a GPU find each other within a machine only (`config._check_rank_nodes`), and so do parts of a block in KV tiers.
+    most = 1 if config.device == "cuda" or config.cache.has_tiers else ranks
     options = [given] if given is not None else [n for n in range(1, most + 1) if ranks % n == 0]
     for nodes in rooms:
         for machines in options:
@@ -160,6 +160,8 @@ class RayPlacement:
         self._is_closed = False
         self._num_machines = config.num_machines or 1
         """Of each replica; found with the first places."""
+        self._has_machines = config.num_machines is not None or config.world_size == 1
+        """That is known, and stays what it is: groups have as many bundles."""
         self._places: list[tuple[Any, int]] | None = None
         """Of the replicas that there always are: groups, and bundles of them, machine by machine."""
         self._more: dict[int, Any] = {}
@@ -283,7 +285,7 @@ class RayPlacement:
                 {name: free.get(f"{name}_group_{index}_{group.id.hex()}", 0.0) for name in names}
                 for index in range(len(group.bundle_specs))
             ]
-            self._num_machines = machines_of(self._config, max(1, number), left, group.bundle_specs, kind="bundles")
+            self._choose_machines(number, left, group.bundle_specs, kind="bundles")
             bundle = bundle_of(self._config, self._num_machines)
             places = []
             for index, has in enumerate(group.bundle_specs):
@@ -292,11 +294,20 @@ class RayPlacement:
             # One after the other; last what is not free, as where the caller is itself.
             return [(group, index) for _, _, index in sorted(places)]
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._num_machines = machines_of(self._config, max(1, number), nodes)
+        self._choose_machines(number, nodes)
         if not number:
             return []
         made = self._asked_for(ray, number)
         return [(made, bundle) for bundle in range(number * self._num_machines)]
+
+    def _choose_machines(self, number: int, *rooms: Sequence[Mapping[str, float]], kind: str = "nodes") -> None:
+        """As `machines_of`, once. Raises ConfigError: so many replicas never fit."""
+        if not self._has_machines:
+            self._num_machines = machines_of(self._config, max(1, number), *rooms, kind=kind)
+            self._has_machines = True
+            return
+        machines = self._num_machines
+        check_fit(bundle_of(self._config, machines), max(1, number), rooms[-1], machines, kind)
 
     def _bundles(self, number: int) -> list[dict[str, float]]:
         """Of so many replicas."""
@@ -362,8 +373,8 @@ class RayPlacement:
     def want(self, num_replicas: int) -> None:
         """Ask the autoscaler of the cluster for room for so many replicas in all; it adds nodes, and takes them away."""
         ray = _ray()
-        if not ray.is_initialized():  # all are here so far: places are asked for when the first one elsewhere starts
-            return
+        if not ray.is_initialized() or not self._has_machines:
+            return  # what a replica takes is found when the first one elsewhere starts, which asks for its places
         self._has_asked = True
         bundles = self._bundles(max(0, num_replicas - self._config.data_parallel_size_local))
         try:

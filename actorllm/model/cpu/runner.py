@@ -488,7 +488,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if self.is_recurrent:
             check_states(self.config, num_bytes, self._state_bytes)
             self._num_snapshots = num_snapshots_within(
-                self.config, num_bytes, self._state_bytes, has_blocks=self.block_bytes > 0
+                self.config,
+                num_bytes,
+                self._state_bytes,
+                least_bytes=self._most_blocks_of_one * self.block_bytes,
             )
             if not self.block_bytes:  # no layer attends: blocks are counted, and hold nothing
                 return self.config.scheduler.max_num_seqs * self._most_blocks_of_one
@@ -675,7 +678,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         size = self.config.cache.block_size
         most = min(costs.SIZES[-1], self.config.scheduler.max_num_batched_tokens // CHECK_PROMPT)
         slots = np.arange(most, dtype=np.int32)
-        per_row = -(-(CHECK_PROMPT + 1 + len(costs.SIZES) * (1 + costs.ROUNDS)) // size)
+        # Every step is one token more of the first row. Short sequences have no room for more rounds than are always made.
+        of_round, room = len(costs.SIZES), self.config.model.max_model_len - CHECK_PROMPT - 1
+        most_rounds = max(costs.ROUNDS, min(costs.MOST_ROUNDS, room // of_round - 1))
+        per_row = -(-(CHECK_PROMPT + 1 + of_round * (1 + most_rounds)) // size)
         kept, self.processors = (self._speculator, self._draft_model, self.processors), None
         draft_model = self._draft_model
         self._speculator = self._draft_model = None
@@ -692,7 +698,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 assert draft_model is not None
                 draft_model.try_pass(self.batch, slots[: min(rows, most)])
 
-            steps, *drafts = costs.measured(step) if draft_model is None else costs.measured(step, draft)
+            computes = (step,) if draft_model is None else (step, draft)
+            steps, *drafts = costs.measured(*computes, most_rounds=most_rounds)
         finally:
             self._speculator, self._draft_model, self.processors = kept
             del self.cache, self.batch

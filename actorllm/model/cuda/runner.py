@@ -341,7 +341,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
         # config.json may leave open which forms there are
         forms, cache = self.model.forms, self.config.cache.block_size
-        plan = repr(self.model_config), str(self.dtype), forms, self._decodes, self.config.scheduler, cache
+        has_drafts = self._num_draft_slots > 0  # other builds of attention
+        plan = repr(self.model_config), str(self.dtype), forms, self._decodes, self.config.scheduler, cache, has_drafts
         key = memory.key_of(self.device.description, *plan, self.collectives.size)
         failed = memory.remembered(key)
         if failed is None:
@@ -412,9 +413,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @torch.inference_mode()
     def warm_prefill(self) -> None:
-        """Launch the kernels of prefill, for few and for many tokens, of which nothing is written.
+        """Launch the kernels of steps with prompts, for few and for many tokens, and for each number of decode rows beside them.
 
-        Decode rows beside them take those of `forward` too, and else the kernels of decode steps.
+        Nothing is written. Attention of decode rows beside prompts is a build of its own: there it stores no keys by itself.
         """
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
         for count in dict.fromkeys(min(most, count) for count in (*self.model.kinds_of_forward(), WARM_TOKENS)):
@@ -423,15 +424,26 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                     states = self._states_of_none(count, is_adapted)
                 if not self._decodes:
                     self.model.select(states, self.device.upload(np.zeros(1, np.int64)))
+        for size in self.graphs.kinds if self._decodes else ():
+            with self.collectives.alone():
+                self._states_of_none(1, num_rows=size)
 
-    def _states_of_none(self, count: int, is_adapted: bool = False) -> torch.Tensor:
-        """Of a prompt of so many tokens, of which nothing is written. is_adapted: launch what adapters take."""
+    def _states_of_none(self, count: int, is_adapted: bool = False, num_rows: int = 0) -> torch.Tensor:
+        """Of a prompt of so many tokens, of which nothing is written, behind so many decode rows of no slot.
+
+        is_adapted: launch what adapters take.
+        """
         counts = np.array([count], np.int32)
-        zeros = np.zeros(count, np.int64)
+        zeros = np.zeros(num_rows + count, np.int64)
         ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
+        rows: DeviceDecodeRows | None = None
+        if num_rows:
+            self._load_rows(NO_I32, -1, num_rows)
+            rows = self._rows_for(num_rows)
+            self._prepare_rows(rows)
         chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
         token_rows = self.device.upload(zeros.astype(np.int32)) if is_adapted else None
-        tokens = StepTokens(ids, positions, nowhere, None, chunks, token_rows=token_rows)
+        tokens = StepTokens(ids, positions, nowhere, rows, chunks, token_rows=token_rows)
         states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
         ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
         return states
@@ -541,6 +553,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         size, length = config.cache.block_size, config.model.max_model_len + config.scheduler.num_spare_tokens
         for name in ("graphs", "sampler", "state"):  # those of the profile go before there are others
             vars(self).pop(name, None)
+        self.mixed = None  # it has the cache of the profile
         self._rows_of_size.clear()
         with self.device.active():
             self._pool = DeviceCache(
@@ -562,7 +575,6 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             can_mix = self._records and supports(self.model)
             most = min(config.scheduler.max_num_batched_tokens, MIXED_SIZES[-1]) if can_mix else 0
             self.model.allocate(max(self._max_rows, most), self._attention)
-            self.mixed = None
             if can_mix:
                 self.mixed = MixedSteps(
                     cast("DeviceDecoder", self.model),
@@ -780,7 +792,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """Record one of the steps that are wanted as graphs. False: there is none. For when there is nothing else to do."""
         key = self.graphs.next_wanted()
         if key is None:
-            return self._draft_runner is not None and self._draft_runner.record_next()
+            if self._draft_runner is None:
+                return False
+            with self._on_device():  # what tears this runner's device as well
+                return self._draft_runner.record_next()
         with self._on_device():
             if key[0].plain is GraphPart.MIXED:
                 assert self.mixed is not None
@@ -1274,6 +1289,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         late = handle.late
         if self._speculator is not None and late is not None and late.counts.size:
             self._speculator.force(late, sampling.slots, tokens, runs)
+            gone = sampling.slots[self.batch.owners[sampling.slots] != handle.owners]
+            self._speculator.forget_forced(
+                gone.tolist()
+            )  # a step that was launched ahead has given the slot to another request
         spans = [span for pending in handle.spans for span in pending.spans(arrays, runs)]
         if again:
             spans = [span for span in spans if span.is_prompt or span.row not in again]

@@ -22,6 +22,15 @@ class StateSpec(NamedTuple):
         return math.prod(self.shape) * (4 if self.is_exact else itemsize)
 
 
+def convolution_state(kernel_size: int, num_channels: int) -> StateSpec:
+    """The last inputs of a causal convolution. Raises CorruptModelError: it sees one token, and would keep none."""
+    if kernel_size < 2:
+        raise CorruptModelError(
+            f"config.json: convolutions of recurrent layers have a kernel of {kernel_size}; 2 or more are needed"
+        )
+    return StateSpec((kernel_size - 1, num_channels), is_exact=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Shape:
     """A state-space layer whose decay is one number a head (Mamba 2, arXiv:2405.21060).
@@ -85,7 +94,7 @@ class Mamba2Shape:
     def states(self) -> Mapping[str, StateSpec]:
         """By name: the inputs of the convolution that come before the next token, and the state of every head."""
         return {
-            "conv": StateSpec((self.kernel_size - 1, self.conv_size), is_exact=False),
+            "conv": convolution_state(self.kernel_size, self.conv_size),
             "heads": StateSpec((self.num_heads, self.head_dim, self.state_size), is_exact=True),
         }
 
@@ -145,7 +154,7 @@ class GatedDeltaShape:
     def states(self) -> Mapping[str, StateSpec]:
         """By name: the inputs of the convolution that come before the next token, and the state of every head."""
         return {
-            "conv": StateSpec((self.kernel_size - 1, self.conv_size), is_exact=False),
+            "conv": convolution_state(self.kernel_size, self.conv_size),
             "heads": StateSpec((self.num_value_heads, self.key_dim, self.value_dim), is_exact=True),
         }
 
@@ -188,7 +197,7 @@ class MambaShape:
     def states(self) -> Mapping[str, StateSpec]:
         """By name: the inputs of the convolution that come before the next token, and the state of every channel."""
         return {
-            "conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False),
+            "conv": convolution_state(self.kernel_size, self.num_channels),
             "channels": StateSpec((self.num_channels, self.state_size), is_exact=True),
         }
 
@@ -233,7 +242,7 @@ class RgLruShape:
     def states(self) -> Mapping[str, StateSpec]:
         """By name: the inputs of the convolution that come before the next token, and the state of every channel."""
         return {
-            "conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False),
+            "conv": convolution_state(self.kernel_size, self.num_channels),
             "channels": StateSpec((self.num_channels,), is_exact=True),
         }
 
@@ -265,7 +274,7 @@ class ShortConvShape:
     @property
     def states(self) -> Mapping[str, StateSpec]:
         """By name: the inputs of the convolution that come before the next token."""
-        return {"conv": StateSpec((self.kernel_size - 1, self.num_channels), is_exact=False)}
+        return {"conv": convolution_state(self.kernel_size, self.num_channels)}
 
 
 def state_bytes(shape: RecurrentShape, num_layers: int, itemsize: int) -> int:

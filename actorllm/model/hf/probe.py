@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NUM_BLOCKS = 7
 CHUNKS = (8, 3, 3, 3, 3)
 """Of the first sequence; the second one has as many steps: a prefill of SECOND_PREFILL tokens, then decode rows."""
+PROBED_POSITIONS = sum(CHUNKS) + 1
+"""However short the sequences of an engine are."""
 SECOND_PREFILL = 3
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

@@ -57,6 +57,7 @@ from actorllm.model.hf.loading import (
 )
 from actorllm.model.hf.own_attention.exchanged import AttentionFunction, ExchangedAttention
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
+from actorllm.model.hf.probe import PROBED_POSITIONS
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Form
@@ -105,7 +106,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         _check_config(config, architecture)
     freeze_rope(traced, model.max_model_len)
     if architecture in own_attention.ARCHITECTURES:
-        own_attention.exchange(traced, architecture, model.max_model_len)
+        own_attention.exchange(traced, architecture, max(model.max_model_len, PROBED_POSITIONS))
         own_attention.choose(traced, _note_attention)
     trace = _trace(traced, architecture)
     num_heads, num_kv_heads, head_dim = _cached_shape({call.shape for call in trace.calls}, architecture)
@@ -451,7 +452,7 @@ class TransformersDecoder:
         self.dtype: torch.dtype = model.dtype
         freeze_rope(model, plan.max_positions)
         if plan.architecture in own_attention.ARCHITECTURES:
-            own_attention.exchange(model, plan.architecture, plan.max_positions)
+            own_attention.exchange(model, plan.architecture, max(plan.max_positions, PROBED_POSITIONS))
         self._attend_by(attention)
         self.layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
         self._body = model.get_submodule(plan.body)

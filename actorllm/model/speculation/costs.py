@@ -17,7 +17,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 NUM_SURE = 4
 """Sizes that are measured however long they take."""
 ROUNDS = 5
-MOST_ROUNDS = 40
+MOST_ROUNDS = 10
 """Where sizes were disturbed in all rounds so far; only those are measured again."""
 BUDGET_S = 0.5
 """Processor time of this thread for each of what is measured; larger sizes and later rounds are left out when it is used up."""
@@ -55,7 +55,7 @@ def _num_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def measured(*computes: Callable[[int], object]) -> list[tuple[tuple[int, float], ...]]:
+def measured(*computes: Callable[[int], object], most_rounds: int = MOST_ROUNDS) -> list[tuple[tuple[int, float], ...]]:
     """Of each, (tokens, seconds) for some sizes, the shortest of several rounds each, of quiet ones where there are any.
 
     They take turns at every size. So what comes behind a step is computed with the threads of a step of that size, as it is later.
@@ -63,6 +63,7 @@ def measured(*computes: Callable[[int], object]) -> list[tuple[tuple[int, float]
 
     Arguments:
         computes: each computes something of so many tokens.
+        most_rounds: beside the first call of each size, where others disturb; ROUNDS or more.
     """
     began, spent = time.perf_counter(), time.thread_time()
 
@@ -93,7 +94,7 @@ def measured(*computes: Callable[[int], object]) -> list[tuple[tuple[int, float]
             break
         for size in samples[0]:
             measure(size)
-    for _ in range(ROUNDS, MOST_ROUNDS):
+    for _ in range(ROUNDS, most_rounds):
         for size in disturbed():
             if not is_late(1.0):
                 measure(size)

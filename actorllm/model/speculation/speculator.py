@@ -7,7 +7,7 @@ position of every draft and stops at the first difference. Drafts therefore chan
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -95,6 +95,11 @@ class Speculator:
             self._forced.pop(slot, None)
             if run == count and size > 1 and int(tokens[end - 1]) == forced[0]:
                 self._forced[slot] = forced[1:]
+
+    def forget_forced(self, slots: Iterable[int]) -> None:
+        """What grammars forced on these slots was of requests that are gone."""
+        for slot in slots:
+            self._forced.pop(slot, None)
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these slots, one token each."""

@@ -26,3 +26,13 @@ def test_a_corrupt_block_is_cleared_and_ends_the_load(tmp_path: Path) -> None:
     assert number == 1
     assert [content(views) for views in blocks] == [content(block(0)), bytes(SLOT), b"\x7f" * SLOT]
     mover.close()
+
+
+def test_jobs_of_another_scheduler_are_not_begun() -> None:
+    """They are dropped at once: the next scheduler gives their blocks to others before it sends a plan."""
+    mover = BlockMover([], lambda block: empty())
+    era = mover.era
+    mover.drop()
+    assert mover.pull(era, lambda: (7, 1.0)) == (0, 0.0)
+    assert mover.pull(mover.era, lambda: (7, 1.0)) == (7, 1.0)
+    mover.close()

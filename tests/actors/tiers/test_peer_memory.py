@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from actorllm.actors.memory_file import MemoryFile
+from actorllm.actors.tiers import peer_memory
 from actorllm.actors.tiers.lease_board import LeaseBoard, num_bytes
 from actorllm.actors.tiers.peer_memory import PeerMemory
 from actorllm.model.cpu.attention import KVCache, shared_pages
@@ -89,6 +91,30 @@ def test_what_is_not_leased_is_not_copied(two: Two) -> None:
     two.table.end(lease)
     assert two.pull(lease, 0, [1, 2]) == 0, "over"
     assert two.is_empty(1)
+
+
+@pytest.mark.parametrize("fails_beside", [False, True])
+def test_a_copy_that_fails_on_either_thread_leaves_zeros(
+    two: Two, fails_beside: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not before both have ended: what the other one wrote after that would be found by other tokens."""
+    monkeypatch.setattr(peer_memory, "BYTES_FOR_TWO", 1)
+    right, is_over = np.copyto, threading.Event()
+
+    def copy(to: Any, source: Any) -> None:
+        is_beside = threading.current_thread().name == "kv-copy"
+        if is_beside is fails_beside:
+            raise MemoryError("no memory")
+        if is_beside:
+            is_over.wait(0.05)
+        right(to, source)
+
+    monkeypatch.setattr(peer_memory.np, "copyto", copy)
+    assert two.pull(two.lease(3, 4), 0, [1, 2]) == 0
+    assert all(thread.name != "kv-copy" for thread in threading.enumerate())
+    assert two.is_empty(1)
+    assert two.is_empty(2)
+    assert "a copy of KV blocks of replica 0 failed" in caplog.text
 
 
 def test_a_lease_that_ends_during_the_copy_leaves_zeros(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:

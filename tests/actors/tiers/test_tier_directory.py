@@ -19,7 +19,7 @@ from actorllm.actors.tiers.slot_file import SlotFile
 from actorllm.actors.tiers.tier_files import TierDirectory, keys_of, open_tiers
 from actorllm.actors.tiers.tier_transfers import TierTransfers
 from actorllm.config import EngineConfig
-from actorllm.errors import PeerLostError
+from actorllm.errors import EngineError, PeerLostError
 from actorllm.scheduling.tiers.transfers import BlockStore
 from tests.actors.tiers.slots import block, key, make
 
@@ -41,8 +41,8 @@ def test_the_next_scheduler_knows_of_a_reset(tmp_path: Path) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("is_worker_lost", [False, True])
-def test_what_was_being_stored_at_a_reset_leaves_the_file(tmp_path: Path, is_worker_lost: bool) -> None:
+@pytest.mark.parametrize("error", [None, PeerLostError("it is gone"), EngineError("it ends")])
+def test_what_was_being_stored_at_a_reset_leaves_the_file(tmp_path: Path, error: Exception | None) -> None:
     file = make(tmp_path / "slots")
     directory = TierDirectory([[file]])
     job = BlockStore(key(1).tobytes(), np.array([3], np.int32))
@@ -63,8 +63,8 @@ def test_what_was_being_stored_at_a_reset_leaves_the_file(tmp_path: Path, is_wor
             directory.forget_all()
             (stored,) = keys_of(arguments["data"].tobytes())
             assert file.write(stored, block(1))
-            if is_worker_lost:
-                raise PeerLostError("it is gone")
+            if error is not None:
+                raise error
             return [(1, 0.1)]
 
     class Moves:

@@ -149,17 +149,25 @@ def test_a_model_without_recurrent_layers_keeps_none(tmp_path: Path) -> None:
 
 
 def test_places_are_counted_as_memory(tmp_path: Path) -> None:
-    """As many as sequences run, and within a quarter of what those leave."""
+    """As many as sequences run, and within a quarter of what those and the longest sequence leave."""
     save("granite-hybrid", tmp_path, max_position_embeddings=256)
     runner = runner_of(tmp_path, None)
     row = runner._state_bytes
-    for num_bytes, num_places in ((100 * row, 4), (4 * row + 9 * row, 2), (5 * row, 0)):
+    least = runner._most_blocks_of_one * runner.block_bytes
+    for num_bytes, num_places in (
+        (least + 100 * row, 4),
+        (least + 4 * row + 9 * row, 2),
+        (least + 5 * row, 0),
+        (5 * row, 0),
+    ):
         num_blocks = runner._blocks_within(num_bytes)
         assert runner.num_snapshots == num_places
         assert num_blocks == (num_bytes - (4 + num_places) * row) // runner.block_bytes
         assert runner.cache_bytes_of(num_blocks) <= num_bytes
+        if num_bytes > least + 4 * row:
+            assert num_blocks >= runner._most_blocks_of_one, "without snapshots the longest sequence would fit"
     with pytest.raises(ConfigError, match="max_num_seqs=4: the states of so many sequences take"):
         runner._blocks_within(3 * row)
     without = runner_of(tmp_path, None, enable_prefix_caching=False)
-    without._blocks_within(100 * row)
+    without._blocks_within(least + 100 * row)
     assert without.num_snapshots == 0

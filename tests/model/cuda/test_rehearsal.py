@@ -97,6 +97,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (40, {"quantization": "int4"}, "sm_80", Ranks()),
         (40, {}, "sm_90", Ranks(0, 2)),
         (40, {"vocab_size": 301, "intermediate_size": 97}, "sm_80", Ranks(1, 2)),
+        (40, {"enforce_eager": True}, "sm_90", Ranks()),
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(
@@ -109,7 +110,8 @@ def test_nothing_is_launched_that_was_not_rehearsed(
 ) -> None:
     """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
     path, quantization = folder(**{"max_position_embeddings": 512} | model), model.get("quantization")
-    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, quantization=quantization)
+    options = {"quantization": quantization, "enforce_eager": model.get("enforce_eager", False)}
+    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, **options)
     runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
     runner.collectives = Collectives(ranks, is_silent=True)
     with configs.target(architecture), torch.inference_mode():

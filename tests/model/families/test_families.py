@@ -459,6 +459,14 @@ def test_layer_types_that_contradict_the_number_of_layers() -> None:
         decoder_config("Gemma3ForCausalLM", LLAMA | {"layer_types": [*ALTERNATING["layer_types"], "full_attention"]})
 
 
+def test_a_convolution_that_sees_one_token_is_refused(tmp_path: Path) -> None:
+    save("lfm2", tmp_path)
+    tree = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"conv_L_cache": 1}))
+    with pytest.raises(CorruptModelError, match="have a kernel of 1; 2 or more are needed"):
+        cpu_driver(tmp_path, load_format="dummy")
+
+
 def test_a_checkpoint_with_a_tensor_too_few_is_corrupt(tmp_path: Path) -> None:
     """Also where the tensor is a part of one that is fused."""
     save("phi3", tmp_path)

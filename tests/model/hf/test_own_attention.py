@@ -13,9 +13,10 @@ from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.hf import own_attention
 from actorllm.model.hf.own_attention import ARCHITECTURES
 from actorllm.model.hf.own_attention.exchanged import ExchangedAttention
+from actorllm.model.hf.probe import PROBED_POSITIONS
 from actorllm.model.hf.twin import twin
 from tests.model.families.loaded import chunks_and_decode_steps, device_driver
-from tests.model.hf.decoders import MODELS, prompt, reference, save
+from tests.model.hf.decoders import MODELS, TOLERANCE, difference, prompt, reference, save
 from tests.model.hf.releases import needs_modules
 
 pytestmark = needs_modules
@@ -50,6 +51,15 @@ def test_alibi_is_refused_by_name_where_it_is_not_added(tmp_path: Path, make_dri
         UnsupportedModelError, match=r"kv_cache_dtype='int8' .*ALiBi.* of BloomForCausalLM .* leave it out"
     ):
         make_driver(tmp_path, kv_cache_dtype="int8", block_size=8)
+
+
+def test_a_short_model_has_positions_for_the_probe(tmp_path: Path, make_driver: Callable[..., Any]) -> None:
+    model = save("bloom", tmp_path)
+    driver = make_driver(tmp_path, max_model_len=12, dtype="float32")
+    assert driver.runner.config.model.max_model_len < PROBED_POSITIONS
+    driver.add(0, prompt(1, 9))
+    driver.step({0: 9}, decode=[])
+    assert difference(driver, model) < TOLERANCE
 
 
 def test_a_module_of_the_application_keeps_its_attention(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_method_is_found(checkpoint: Path) -> None:
 
 
 def test_several_gpus_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorllm.config.choose", lambda device: "cuda")
+    monkeypatch.setattr("actorllm.config.choose", lambda device, **more: "cuda")
     given: dict[str, Any] = {"skip_tokenizer_init": True, "tensor_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"'compressed-tensors' is not supported on CUDA with tensor_parallel_size=2"):
         EngineConfig.from_arguments(checkpoint, device="cuda", **given)

@@ -366,6 +366,12 @@ def test_modelopt_may_say_it_beside_config_json_and_store_scales_of_a_cache(
     assert error(logits(runner), logits(make_runner(plain, dtype="float32"))) < 0.08
 
 
+def test_modelopt_may_say_something_of_the_cache_alone(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    _, plain = save_both("modelopt-nvfp4", tmp_path)
+    (plain / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert make_runner(plain, dtype="float32").config.model.quantization is None
+
+
 def test_a_scheme_of_the_cache_is_left_out() -> None:
     """Others round the KV cache by it; here it stays what `kv_cache_dtype` says."""
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

@@ -23,7 +23,7 @@ from actorllm.model.families.decoder_config import DecoderConfig, positive
 from actorllm.model.registry import decoder_config
 from actorllm.model.speculation.draft_shape import model_in
 from actorllm.types.draft_head import MTP_LAYERS, head_tree
-from actorllm.types.model_files import overridden, read_object
+from actorllm.types.model_files import overridden, read_model_config
 from actorllm.types.quantization import read_checkpoint
 from actorllm.types.speculation import EAGLE, EAGLE3, MTP
 
@@ -123,7 +123,7 @@ def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
         return _mtp(config.model, target)
     folder = config.speculation.model
     assert folder is not None
-    tree = head_tree(read_object(Path(folder) / "config.json"))
+    tree = head_tree(read_model_config(Path(folder)))
     told = f"speculative_config: model={folder!r}"
     try:
         layers = _layers(tree)
@@ -207,7 +207,7 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
         raise UnsupportedModelError(
             f"{told} is supported for {known}, not for {model.architecture}; use another method"
         )
-    tree = overridden(read_object(Path(model.path) / "config.json"), model.overrides)
+    tree = overridden(read_model_config(Path(model.path)), model.overrides)
     if not tree.get(MTP_LAYERS):
         raise UnsupportedModelError(
             f"{told}: config.json has {MTP_LAYERS}={tree.get(MTP_LAYERS)!r}: there is no such layer"

@@ -51,12 +51,13 @@ def most_snapshots(config: EngineConfig) -> int:
     return config.scheduler.max_num_seqs if config.cache.enable_prefix_caching else 0
 
 
-def num_snapshots_within(config: EngineConfig, num_bytes: int, row_bytes: int, *, has_blocks: bool) -> int:
+def num_snapshots_within(config: EngineConfig, num_bytes: int, row_bytes: int, *, least_bytes: int) -> int:
     """How many states of prefixes are kept, beside those of the sequences that run (`check_states`).
 
     Arguments:
         num_bytes, row_bytes: as there.
-        has_blocks: some layers attend, and most of the memory is for their keys and values.
+        least_bytes: of the keys and values of the longest sequence, which must fit beside; 0: no layer attends. If some do, most
+            of the rest is for keys and values, too.
     """
-    left = num_bytes - config.scheduler.max_num_seqs * row_bytes
-    return min(most_snapshots(config), (left // 4 if has_blocks else left) // row_bytes)
+    left = max(0, num_bytes - config.scheduler.max_num_seqs * row_bytes - least_bytes)
+    return min(most_snapshots(config), (left // 4 if least_bytes else left) // row_bytes)

@@ -56,6 +56,10 @@ def make_steps(runner: StepMaker) -> None:
     while per_row.sum() > NUM_BLOCKS:  # of a cache with small blocks
         counts, per_row = np.maximum(1, counts // 2), np.maximum(1, per_row // 2)
     slots = np.arange(num_rows, dtype=np.int32)
+    # The end of the first prompt is computed beside the other rows: there, decode rows have builds of their own.
+    ends = 0 if pools or num_rows == 1 else int(counts[0]) // 2
+    first = counts.copy()
+    first[0] -= ends
     tokens = np.random.default_rng(0).integers(0, runner.model_config.vocab_size, counts.sum()).astype(np.int32)
     pooling = POOLING_CODES["mean"] if pools else 0
     adapter = 0 if config.lora is None else 1  # in some rows
@@ -69,14 +73,20 @@ def make_steps(runner: StepMaker) -> None:
         new_num_blocks=per_row,
         new_blocks=np.arange(per_row.sum(), dtype=np.int32),
         prefill_slots=slots,
-        prefill_counts=counts,
+        prefill_counts=first,
     )
     if not pools:
         rules, numbers = encode_rules([(0, int(counts[0]) + 1, SamplingRules(repetition_penalty=1.1, num_logprobs=2))])
         plan = replace(plan, new_rules=rules, new_rule_numbers=numbers)
     runner.step(plan)
     if not pools:
-        runner.step(StepPlan(step=1, decode_slots=slots))
+        if ends:
+            runner.step(
+                StepPlan(
+                    step=1, prefill_slots=slots[:1], prefill_counts=np.array([ends], np.int32), decode_slots=slots[1:]
+                )
+            )
+        runner.step(StepPlan(step=2, decode_slots=slots))
         _launch_kinds(runner, slots)
     with runner.device.active():
         runner.warm_prefill()
