@@ -20,6 +20,7 @@ from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
+from actorllm.model.families.recurrent_shapes import convolution_state
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.architectures import table
@@ -459,12 +460,10 @@ def test_layer_types_that_contradict_the_number_of_layers() -> None:
         decoder_config("Gemma3ForCausalLM", LLAMA | {"layer_types": [*ALTERNATING["layer_types"], "full_attention"]})
 
 
-def test_a_convolution_that_sees_one_token_is_refused(tmp_path: Path) -> None:
-    save("lfm2", tmp_path)
-    tree = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(tree | {"conv_L_cache": 1}))
+def test_a_convolution_that_sees_one_token_is_refused() -> None:
     with pytest.raises(CorruptModelError, match="have a kernel of 1; 2 or more are needed"):
-        cpu_driver(tmp_path, load_format="dummy")
+        convolution_state(1, 64)
+    assert convolution_state(3, 64).shape == (2, 64)
 
 
 def test_a_checkpoint_with_a_tensor_too_few_is_corrupt(tmp_path: Path) -> None:
