@@ -266,6 +266,8 @@ def test_host_memory_outlives_workers_and_is_shared_by_replicas(expected: list[l
                 found = [replica["scheduler"]["transfers"][name] for replica in replicas]
                 return found if any(found) else []
 
+            while any(one.state != "running" for one in engine._engine.health().replicas):
+                await asyncio.sleep(0.05)  # the second one starts behind; a death in its start is no recovery
             while not await counts("num_stored_blocks"):
                 assert await stream(0) == expected[0]
             while sum(await counts("num_stored_blocks")) < 7:
