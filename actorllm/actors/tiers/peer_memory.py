@@ -58,7 +58,7 @@ class PeerMemory:
             is_good = self._board.is_valid(lent)
         except (OSError, ValueError):  # its owner has ended, or it is smaller than its lease says
             is_good = False
-        except Exception:
+        except Exception:  # half of it may be there: blocks that nothing has cleared would be given to other requests
             logger.exception("a copy of KV blocks of replica %d failed", replica)
             is_good = False
         if not is_good:  # what was copied may be no finite numbers
