@@ -483,7 +483,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     def _restore(self, states: list[list[int]]) -> None:
         """Slots begin with what was kept in places (`StepPlan.restored_states`). states: a slot and a place, each."""
-        raise NotImplementedError(f"device={self.name!r} has no recurrent layers")
+        raise ValueError(f"{len(states)} states are to be restored, and a runner on {self.name!r} keeps none")
 
     @abstractmethod
     def _copy(self, sources: I32, targets: I32) -> None:
