@@ -28,6 +28,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup, num_multiprocessors, table
+from actorllm_kernels.gemv import gemv
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS, activate
 
@@ -46,12 +47,15 @@ FINER = {"medium": "medium-fine"}
 
 
 @triton.jit
-def prefetch_rows(weight_ptr, row, is_row, first, last, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Asks for columns first..last-1 of these rows of a 16-bit weight [.., K] in the second-level cache, by lines of 128 bytes."""
-    LINES: tl.constexpr = 16
+def prefetch_rows(weight_ptr, row, is_row, first, last, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Asks for columns first..last-1 of these rows of a 16-bit weight [.., K] in the second-level cache, by lines of 128 bytes.
+
+    COLUMNS: at least last - first, and near it, so that few lines are asked for twice.
+    """
+    LINES: tl.constexpr = 16 if COLUMNS >= 1024 else (4 if COLUMNS >= 256 else 1)
     line = tl.arange(0, LINES) * 64
     for start in range(first, last, LINES * 64):
-        column = tl.minimum(start + line, K - 1)
+        column = tl.minimum(start + line, last - 1)
         at = weight_ptr + tl.where(is_row, row, 0).to(tl.int64)[:, None] * K + column[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -227,9 +231,9 @@ def skinny_gemm_kernel(
     last = tl.minimum(first + SHARE, K)
     if AHEAD:
         near = tl.minimum(first + AHEAD, last)
-        prefetch_rows(weight_ptr, n, is_n, first, near, K, BLOCK_N)
+        prefetch_rows(weight_ptr, n, is_n, first, near, K, AHEAD)
         if IS_GATED:
-            prefetch_rows(weight_ptr, n + N, is_n, first, near, K, BLOCK_N)
+            prefetch_rows(weight_ptr, n + N, is_n, first, near, K, AHEAD)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -336,7 +340,7 @@ def entry(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device)
 
 def is_skinny(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> bool:
     """Whether the table wants this kernel for the shape; num_outputs: columns of y."""
-    return num_rows <= lookup("skinny_gemm", shape_class(num_outputs, is_gated), device)["MAX_ROWS"]
+    return num_rows == 1 or num_rows <= lookup("skinny_gemm", shape_class(num_outputs, is_gated), device)["MAX_ROWS"]
 
 
 def skinny_gemm(
@@ -366,6 +370,9 @@ def skinny_gemm(
         raise ValueError(f"{num_rows} rows are too many for skinny_gemm, which takes {MAX_ROWS}")
     if activation and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    if num_rows == 1 and (split is None or split == 1):
+        gemv(x, weight, y, norm=norm, eps=eps, bias=bias, residual=residual, activation=activation, pdl=pdl)
+        return
     config = dict(lookup("skinny_gemm", entry(num_rows, out_features, bool(activation), x.device), x.device))
     config.pop("MAX_ROWS", None)
     waiting = dependent(pdl, x.device)

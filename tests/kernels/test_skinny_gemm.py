@@ -25,6 +25,20 @@ def test_shapes(num_rows: int, num_outputs: int, num_inputs: int) -> None:
     run(num_rows, num_outputs, num_inputs, "norm")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("what", "activation"), [
+    ("", ""), ("norm bias residual", ""), ("residual", ""), ("norm bias", "silu"), ("norm", "gelu_tanh"),
+])  # fmt: skip
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(7, 1536), (5, 4160)])
+def test_one_row(num_outputs: int, num_inputs: int, what: str, activation: str, dtype: torch.dtype) -> None:
+    """Neither outputs nor inputs fill the last piece."""
+    run(1, num_outputs, num_inputs, what, activation, dtype)
+
+
+def test_one_row_with_more_pieces_than_are_unrolled() -> None:
+    run(1, 3, 9 * 2048 + 64, "norm", "silu")
+
+
 @pytest.mark.parametrize(("num_outputs", "activation"), [(2100, ""), (8200, ""), (2050, "gelu_tanh")])
 def test_every_width_of_the_table(num_outputs: int, activation: str) -> None:
     run(2, num_outputs, 128, "norm residual", activation)

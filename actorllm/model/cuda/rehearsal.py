@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from actorllm.model.cuda.device import Download, HostDevice, HostDownload
@@ -62,11 +64,26 @@ class MetaWeights(Weights):
 
 @contextlib.contextmanager
 def compiling(rehearse: Callable[[], None], num_threads: int | None = None) -> Iterator[None]:
-    """Compile, beside what is done meanwhile, every kernel that `rehearse` launches; all of them are there at the end."""
-    with ThreadPoolExecutor(num_threads or os.cpu_count() or 1, "triton") as pool, triton.AsyncCompileMode(pool):
+    """Compile, beside what is done meanwhile, every kernel that `rehearse` launches; all of them are there at the end.
+
+    A kernel that does not compile raises when it is launched, where `SelfCheck` replaces it.
+    """
+    with (
+        ThreadPoolExecutor(num_threads or os.cpu_count() or 1, "triton") as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+    ):
         with _not_running():
             rehearse()
+        for build in list(mode.raw_futures):
+            pool.submit(_build_launcher, build)
         yield
+
+
+def _build_launcher(build: Future[CompiledKernel]) -> None:
+    """Triton 3.6 compiles a launcher in C for every signature, at the first launch; it finds this one in its cache then."""
+    with contextlib.suppress(Exception):  # the launch says what is wrong
+        kernel = build.result()
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @contextlib.contextmanager

@@ -343,7 +343,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         forms, cache = self.model.forms, self.config.cache.block_size
         has_drafts = self._num_draft_slots > 0  # other builds of attention
         plan = repr(self.model_config), str(self.dtype), forms, self._decodes, self.config.scheduler, cache, has_drafts
-        key = memory.key_of(self.device.description, *plan, self.collectives.size)
+        key = memory.key_of(self.device.description, self.device.uses_pdl, *plan, self.collectives.size)
         failed = memory.remembered(key)
         if failed is None:
             began = clock.now()
@@ -882,6 +882,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             state.num_computed[:num_rows] = context
             state.sampling.temperature[:num_rows] = 0.7
             self._load_rows(np.arange(num_rows, dtype=np.int32), -1, size)
+            if is_recorded and not self.graphs.is_on:
+                raise RuntimeError(
+                    f"a step of {size} rows is not recorded here: a kernel is replaced, or graphs are off"
+                )
             if is_recorded and (part, size) not in self.graphs:
                 self.graphs.record((part, size))
                 if (part, size) not in self.graphs:

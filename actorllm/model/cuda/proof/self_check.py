@@ -24,7 +24,7 @@ from actorllm.model.cuda.ops import Operation
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
-"""Of the size of a number, and of the root mean square of all numbers; by the coarsest type among the arguments."""
+"""Of the size of a number, and of the root mean square of its row or of all numbers; by the coarsest type among the arguments."""
 MAX_OTHER_IDS = 0.05
 """The share of ids that may be others: of two candidates that are nearly equal, rounding chooses."""
 
@@ -154,10 +154,19 @@ def difference(
     off, size = (x - y)[is_number].abs(), y[is_number].abs()
     if not off.numel():
         return None
-    allowed = tolerance * (size + size.square().mean().sqrt())
+    allowed = tolerance * (size + _spread(y)[is_number])
     if bool((off <= allowed).all()):
         return None
-    return f"is off by up to {off.max().item():.3g} where {allowed[off.argmax()].item():.3g} is allowed"
+    worst = int((off - allowed).argmax())
+    return f"is off by {off[worst].item():.3g} where {allowed[worst].item():.3g} is allowed"
+
+
+def _spread(numbers: torch.Tensor) -> torch.Tensor:
+    """The root mean square of all numbers, or of the row that each is in where that is more: rows may be padding."""
+    squares = numbers.where(numbers.isfinite(), 0.0).square()
+    whole = squares.mean().sqrt()
+    rows = squares.mean(-1, keepdim=True).sqrt() if numbers.dim() > 1 else whole
+    return torch.maximum(rows, whole).expand_as(numbers)
 
 
 def _other_codes(found: torch.Tensor, expected: torch.Tensor) -> str | None:
