@@ -51,7 +51,19 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from gpu_stages import attention, ceilings, correctness, engine, head, peers, prediction, products, small, steps
+from gpu_stages import (
+    attention,
+    capabilities,
+    ceilings,
+    correctness,
+    engine,
+    head,
+    peers,
+    prediction,
+    products,
+    small,
+    steps,
+)
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
 from gpu_stages.readme import write_readme
@@ -101,6 +113,7 @@ STAGES: dict[str, Stage] = {
     "steps": Stage(lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results))),
     "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
     "latency": Stage(lambda bench, shapes, results: engine.latency(bench, _searched(shapes))),
+    "capabilities": Stage(lambda bench, shapes, results: capabilities.run(bench), KERNELS),
     "small": Stage(lambda bench, shapes, results: small.run(bench, _bandwidth(results)), KERNELS),
     "products": Stage(lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results))),
     "decode": Stage(lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)), KERNELS),

@@ -26,6 +26,7 @@ TITLES = {
     "order": "Dependent launches give the tokens of plain ones",
     "offline": "Offline throughput, the workload of nano-vllm",
     "latency": "A serving run: latencies of requests that come together",
+    "capabilities": "Models and options beside plain bfloat16",
     "idle": "Between two steps",
     "start": "The start, until the first token",
     "ablations": "What each trick of a step is worth",

@@ -62,6 +62,11 @@ def _small(kernel: str, case: str, column: str, **limits: float) -> Target:
     )
 
 
+def _capability(case: str, batch: int, at_most: float) -> Target:
+    figure = Figure("capabilities", "capability steps", "ratio", {"case": case, "batch": batch})
+    return Target(f"{case}, decode step at batch {batch}, by that of the dense model", figure, at_most=at_most)
+
+
 PROMPT = {"heads": "32x8x128", "chunks": "1 x 8192 of 8192"}
 SHARE = "share of bandwidth"
 
@@ -116,6 +121,7 @@ TARGETS = (
         Figure("head", "head", SHARE, {"model": "Qwen3-0.6B", "rows": 1}),
         at_least=0.88,
     ),
+    _capability("experts (Qwen3-MoE)", 1, at_most=1.3),
 )
 
 

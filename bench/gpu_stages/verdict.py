@@ -22,12 +22,15 @@ Results = dict[str, dict[str, Any]]
 def verdict(results: Results, beside: list[dict[str, Any]], problems: dict[str, str], chip: str) -> list[str]:
     """Sentences, the most important first. beside: measured and predicted steps; problems: why stages did not end well."""
     lines = [_correctness(results, problems), _order(results, problems)]
-    failed = {name: why for name, why in problems.items() if name not in ("correctness", "order")}
+    failed = {
+        name: why for name, why in problems.items() if name not in ("correctness", "order") and name not in results
+    }
     lines += [
         f"Stage {name} ended without a result ({why}): run --stage {name} again by itself."
         for name, why in failed.items()
     ]
     lines += _speed(results, beside, chip)
+    lines.append(_capabilities(results))
     lines += _tricks(results)
     return [line for line in lines if line]
 
@@ -78,6 +81,14 @@ def _speed(results: Results, beside: list[dict[str, Any]], chip: str) -> list[st
     if CHIP not in chip:
         lines.append(f"Targets are of an {CHIP}; this is another GPU, so shares and ratios count, and times do not.")
     return lines
+
+
+def _capabilities(results: Results) -> str:
+    rows = results.get("capabilities", {}).get("capabilities", [])
+    wrong = [row["case"] for row in rows if not row["right"]]
+    if wrong:
+        return f"WRONG beside plain models: {', '.join(wrong)}. The table of capabilities says how far each is off, and why."
+    return f"All {len(rows)} capabilities beside plain models agree with torch in float32." if rows else ""
 
 
 def _tricks(results: Results) -> list[str]:

@@ -8,7 +8,8 @@ import statistics
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,17 @@ from actorllm.model.cuda.linear import DeviceDense
 from actorllm_kernels import reference
 from actorllm_kernels.configs import trying
 from actorllm_kernels.skinny_gemm import SplitScratch
+from tests.project import gpu_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import gpu  # noqa: E402
 from gpu_stages import (  # noqa: E402
+    apart,
     attention,
+    capabilities,
+    capability_cases,
     correctness,
     engine,
     prediction,
@@ -85,7 +90,7 @@ def test_the_kernels_are_checked_and_measured(tmp_path: Path) -> None:
     assert found["decode"]["found"]["decode"][0]["GB/s"] > 0
 
 
-@pytest.mark.slow(reason="a walk through 22 stages in Triton's interpreter takes a minute")
+@pytest.mark.slow(reason="a walk through 23 stages in Triton's interpreter takes a minute")
 @pytest.mark.timeout(400)
 def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     work, result = tmp_path / "work", tmp_path / "gpu.json"
@@ -189,7 +194,7 @@ def test_nothing_is_measured_of_kernels_that_are_wrong(
     [
         ({"machine": "H100"}, set()),
         ({"sources": "z"}, {"ceilings"}),
-        ({"models": ["y"]}, {"ceilings", "correctness", "small", "decode", "prefill", "descriptors"}),
+        ({"models": ["y"]}, {"ceilings", "correctness", "capabilities", "small", "decode", "prefill", "descriptors"}),
         ({"table": "z"}, {"ceilings", *(name for name in gpu.STAGES if name.startswith("search-"))}),
     ],
 )
@@ -344,6 +349,95 @@ def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -
             for name in names(products.Product(shape, product, *weights[product], bench).calls(rows)[way][0])
         ]
         assert theirs == ours
+
+
+def test_the_timed_steps_draw_from_all_tokens(bench: Bench) -> None:
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        runner.steady_step(3, 5)
+        assert runner.state.filters.top_p[:3].tolist() == [1.0, 1.0, 1.0], "less is a filter, which takes time"
+
+
+@pytest.fixture
+def some_cases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, Any]]]:
+    """What the stage finds of some cases, by name."""
+
+    def some_cases(*names: str) -> dict[str, dict[str, Any]]:
+        every = capability_cases.cases(Bench(torch.device("cpu"), True))
+        monkeypatch.setattr(capabilities, "cases", lambda _: {name: every[name] for name in names})
+        found = capabilities.run(Bench(torch.device("cpu"), True))
+        rows = {row["case"]: row for row in found["capabilities"]}
+        assert found["wrong"] == "".join(f"not right: {name}" for name in names if not rows[name]["right"])
+        return rows
+
+    return some_cases
+
+
+@pytest.mark.timeout(120)
+def test_what_an_engine_can_do_beside_plain_models_is_shown(
+    some_cases: Callable[..., dict[str, dict[str, Any]]],
+) -> None:
+    names = ("bfloat16", "int8", "LoRA, two adapters", "penalties, biases, masks", "drafts by ngram", "pooling")
+    rows = some_cases(*names)
+    assert {name: (row["right"], row["problem"]) for name, row in rows.items()} == dict.fromkeys(names, (True, ""))
+    assert 0 < rows["bfloat16"]["error"] < 0.03
+
+
+def test_a_capability_that_is_wrong_or_fails_is_told_and_costs_no_other(
+    some_cases: Callable[..., dict[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that is not seen, of the device alone; a checkpoint that cannot be read."""
+    attend = ops.attn_decode
+
+    def forgetful(q: torch.Tensor, *args: Any, **how: Any) -> None:
+        attend(q, *args, **how | ({"window": 40} if q.dtype == torch.bfloat16 else {}))
+
+    monkeypatch.setattr(ops, "attn_decode", forgetful)
+    row = some_cases("bfloat16")["bfloat16"]
+    assert not row["right"]
+    assert row["error"] > row["limit"]
+    monkeypatch.setattr(ops, "attn_decode", attend)
+    monkeypatch.setattr(capabilities, "write", lambda case, path: path.mkdir())
+    row = some_cases("int8")["int8"]
+    assert (row["right"], row["problem"].partition(":")[0]) == (False, "ModelNotFoundError")
+
+
+def test_every_capability_is_taken_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or its case would measure a refusal, where nothing can be mended."""
+    monkeypatch.setattr("actorllm.types.device.why_not_cuda", lambda: None)
+    bench = Bench(torch.device("cuda"), False)
+    for name, case in capability_cases.cases(bench).items():
+        path = capabilities.place(tmp_path, case)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(case.config))
+        config = capabilities._config(bench, case, path, is_oracle=False, load_format="dummy")
+        assert config.device == "cuda", name
+
+
+@pytest.fixture
+def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes may be spawned; the one that tracks what they share ends with the test."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    yield
+    tracker: Any = resource_tracker
+    tracker._resource_tracker._stop()
+
+
+@pytest.mark.usefixtures("spawning")
+def test_what_happens_to_a_process_costs_one_case() -> None:
+    names = ["one", "dies", "two", "lost", "three"]
+    found = dict(apart.one_by_one(gpu_processes.one, names, 60.0))
+    assert found == {
+        **{name: {"found": name} for name in ("one", "two", "lost", "three")},
+        "dies": {"problem": "its process ended with 3"},
+    }
+    hanging = apart.one_by_one(gpu_processes.one, ["hangs"], 0.1)
+    assert list(hanging) == [("hangs", {"problem": "it was ended after 0.1 s"})]
+
+
+@pytest.mark.usefixtures("spawning")
+def test_work_is_shared_out(tmp_path: Path) -> None:
+    apart.share_out(gpu_processes.share, 2, 60.0, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"0 of 2", "1 of 2"}
 
 
 # What is made of it -----------------------------------------------------------------------------------------------------
@@ -589,6 +683,16 @@ def test_the_verdict_says_what_to_do_next() -> None:
     assert "Decode steps of Qwen3-0.6B reach 16% at batch 1 of what the memory allows." in lines
     assert any("most of it in attn_decode" in line and "--stage search-decode" in line for line in lines)
     assert any("faster with no prefetch of weights" in line for line in lines)
+
+
+def test_the_verdict_names_what_is_wrong_beside_plain_models() -> None:
+    rows = [{"case": "int8", "right": True}, {"case": "pooling", "right": False}]
+    results = {"capabilities": {"capabilities": rows, "wrong": "not right: pooling"}}
+    lines = verdict.verdict(results, [], {"capabilities": "not right: pooling"}, "NVIDIA H200")
+    assert any(line.startswith("WRONG beside plain models: pooling.") for line in lines)
+    assert not any("ended without a result" in line for line in lines)
+    lines = verdict.verdict({"capabilities": {"capabilities": rows[:1]}}, [], {}, "NVIDIA H200")
+    assert "All 1 capabilities beside plain models agree with torch in float32." in lines
 
 
 def test_no_time_counts_without_its_verdict() -> None:

@@ -881,6 +881,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             state.block_table[:num_rows, :per_row] = blocks.view(num_rows, per_row)
             state.num_computed[:num_rows] = context
             state.sampling.temperature[:num_rows] = 0.7
+            state.filters.top_p[:num_rows] = 1.0  # a table that nothing was put into has 0: every row would be filtered
             self._load_rows(np.arange(num_rows, dtype=np.int32), -1, size)
             if is_recorded and not self.graphs.is_on:
                 raise RuntimeError(
