@@ -102,26 +102,31 @@ def is_settled(stats: dict[str, Any]) -> bool:
 def latency(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     """TTFT and ITL of requests that come together, 1,024 tokens in and 128 out, seen by the application."""
     rows = []
-    for shape, batch in itertools.product(shapes, bench.pick((1, 32, 256), (2,))):
+    for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(_latency(bench, shape, folder, batch))
-        rows.append({"model": shape.name, **found})
+            found = asyncio.run(_latencies(bench, shape, folder))
+        rows += [{"model": shape.name, **row} for row in found]
     return {"latency": rows}
 
 
-async def _latency(bench: Bench, shape: Shape, folder: str, batch: int) -> dict[str, Any]:
+async def _latencies(bench: Bench, shape: Shape, folder: str) -> list[dict[str, Any]]:
+    """By batch size, of one engine."""
+    async with AsyncLLM(**arguments(bench, shape, folder)) as llm:
+        return [await _latency(bench, shape, llm, batch) for batch in bench.pick((1, 32, 256), (2,))]
+
+
+async def _latency(bench: Bench, shape: Shape, llm: AsyncLLM, batch: int) -> dict[str, Any]:
     num_in, num_out = bench.pick((1024, 128), (20, 5))
     asked = prompts(alike(shape, batch, num_in, num_out))
-    async with AsyncLLM(**arguments(bench, shape, folder)) as llm:
 
-        async def one(prompt: TokensPrompt) -> list[float]:
-            began = time.perf_counter()
-            return [began, *[time.perf_counter() async for _ in llm.generate(prompt, params(num_out))]]
+    async def one(prompt: TokensPrompt) -> list[float]:
+        began = time.perf_counter()
+        return [began, *[time.perf_counter() async for _ in llm.generate(prompt, params(num_out))]]
 
-        for _ in range(2):  # the first round warms up
-            found = await asyncio.gather(*(one(prompt) for prompt in asked))
-            while not is_settled(await llm.stats()):  # noqa: ASYNC110  # it is a process that is asked
-                await asyncio.sleep(0.05)
+    for _ in range(2):  # the first round warms up
+        found = await asyncio.gather(*(one(prompt) for prompt in asked))
+        while not is_settled(await llm.stats()):  # noqa: ASYNC110  # it is a process that is asked
+            await asyncio.sleep(0.05)
     first = [times[1] - times[0] for times in found]
     gaps = [later - earlier for times in found for earlier, later in itertools.pairwise(times[1:])]
     return {
