@@ -128,6 +128,7 @@ STAGES: dict[str, Stage] = {
     "search-products": Stage(
         lambda bench, shapes, results: products.search(bench, _searched(shapes), _bandwidth(results)), SEARCHES
     ),
+    "search-one-row": Stage(lambda bench, shapes, results: products.search_one_row(bench, _searched(shapes)), SEARCHES),
     "search-decode": Stage(lambda bench, shapes, results: attention.search_decode(bench), SEARCHES),
     "search-prefill": Stage(lambda bench, shapes, results: attention.search_prefill(bench), SEARCHES),
     "search-head": Stage(lambda bench, shapes, results: head.search(bench, _searched(shapes)), SEARCHES),

@@ -1,7 +1,8 @@
 """Products of few rows: our fused kernel against cuBLAS with the same work before and behind it, for the layers of the models.
 
-Weights come from memory, as they do in a model: as many copies take turns as do not fit into the second-level cache. Says up
-to how many rows the fused kernel is to be used (MAX_ROWS), and, where it searches, which configuration is the fastest.
+Weights come from memory, as they do in a model: as many copies take turns as do not fit into the second-level cache. Searches find
+which configurations are the fastest: of `gemv`, which takes one row, and of `skinny_gemm`, which takes a few of narrow products.
+The latter also says up to how many (MAX_ROWS).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from actorllm.model.cuda import ops
+from actorllm_kernels import gemv
 from actorllm_kernels.configs import trying
-from actorllm_kernels.skinny_gemm import SplitScratch, entry, shape_class
+from actorllm_kernels.skinny_gemm import NARROW, SplitScratch
 
 from .clock import Bench, Call
 from .inputs import bf16
@@ -53,13 +55,9 @@ class Product:
         return f"{self.model} {self.name} {self.num_rows}x{self.inputs}"
 
     @property
-    def shape_class(self) -> str:
-        """Of the table."""
-        return shape_class(self.outputs, self.is_gated)
-
-    def entry(self, rows: int) -> str:
-        """Of the table, for so many rows."""
-        return entry(rows, self.outputs, self.is_gated, self.device)
+    def is_narrow(self) -> bool:
+        """Whether `skinny_gemm` may take several rows of it."""
+        return self.outputs < NARROW
 
     def calls(self, rows: int) -> tuple[list[Call], list[Call]]:
         """Ours and cuBLAS's, one per copy of the weights: both as `decoder.ResidualStream` launches them.
@@ -102,7 +100,7 @@ def run(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any]:
         for name, outputs, inputs in shape.linears:
             rows += compare(bench, Product(shape, name, outputs, inputs, bench), bandwidth)
             bench.empty_cache()
-    return {"products": rows, "max_rows": max_rows(rows)}
+    return {"products": rows, "max_rows": max_rows([row for row in rows if row["class"] == "*" and row["rows"] > 1])}
 
 
 def compare(bench: Bench, product: Product, bandwidth: float) -> list[dict[str, Any]]:
@@ -114,7 +112,7 @@ def compare(bench: Bench, product: Product, bandwidth: float) -> list[dict[str, 
             {
                 "model": product.model,
                 "product": product.name,
-                "class": product.shape_class,
+                "class": "*" if product.is_narrow else "wide",
                 "weight": f"{product.num_rows}x{product.inputs}",
                 "rows": count,
                 "fused, us": ours * 1e6,
@@ -139,38 +137,51 @@ def max_rows(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def search(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any]:
-    """Blocks, warps and stages at 1 and at 32 rows; with them, whether weights are asked for ahead, and up to how many rows."""
-    products = [
-        Product(shape, name, outputs, inputs, bench)
-        for shape in shapes[: bench.pick(None, 1)]
-        for name, outputs, inputs in shape.linears
-    ]
+    """Of `skinny_gemm`: blocks, warps and stages; whether weights are asked for ahead, and up to how many rows it is used."""
+    products = [product for product in _products(bench, shapes) if product.is_narrow]
     cases = [
-        Case(f"{product.label}, {count} rows", product.entry(count), partial(_ours, product, count))
+        Case(f"{product.label}, {count} rows", "*", partial(_ours, product, count))
         for product in products
-        for count in bench.pick((1, 32), (1,))
+        for count in bench.pick((2, 16), (2,))
     ]
     tried = measure(bench, "skinny_gemm", cases, candidates(bench))
     chosen = choose(tried, ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages"))
     by_prefetch: dict[int, list[dict[str, Any]]] = {}
     for ahead in (1, 0):
         for product in products:
-            with trying("skinny_gemm", **chosen[product.shape_class], PREFETCH=ahead):
-                by_prefetch.setdefault(ahead, []).extend(compare(bench, product, bandwidth))
-    for name, config in chosen.items():
-        mine = {ahead: [row for row in rows if row["class"] == name] for ahead, rows in by_prefetch.items()}
-        if not mine[1]:  # finer tiles, for few rows of what another class has
-            continue
-        cost = {ahead: sum(math.log(row["ratio"]) for row in rows) for ahead, rows in mine.items()}
-        config["PREFETCH"] = min((1, 0), key=lambda ahead: cost[ahead])
-        config["MAX_ROWS"] = max_rows(mine[config["PREFETCH"]])[name]
+            with trying("skinny_gemm", **chosen["*"], PREFETCH=ahead):
+                found = compare(bench, product, bandwidth)
+            by_prefetch.setdefault(ahead, []).extend(row for row in found if row["rows"] > 1)
+    cost = {ahead: sum(math.log(row["ratio"]) for row in rows) for ahead, rows in by_prefetch.items()}
+    best = min((1, 0), key=lambda ahead: cost[ahead])
+    chosen["*"] |= {"PREFETCH": best, "MAX_ROWS": max_rows(by_prefetch[best]).get("*", 0)}
     return {**result("skinny_gemm", tried, chosen), "with prefetch": by_prefetch[1], "without prefetch": by_prefetch[0]}
 
 
-def candidates(bench: Bench) -> list[dict[str, int]]:
+def search_one_row(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """Of `gemv`: outputs and columns of a program, warps; by whether all programs are there at once."""
+    cases = [
+        Case(product.label, gemv.shape_class(product.outputs, product.inputs, bench.device), partial(_ours, product, 1))
+        for product in _products(bench, shapes)
+    ]
+    names = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
     found = bench.pick(
-        [*itertools.product((16, 32, 64), (128, 256), (4,), (3, 4)), (64, 64, 4, 5), (128, 64, 8, 4)], [(16, 32, 4, 2)]
+        ((1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 1024, 4)), ((2, 64, 4),)
     )
+    rows = measure(bench, "gemv", cases, [dict(zip(names, (*one, 1), strict=True)) for one in found])
+    return result("gemv", rows, choose(rows, names))
+
+
+def _products(bench: Bench, shapes: list[Shape]) -> list[Product]:
+    return [
+        Product(shape, name, outputs, inputs, bench)
+        for shape in shapes[: bench.pick(None, 1)]
+        for name, outputs, inputs in shape.linears
+    ]
+
+
+def candidates(bench: Bench) -> list[dict[str, int]]:
+    found = bench.pick([*itertools.product((16, 32, 64), (128, 256), (1, 2, 4), (3, 4))], [(16, 32, 4, 2)])
     return [dict(zip(("BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), one, strict=True)) for one in found]
 
 

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 
 from actorllm_kernels.configs import REGISTERS_PER_SM, RESERVED_SHARED, SHARED_PER_SM
+from actorllm_kernels.gemv import AT_ONCE
 from actorllm_kernels.launches import Launch
 from actorllm_kernels.skinny_gemm import UNROLLED
 
@@ -114,6 +115,7 @@ def of_launch(launch: Launch, machine: Machine, *, kv_tokens: int = 0, prompt_pa
     """
     name = launch.kernel.__name__
     makers = {
+        "gemv_kernel": _one_row,
         "skinny_gemm_kernel": _product,
         "lm_head_sample_kernel": _head,
         "attn_decode_kernel": _decode,
@@ -125,6 +127,26 @@ def of_launch(launch: Launch, machine: Machine, *, kv_tokens: int = 0, prompt_pa
         room = resident(launch, 1024)
         return Work(programs=programs, resident=room, is_dependent=dependent)
     return makers[name](launch, machine, programs, dependent, kv_tokens, prompt_pairs)
+
+
+PIECES_AT_ONCE = 2
+"""Of the rows of a program of `gemv`, that registers hold while they are read."""
+
+
+def _one_row(launch: Launch, machine: Machine, programs: int, is_dependent: bool, kv_tokens: int, pairs: float) -> Work:
+    c = launch.constants
+    factors = 2 if c["ACTIVATION"] else 1
+    num_bytes = 2.0 * c["N"] * c["K"] * factors
+    piece = 2 * c["BLOCK_N"] * min(c["BLOCK_K"], c["K"]) * factors
+    return Work(
+        num_bytes=num_bytes,
+        programs=programs,
+        resident=AT_ONCE,
+        ahead=min(PIECES_AT_ONCE * piece, num_bytes / programs),
+        serial=2,
+        prefetched=float(programs * piece) if c["IS_EARLY"] else 0.0,
+        is_dependent=is_dependent,
+    )
 
 
 def _product(launch: Launch, machine: Machine, programs: int, is_dependent: bool, kv_tokens: int, pairs: float) -> Work:

@@ -1,12 +1,12 @@
-"""The product of one row: y = rmsnorm(x) @ weight.T + bias + residual, each part of it optional (reference: `reference.fused_linear`).
+"""The product of one row, with what `skinny_gemm` fuses (reference: `reference.fused_linear`).
 
 The time is that of reading the weight once. Every program has a few outputs, whose rows of the weight it reads in pieces of 16
 bytes a thread, straight into registers. There is no shared memory in the loop and nothing is waited for in it, so many programs
 fit on a multiprocessor. They keep the memory busy together. On an H200 that reads at up to 0.93 of its bandwidth. Tiles for the
 matrix units with copies that are waited for reach half of it: one row leaves nothing for those units to do.
 
-The first piece of each row is loaded before the launch waits for the kernel in front: no kernel of a step writes a weight.
-Called by `skinny_gemm`.
+Where all programs are there at once, each loads its first piece before it waits for the kernel in front: no kernel of a step
+writes a weight. With more programs than that, it has cost up to a fifth. Called by `skinny_gemm`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import activate
 
-LONG = 4096
-"""Inputs from which rows are read in longer pieces."""
+AT_ONCE = 8
+"""Programs that a multiprocessor has room for, roughly."""
+LONG = 2048
+"""Inputs from which a row can be read in the longer pieces of many outputs."""
 UNROLLED = tl.constexpr(8)
 """Pieces of a row whose loads the compiler may mix; more would be too much code."""
 
@@ -75,6 +77,7 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     IS_GATED: tl.constexpr = ACTIVATION != ""
@@ -88,12 +91,17 @@ def gemv_kernel(
     squares = tl.zeros([BLOCK_K], tl.float32)
     nothing = tl.zeros([BLOCK_K], tl.float32)
 
-    first = pieces(weight_ptr, row, k, K, BLOCK_K)
-    if IS_GATED:
-        first_up = pieces(weight_ptr, up, k, K, BLOCK_K)
+    if IS_EARLY:
+        first = pieces(weight_ptr, row, k, K, BLOCK_K)
+        if IS_GATED:
+            first_up = pieces(weight_ptr, up, k, K, BLOCK_K)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if not IS_EARLY:
+        first = pieces(weight_ptr, row, k, K, BLOCK_K)
+        if IS_GATED:
+            first_up = pieces(weight_ptr, up, k, K, BLOCK_K)
     acc, squares = add_piece(acc, squares, first, x_ptr, weight_norm_ptr, k, K, HAS_NORM)
     if IS_GATED:
         acc_up, nothing = add_piece(acc_up, nothing, first_up, x_ptr, weight_norm_ptr, k, K, HAS_NORM)
@@ -129,6 +137,11 @@ def gemv_kernel(
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=is_n)
 
 
+def shape_class(num_outputs: int, num_inputs: int, device: torch.device) -> str:
+    """Of the configuration table: "few" outputs, or "many"."""
+    return "many" if num_outputs > 4 * AT_ONCE * num_multiprocessors(device) and num_inputs >= LONG else "few"
+
+
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -143,10 +156,11 @@ def gemv(
 ) -> None:
     """Arguments as of `skinny_gemm`; x, y, residual: [1, ..]."""
     in_features, out_features = x.shape[1], y.shape[1]
-    config: dict[str, Any] = dict(lookup("gemv", "long" if in_features >= LONG else "short", x.device))
+    config: dict[str, Any] = dict(lookup("gemv", shape_class(out_features, in_features, x.device), x.device))
+    num_programs = triton.cdiv(out_features, config["BLOCK_N"])
     launch(
         gemv_kernel,
-        (triton.cdiv(out_features, config["BLOCK_N"]),),
+        (num_programs,),
         (
             x,
             weight,
@@ -162,6 +176,7 @@ def gemv(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,
+        IS_EARLY=num_programs <= AT_ONCE * num_multiprocessors(x.device),
         **dependent(pdl, x.device),
         **config,
     )

@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
-from actorllm_kernels.gemv import add_piece, pieces
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.sample_pick import Offers, SamplingState, tile_offer
 from actorllm_kernels.skinny_gemm import columns_ahead, prefetch_rows
@@ -56,31 +55,6 @@ def offer_rows(
     tl.store(id_ptr + at, id, mask=is_m)
 
 
-@triton.jit
-def one_row(
-    x_ptr,
-    weight_ptr,
-    weight_norm_ptr,
-    n,
-    eps,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """The logits of these ids for one row of x, float32 [256], as `gemv` computes them."""
-    k = tl.arange(0, BLOCK_K)
-    row = n.to(tl.int64) * K
-    acc = tl.zeros([256, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, loop_unroll_factor=2):
-        w = pieces(weight_ptr, row, start + k, K, BLOCK_K)
-        acc, squares = add_piece(acc, squares, w, x_ptr, weight_norm_ptr, start + k, K, HAS_NORM)
-    logits = tl.sum(acc, 1)
-    if HAS_NORM:
-        logits *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    return logits
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def lm_head_sample_kernel(
     x_ptr,
@@ -118,15 +92,6 @@ def lm_head_sample_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-
-    if BLOCK_M == 1:
-        acc = one_row(x_ptr, weight_ptr, weight_norm_ptr, tl.where(is_n, n, 0), eps, K, BLOCK_K, HAS_NORM)
-        offer_rows(
-            tl.where(is_n[:, None], acc[:, None], -float("inf")), m, is_m, tile,
-            rows_ptr, temperature_ptr, seed_ptr, sample_index_ptr, token_index_ptr,
-            highest_ptr, weights_out_ptr, id_ptr, VOCAB, NUM_TILES,
-        )  # fmt: skip
-        return
 
     row = tl.where(is_n, n, 0).to(tl.int64)[:, None] * K
     acc = tl.zeros([256, BLOCK_M], tl.float32)
@@ -190,9 +155,9 @@ def lm_head_sample(
     vocab_size = weight.shape[0]
     num_tiles = offers.id.shape[1]
     waiting = dependent(pdl, x.device)
-    config = dict(lookup("lm_head_sample", "one" if num_rows == 1 else "few" if num_rows <= 16 else "many", x.device))
+    config = dict(lookup("lm_head_sample", "few" if num_rows <= 16 else "many", x.device))
     prefetches = bool(config.pop("PREFETCH", 1)) and waiting["PDL"] and x.element_size() == 2
-    block_m = 1 if num_rows == 1 else max(16, min(MAX_BLOCK_M, triton.next_power_of_2(num_rows)))
+    block_m = max(16, min(MAX_BLOCK_M, triton.next_power_of_2(num_rows)))
     launch(
         lm_head_sample_kernel,
         (triton.cdiv(num_rows, block_m), num_tiles),

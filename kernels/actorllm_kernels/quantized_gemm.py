@@ -25,7 +25,7 @@ from actorllm_kernels.configs import dependent, lookup
 from actorllm_kernels.float8 import widened
 from actorllm_kernels.launcher import launch
 from actorllm_kernels.silu_mul import ACTIVATIONS
-from actorllm_kernels.skinny_gemm import SplitScratch, finish_tile, num_parts, shape_class
+from actorllm_kernels.skinny_gemm import SplitScratch, finish_tile, num_parts
 
 MAX_ROWS = 32
 """Of x, in one launch of `quantized_gemm`. For more, tiles of x leave no registers for codes and their numbers."""
@@ -234,6 +234,12 @@ def layout(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
     if codes.dtype == torch.float8_e4m3fn:
         return codes.view(torch.uint8), scales, 0, True
     return codes, scales, 0, False
+
+
+def shape_class(num_outputs: int, is_gated: bool) -> str:
+    """Of the configuration table. num_outputs: columns of y."""
+    width = "narrow" if num_outputs < 2048 else "medium" if num_outputs < 8192 else "wide"
+    return f"{width}-gated" if is_gated else width
 
 
 def quantized_gemm(

@@ -325,26 +325,29 @@ def _skinny_gemm(num_rows: int, num_outputs: int, num_inputs: int, what: str) ->
 
 
 for rows, outputs, inputs, what in (
-    (16, 4096, 1024, "norm"),  # Qwen3-0.6B
-    (16, 1024, 2048, "residual"),
-    (16, 3072, 1024, "norm-gated"),
+    (16, 1024, 2048, "residual"),  # Qwen3-0.6B
     (16, 1024, 3072, "residual"),
-    (8, 3072, 2048, "norm"),  # Llama-3.2-1B
-    (16, 2048, 1536, "norm-bias"),  # Qwen2.5-1.5B
-    (16, 1536, 8960, "residual"),
-    (16, 6144, 4096, "norm"),  # Llama-3.1-8B, and nearly Qwen3-8B
-    (32, 6144, 4096, "norm"),
-    (64, 6144, 4096, "norm"),
-    (16, 4096, 4096, "residual"),
-    (8, 4096, 14336, "residual"),
-    (16, 14336, 4096, "norm-gated"),
-    (32, 14336, 4096, "norm-gated"),
-    (32, 4096, 14336, "residual"),
-    (32, 1024, 3072, "residual"),
-    (16, 8192, 8192, "bias-residual"),  # wide, as in larger models
-    (16, 1536, 1024, "norm-gated"),  # narrow
+    (8, 1024, 3072, "residual"),
+    (16, 1536, 8960, "residual"),  # Qwen2.5-1.5B
+    (16, 1280, 2048, "norm-bias"),
+    (16, 1536, 1024, "norm-gated"),
 ):
     SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)
+for outputs, inputs, what in (
+    (4096, 1024, "norm"),  # Qwen3-0.6B
+    (1024, 3072, "residual"),
+    (3072, 1024, "norm-gated"),
+    (2048, 1536, "norm-bias"),  # Qwen2.5-1.5B
+    (1536, 8960, "residual"),
+    (8192, 2048, "norm-gated"),  # Llama-3.2-1B
+    (6144, 4096, "norm"),  # Llama-3.1-8B, and nearly Qwen3-8B
+    (4096, 4096, "residual"),
+    (14336, 4096, "norm-gated"),
+    (4096, 14336, "residual"),
+    (8192, 28672, "bias-residual"),  # wide, as in larger models
+    (28672, 8192, "norm-gated"),
+):
+    SHIPPED[f"gemv-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, 1, outputs, inputs, what)
 
 
 def _quantized(kind: str, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,10 +40,8 @@ UNROLLED = tl.constexpr(4)
 """Parts of a split product that are added up with all their reads under way; more would be too much code."""
 MAX_RESIDENT = 3
 """Programs of a product on a multiprocessor, roughly."""
-FINE_ROWS = 8
-"""Up to so many rows, finer tiles may be worth that x is read by more programs."""
-FINER = {"medium": "medium-fine"}
-"""Classes of the configuration table that have finer tiles for few rows."""
+NARROW = 2048
+"""Outputs below which this kernel takes several rows: wider ones are cuBLAS's, which reads at nearly the whole bandwidth there."""
 
 
 @triton.jit
@@ -317,30 +315,10 @@ def columns_ahead(num_programs: int, num_rows: int, device: torch.device) -> int
     return max(1, PREFETCH_BYTES // (at_once * num_rows * 128)) * 64
 
 
-def shape_class(num_outputs: int, is_gated: bool) -> str:
-    """Of the configuration table. num_outputs: columns of y."""
-    width = "narrow" if num_outputs < 2048 else "medium" if num_outputs < 8192 else "wide"
-    return f"{width}-gated" if is_gated else width
-
-
-def entry(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> str:
-    """The class of the configuration table that a product of so many rows takes.
-
-    For few rows that is the one of finer tiles, where those of its class would have to be split and the finer ones need not:
-    adding up what is split takes three reads, one behind the other. More rows of x would be read too often.
-    """
-    name = shape_class(num_outputs, is_gated)
-    if name not in FINER or num_rows > FINE_ROWS:
-        return name
-    num_tiles, num_fine = (
-        triton.cdiv(num_outputs, lookup("skinny_gemm", one, device)["BLOCK_N"]) for one in (name, FINER[name])
-    )
-    return FINER[name] if num_tiles < num_multiprocessors(device) <= num_fine else name
-
-
-def is_skinny(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> bool:
-    """Whether the table wants this kernel for the shape; num_outputs: columns of y."""
-    return num_rows == 1 or num_rows <= lookup("skinny_gemm", shape_class(num_outputs, is_gated), device)["MAX_ROWS"]
+def is_skinny(num_rows: int, num_outputs: int, device: torch.device) -> bool:
+    """Whether a product of this shape is ours; num_outputs: columns of y."""
+    most = int(lookup("skinny_gemm", "*", device)["MAX_ROWS"])
+    return num_rows <= (most if num_outputs < NARROW else min(most, 1))
 
 
 def skinny_gemm(
@@ -373,7 +351,7 @@ def skinny_gemm(
     if num_rows == 1 and (split is None or split == 1):
         gemv(x, weight, y, norm=norm, eps=eps, bias=bias, residual=residual, activation=activation, pdl=pdl)
         return
-    config = dict(lookup("skinny_gemm", entry(num_rows, out_features, bool(activation), x.device), x.device))
+    config = dict(lookup("skinny_gemm", "*", x.device))
     config.pop("MAX_ROWS", None)
     waiting = dependent(pdl, x.device)
     prefetches = bool(config.pop("PREFETCH", 1)) and waiting["PDL"] and x.element_size() == 2

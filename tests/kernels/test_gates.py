@@ -87,7 +87,7 @@ def test_every_gate_can_be_failed(name: str, change: dict[str, Any], told: str) 
 @pytest.mark.parametrize(("name", "kernel", "config", "told"), [
     ("attn_decode-256-32x8x128-pdl", "attn_decode", {"num_stages": 3}, "waits for all its loads in its main loop"),
     ("attn_prefill-32x8x128", "attn_prefill", {"num_stages": 2}, "loads in its main loop that it waits for at once"),
-    ("attn_decode-256-32x8x128-pdl", "attn_decode", {"PER_SM": 4}, "wants 4 programs per multiprocessor, and 3 fit"),
+    ("attn_decode-256-32x8x128-pdl", "attn_decode", {"PER_SM": 4}, "wants 4 programs per multiprocessor, and 2 fit"),
     ("lm_head_sample-32-151936x1024-pdl", "lm_head_sample", {"num_warps": 8}, "wants 2 programs per multiprocessor, and 1 fit"),
 ])  # fmt: skip
 def test_a_configuration_that_is_worse_is_found(name: str, kernel: str, config: dict[str, int], told: str) -> None:
@@ -124,9 +124,9 @@ def test_a_memory_access_before_the_wait_is_seen_in_the_machine_code(is_hasty: b
 def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
     """Four tiles for 132 multiprocessors, and a K of three steps."""
     x, weight, y = (
-        torch.empty(1, 384, device="meta"),
+        torch.empty(2, 384, device="meta"),
         torch.empty(64, 384, device="meta"),
-        torch.empty(1, 64, device="meta"),
+        torch.empty(2, 64, device="meta"),
     )
     for scratch, grid in ((None, (4, 1)), (SplitScratch.empty(x.device), (4, 3))):
         with recording() as launches:
@@ -134,17 +134,26 @@ def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
         assert launches[0].grid == grid
 
 
-@pytest.mark.parametrize(("rows", "outputs", "grid"), [
-    (8, 3072, (192, 1)),
-    (9, 3072, (96, 2)),
-    (1, 2048, (64, 3)),  # of finer tiles there are 128, and one would have to be split as well
-    (1, 4352, (136, 1)),
+@pytest.mark.parametrize(("outputs", "inputs", "block", "is_early"), [
+    (1024, 3072, 4, True), (4096, 14336, 4, True), (14336, 4096, 2, False), (151936, 1024, 4, False),
 ])  # fmt: skip
-def test_few_rows_take_finer_tiles_where_nothing_is_split_then(rows: int, outputs: int, grid: tuple[int, int]) -> None:
-    x, weight, y = (torch.empty(*shape, device="meta") for shape in ((rows, 512), (outputs, 512), (rows, outputs)))
+def test_one_row_reads_early_where_all_programs_are_there_at_once(
+    outputs: int, inputs: int, block: int, is_early: bool
+) -> None:
+    x, weight, y = (torch.empty(*shape, device="meta") for shape in ((1, inputs), (outputs, inputs), (1, outputs)))
     with recording() as launches:
-        skinny_gemm(x, weight, y, scratch=SplitScratch.empty(x.device))
-    assert launches[0].grid == grid
+        skinny_gemm(x, weight, y)
+    assert launches[0].grid == (outputs // block,)
+    assert launches[0].constants["IS_EARLY"] == is_early
+
+
+def test_reads_that_the_compiler_has_moved_before_the_wait_are_found() -> None:
+    """x is read behind the wait; one read more than the weight's pieces is one of x."""
+    name = "gemv-1024x3072-residual-pdl"
+    launch = record_one(SHIPPED[name], "sm_90")
+    for early, is_right in ((4 * ("LDG.E.128",), True), (5 * ("LDG.E.128",), False), (("LDG", "STG") * 2, False)):
+        found = gates.early_reads(name, launch, replace(GOOD, before_wait=early), "sm_90")
+        assert (found == []) == is_right
 
 
 @pytest.mark.parametrize(("programs", "rows"), [(64, 16), (448, 64), (594, 256), (100_000, 16)])

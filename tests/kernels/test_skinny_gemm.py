@@ -40,7 +40,7 @@ def test_one_row_with_more_pieces_than_are_unrolled() -> None:
 
 
 @pytest.mark.parametrize(("num_outputs", "activation"), [(2100, ""), (8200, ""), (2050, "gelu_tanh")])
-def test_every_width_of_the_table(num_outputs: int, activation: str) -> None:
+def test_wide_products(num_outputs: int, activation: str) -> None:
     run(2, num_outputs, 128, "norm residual", activation)
 
 
@@ -72,8 +72,10 @@ def test_the_sum_does_not_depend_on_the_program_that_comes_last(monkeypatch: pyt
 
 
 def test_the_table_decides_up_to_how_many_rows() -> None:
-    assert is_skinny(1, 4096, False, CPU)
-    assert not is_skinny(65, 4096, False, CPU)
+    assert is_skinny(1, 4096, CPU)
+    assert is_skinny(16, 1024, CPU)
+    assert not is_skinny(2, 4096, CPU)
+    assert not is_skinny(17, 1024, CPU)
 
 
 def test_too_many_rows_are_refused() -> None:

@@ -43,8 +43,8 @@ from actorllm.model.weights import Weights
 from actorllm_kernels.attn_decode import division, takes_packed
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
-from actorllm_kernels.skinny_gemm import FINE_ROWS, SplitScratch
 from actorllm_kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
+from actorllm_kernels.skinny_gemm import SplitScratch
 
 SWITCHES = frozenset(
     {
@@ -640,11 +640,11 @@ class DeviceDecoder:
         products += [(part, part is both[0]) for both in shared[:1] if both is not None for part in both]
 
         def kind(num_tokens: int) -> tuple[int, bool, list[bool]]:
-            # kernels for few rows are compiled for the next power of two, and with finer tiles for very few
+            # kernels for few rows are compiled for the next power of two; one row has a kernel of its own
             fused = [
                 product.fuses(num_tokens, is_gated) for product, is_gated in products
             ]  # of adapted ones: both kinds
-            return max(16, 1 << (num_tokens - 1).bit_length()), num_tokens <= FINE_ROWS, fused
+            return max(16, 1 << (num_tokens - 1).bit_length()), num_tokens == 1, fused
 
         return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
 

@@ -80,7 +80,7 @@ class DeviceDense(DeviceLinear):
         return self.weight
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
-        return is_skinny(num_rows, self.out_features // (1 + is_gated), is_gated, self.weight.device)
+        return is_skinny(num_rows, self.out_features // (1 + is_gated), self.weight.device)
 
     def launch(self, x: torch.Tensor, out: torch.Tensor, **around: Any) -> None:
         ops.skinny_gemm(x, self.weight, out, bias=self.bias, **around)
