@@ -300,6 +300,7 @@ class SchedulerBisection:
                 requests.setdefault(request_of(key, submit), HeldRequest()).sequences.append((key, submit))
         suspects = sorted((held for held in requests.values() if held.num_deaths), key=lambda held: held.order)
         others = [held for held in requests.values() if not held.num_deaths]
+        # Those that are not suspected go first for once, if the search is long, but for a suspect that one more death decides.
         counted = next((held for held in suspects if held.is_counted), None) if self._probes_alone else None
         others_first = self.num_losses >= LOSSES_BEFORE_OTHERS and self.num_losses % 2 == 0
         self.is_narrowing = False

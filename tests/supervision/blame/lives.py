@@ -134,7 +134,7 @@ class Lives:
 
     def _make_frontend(self, last_rid: int = 0) -> FrontendActor:
         frontend = FrontendActor(last_rid=last_rid)
-        frontend.PROBES_ALONE = self.is_replica  # type: ignore[misc]
+        frontend.PROBES_ALONE = self.is_replica
         frontend._wakeup = SimpleNamespace(set=lambda: None)  # type: ignore[assignment]
         return frontend
 
