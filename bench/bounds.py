@@ -216,6 +216,7 @@ BOUNDS = (
             "supervision.blame.scheduler_deaths: DeathRecord.begun",
             "supervision.blame.scheduler_deaths: DeathRecord.proven",
             "supervision.blame.scheduler_probes: SchedulerProbes.not_begun",
+            "supervision.blame.scheduler_probes: SchedulerProbes._isolated",
         ),
         "requests that kill processes",
         WAITING,

@@ -27,6 +27,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -107,7 +108,7 @@ VLLM_LIMITS = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
-VLLM_START_S = 300.0
+VLLM_START_S = 900.0
 """It is given up if it does not begin within that: it compiles its model."""
 FORMS = {"vllm": "vLLM, data_parallel_size=2", "vllm-two": "two engines of vLLM, half the streams each"}
 
@@ -119,7 +120,7 @@ async def serve_vllm(num_streams: int, num_tokens: int, options: dict) -> dict:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    path = str(ROOT / "actorllm" / MODEL)
+    path = str(ROOT / "actorllm" / "bundled" / MODEL)
     arguments = AsyncEngineArgs(model=path, max_num_seqs=max(8, num_streams), **VLLM_LIMITS, **options)
     engine = AsyncLLM.from_engine_args(arguments)
 
@@ -151,6 +152,11 @@ def end(sides: list[subprocess.Popen]) -> None:
             os.killpg(side.pid, signal.SIGKILL)
 
 
+def answer_in(printed: str) -> dict:
+    """What a side says at its end, among what its libraries print."""
+    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))
+
+
 def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict | None:
     """A run of vLLM on two cores: one engine of two replicas, or if that does not run, two engines that begin together.
 
@@ -169,12 +175,13 @@ def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict | None
             "--tokens",
             str(num_tokens),
         ]
+        log = tempfile.TemporaryFile()  # noqa: SIM115 (of a pipe that is not read, a side would wait for room)
         sides = [
             subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=log,
                 text=True,
                 env=os.environ | vllm_environment(1) | {"VLLM_CPU_OMP_THREADS_BIND": bind},
                 start_new_session=True,
@@ -189,16 +196,18 @@ def measured_vllm(python: str, num_streams: int, num_tokens: int) -> dict | None
                 for side in sides:
                     side.stdin.write("\n")
                     side.stdin.flush()
-                told = [json.loads(side.communicate(timeout=300)[0].splitlines()[-1]) for side in sides]
+                told = [answer_in(side.communicate(timeout=300)[0]) for side in sides]
                 speed, gap = sum(one["tokens_per_s"] for one in told), max(one["gap_p99_s"] for one in told)
                 return {"form": FORMS[form], "tokens_per_s": speed, "gap_p99_s": gap}
             end(sides)
-            reasons.append(sides[0].communicate(timeout=60)[1].strip().splitlines()[-1:])
+            log.seek(0)
+            reasons.append(log.read().decode(errors="replace").strip().splitlines()[-1:])
         finally:
             watchdog.cancel()
             end(sides)
             for side in sides:
                 side.wait()
+            log.close()
     print(f"vLLM does not run in any form: {reasons}", file=sys.stderr)
     return None
 

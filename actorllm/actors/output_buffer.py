@@ -83,6 +83,11 @@ class OutputBuffer:
             return None
         return held.take()
 
+    def drop(self, key: Key) -> int:
+        """Forget a request, if it is here. Returns how many tokens it held back."""
+        held = self.held.pop(key, None)
+        return 0 if held is None else len(held.tokens)
+
     def drop_frontend(self, frontend: int) -> None:
         """The output of these requests is not taken any more."""
         for key in [key for key in self.held if key[0] == frontend]:

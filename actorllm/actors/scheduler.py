@@ -209,6 +209,7 @@ class SchedulerActor(Actor):
             self.send_to,
             self.report_progress,
             check,
+            lambda key: self._renderer.output_buffer.drop(key),
             probes_alone=config.data_parallel_size > 1,
         )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)

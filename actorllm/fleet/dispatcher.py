@@ -6,8 +6,8 @@ comes of it from the first scheduler meets no entry there and is dropped.
 
 What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
 that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
-only when that is lost for good. What stays where a process died is suspected there. Suspects are probed one by one, so a poison
-request costs two deaths beyond the first one, both on one replica.
+only when that is lost for good. What stays where a process died is suspected there. Suspects are probed in groups of four, and
+those of a group that fails one by one. So a poison request costs at most two deaths beyond the first one, both on one replica.
 
 Runs on the engine thread.
 """
@@ -533,7 +533,7 @@ class Dispatcher:
         is_there = self.is_on_trial(source) or not (self.can_move(source) or self._named_trial(source) is not None)
         num_moved = 0 if is_there else self.move(source, lost_at)
         for entry in source.frontend.journal().values():
-            entry.record.probe_alone()
+            entry.record.suspect()
         if num_moved:
             logger.warning(
                 "replica %d lost its %s: %d sequences moved", source.number, group, num_moved, extra={"event": "move"}
@@ -559,7 +559,7 @@ class Dispatcher:
             assert trial is not None, "callers have asked for candidates"
             by_target[trial.number] = entries
             for entry in entries.values():
-                entry.record.probe_alone()
+                entry.record.suspect()
         else:
             requests: dict[int, dict[int, JournalEntry]] = {}  # the sequences of one share a record, and go together
             for rid, entry in entries.items():

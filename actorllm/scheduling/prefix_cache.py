@@ -207,7 +207,7 @@ class PrefixCache:
                 del self._fresh[first]
             self._kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run, is_fresh)
         else:
-            sequence.known = self._known_tokens(sequence)
+            sequence.known = self.known_tokens(sequence)
             self.hash_known(sequence)
             self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
@@ -223,7 +223,7 @@ class PrefixCache:
         """A request leaves its slot and comes back: it will look for what it has computed, by all its known tokens."""
         self.settle(sequence)
         num_blocks = self._num_findable(sequence)
-        sequence.known = self._known_tokens(sequence)
+        sequence.known = self.known_tokens(sequence)
         sequence.hits, sequence.looked_up = NO_I32, -1
         if self._batch.is_simulated[sequence.slot]:
             sequence.can_publish = False
@@ -245,7 +245,7 @@ class PrefixCache:
             num_tokens = min(num_tokens, sequence.submit.prompt.size)
         return num_tokens // self._kv.block_size
 
-    def _known_tokens(self, sequence: Sequence) -> I32:
+    def known_tokens(self, sequence: Sequence) -> I32:
         """All known ids of a request: those it was admitted with, and those sampled since."""
         if sequence.slot < 0:
             return sequence.known

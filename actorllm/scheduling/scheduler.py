@@ -200,7 +200,7 @@ class Scheduler:
             snapshots=self._snapshots,
         )
         self.admission_blocks = self._cache.admission_blocks
-        self._step_failures = StepFailures(limits, batch, probes_alone=probes_alone)
+        self._step_failures = StepFailures(limits, batch, self.ledger, probes_alone=probes_alone)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._message_budget = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
@@ -471,6 +471,10 @@ class Scheduler:
             (s.key, (int(known[s.slot]) if s.slot >= 0 else s.known.size) - s.num_prompt)
             for s in self._table.alive.values()
         ]
+
+    def output_of(self, sequence: Sequence) -> I32:
+        """The tokens that a request has put out."""
+        return self._cache.known_tokens(sequence)[sequence.num_prompt :]
 
     @property
     def is_idle(self) -> bool:
@@ -812,6 +816,8 @@ class Scheduler:
         events = self._results.apply(result, record, spans)
         if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)
+            for sequence in self._step_failures.set_aside(self.running()):
+                self._table.preempt(sequence)
         self._table.readmit()
         self._policy.on_step(
             StepDone(

@@ -11,6 +11,11 @@ holds half of the suspects, or fewer after several failures in a row. One rule c
 Each failure of a group halves the size for its members. So one poison request among n takes about log2(n) failures, and
 every other request is cleared. A search may go on as long as each failure `narrows` it.
 
+*Small groups* (`max_group`). Among several replicas a failure is dear and a probe is cheap. A group has few members there, and
+its failure counts as a failure alone of each. Such a member is *counted*. It is probed next, with nothing else in hand. With
+`max_alone` 2, a group with k poison requests fails once, and each of the k fails once more. Since 1 + k <= 2k, n poison requests
+cost at most 2n failures. Members that are no poison cost none.
+
 Three places use it. They say what fails, what a retry costs, and when a search begins:
 
 | module | a probe is | is_alone means | max_alone |
@@ -27,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -50,8 +56,12 @@ class Suspicion:
 class Bisection(Generic[S]):
     """The suspects of one search, in the order in which they are probed. Falsy while there are none."""
 
-    def __init__(self, max_alone: int, suspects: Mapping[S, Suspicion] | None = None) -> None:
+    def __init__(
+        self, max_alone: int, suspects: Mapping[S, Suspicion] | None = None, *, max_group: int | None = None
+    ) -> None:
+        """max_group: members of a probe group at most, see the module docstring; None: groups are halved."""
         self._max_alone = max_alone
+        self._max_group = max_group
         self._suspects: dict[S, Suspicion] = dict(suspects or {})
         self.is_probing = False
         """The search has begun: of the suspects only those in `group` may run."""
@@ -76,8 +86,21 @@ class Bisection(Generic[S]):
         self.group = self._next_group()
         self.is_probing = bool(self.group)
 
+    @property
+    def counted(self) -> S | None:
+        """The suspect that is probed next with nothing else in hand, since its group has failed; None: there is none.
+
+        Always None without `max_group`.
+        """
+        if self._max_group is None:
+            return None
+        return next((one for one, suspicion in self._suspects.items() if suspicion.num_alone), None)
+
     def fail(self, members: Collection[S], is_alone: bool) -> list[S]:
-        """A unit with these suspects failed. Returns the one that is to blame, if it is known; it is no suspect then."""
+        """A unit with these suspects failed. Returns the one that is to blame, if it is known; it is no suspect then.
+
+        is_alone: the failure counts for each of them.
+        """
         blamed = []
         for member in members:
             suspicion = self._suspects.pop(member)
@@ -109,6 +132,9 @@ class Bisection(Generic[S]):
 
     def _next_group(self) -> dict[S, None]:
         """As many of the first suspects as each of them may join."""
+        if self._max_group is not None:
+            counted = self.counted
+            return dict.fromkeys(islice(self._suspects, self._max_group) if counted is None else [counted])
         size = max(1, len(self._suspects) >> self.num_halvings)
         group: dict[S, None] = {}
         for suspect, suspicion in self._suspects.items():

@@ -18,9 +18,10 @@ get this death on their record. A request fails after `MAX_ALONE` deaths for whi
 of them with nothing else in hand. From the second death on, a scheduler holds back everything until all journals are there
 (`begin`). Otherwise no request would be probed alone.
 
-*Several replicas* (`DeathRecord.probe_alone`). Suspects are probed one by one there. That takes a step for each of them
-while the other replicas work, and only the poison requests cost deaths, each of them `MAX_ALONE`. To that end, a suspect that
-was a group by itself when a scheduler died is probed again before anything else is taken on.
+*Several replicas* (`probes_alone`). Suspects are probed in groups of at most `MAX_GROUP` there. That takes a step for each
+group while the other replicas work. A death of such a group counts for each member (`bisection`, small groups), also beside
+requests that were cleared. Then each member is probed before anything else is taken on, and alone: one that is cleared is held
+back again (`SchedulerProbes`). So a group with k poison requests costs 1 + k deaths, and each poison request at most `MAX_ALONE`.
 
 *The end.* Deaths in a row without a token end the engine (`supervision.restart`), unless each narrows the search
 (`is_narrowing`). Any number of poison requests is therefore found, and a search that does not advance ends. A scheduler
@@ -41,14 +42,11 @@ from dataclasses import dataclass, field
 from actorllm.messages import ProbeGroup, Submit
 from actorllm.scheduling.sequence import Key, RequestKey, request_of
 from actorllm.supervision.blame.bisection import Bisection, Suspicion
-from actorllm.supervision.blame.worker_deaths import MAX_ALONE
+from actorllm.supervision.blame.worker_deaths import MAX_ALONE, MAX_GROUP
 
 MAX_WAITED_DEATHS = 3
 """Deaths of schedulers that had taken on a request and gave it no token, after which it is a suspect although it was in no
 step: a policy may die of a waiting request. It is probed before the others, and then it does not wait."""
-
-PAIR = 2
-"""Members of a probe group whose halves are single requests."""
 
 LOSSES_BEFORE_OTHERS = 8
 """Deaths of schedulers in a row, without a token, from which on the requests that are not suspected run first in every second
@@ -86,10 +84,9 @@ class DeathRecord(Suspicion):
         self.num_deaths = self.probe_size = self.num_alone = self.num_waited_deaths = 0
         self.was_alone = False
 
-    def probe_alone(self) -> None:
-        """It is suspected, and no group with another request is to be probed: as if a pair had failed with it."""
+    def suspect(self) -> None:
+        """A process of another replica, or a worker, may have died of it."""
         self.num_deaths = max(self.num_deaths, 1)
-        self.probe_size = self.probe_size or PAIR
 
     @property
     def is_blamed(self) -> bool:
@@ -102,7 +99,7 @@ def note_death(
     """The scheduler died: put it on the record of the requests (by rid) that it may have died of.
 
     probe: the last group that it named, None: it had taken on everything. is_second: no request has had a token since the
-    death before. probes_alone: of several replicas one may be busy with a search for long: suspects are probed one by one.
+    death before. probes_alone: the scheduler was one of several, and probed small groups.
     """
     if probe is not None and not probe.size:
         probe = None
@@ -110,18 +107,20 @@ def note_death(
     present = dict.fromkeys(record for rid, record in records.items() if rid in rids)
     for record in present:
         record.num_waited_deaths += 1
-    suspects = [record for record in dict.fromkeys(records.values()) if record.begun]
+    # One that is told of at its end only may have begun, been cleared and been held back again.
+    in_hand = present if probe is not None and probe.is_alone else dict.fromkeys(records.values())
+    suspects = [record for record in in_hand if record.begun]
     if not suspects:
         is_all = probe is not None or is_second
         suspects = [record for record in present if is_all or record.num_waited_deaths >= MAX_WAITED_DEATHS]
     for record in suspects:
         record.num_deaths += 1
-        if probes_alone:
-            record.probe_alone()
     if probe is not None:
+        is_small = probe.size <= (MAX_GROUP if probes_alone else 1)
         for record in present:  # also those that are no suspects: no group of these may be as large again
             is_suspect = record in suspects
-            record.fail(probe.size, probe.size == 1 and is_suspect)
+            is_counted = is_small and is_suspect
+            record.fail(1 if is_counted else probe.size, is_counted)
             record.was_alone |= probe.is_alone and is_suspect
     for record in records.values():
         record.begun.clear()
@@ -152,6 +151,11 @@ class HeldRequest:
     def suspicion(self) -> Suspicion:
         return Suspicion(probe_size=max(submit.probe_size for _, submit in self.sequences))
 
+    @property
+    def is_counted(self) -> bool:
+        """A suspect for which a death counts: no group of it with another request is to be probed."""
+        return self.num_deaths > 0 and self.suspicion.probe_size == 1
+
 
 class SchedulerBisection:
     """What a scheduler holds back while it probes suspects, or waits to know them. Falsy while there is no reason to.
@@ -174,6 +178,8 @@ class SchedulerBisection:
         self._has_token = False
         self.group_size = 0
         """Requests of the probe group."""
+        self.is_isolated = False
+        """Its only member is to be alone, and is held back again before the next one is taken on."""
         self.is_narrowing = False
         """The members of the group are suspects, and fewer than whenever one of them was probed before."""
 
@@ -218,7 +224,7 @@ class SchedulerBisection:
         self.is_on = True
 
     def hold(self, key: Key, submit: Submit) -> None:
-        self._held[key] = submit
+        self._held[key] = submit  # also one that was taken before, and comes back
         if submit.num_losses:
             self._losses[key[0]] = submit.num_losses
 
@@ -268,6 +274,7 @@ class SchedulerBisection:
             self._pending.clear()
             self._losses.clear()
             self.group_size = 0
+            self.is_isolated = False
             return []
         group = self._choose(is_pausing)
         if not group:
@@ -276,7 +283,15 @@ class SchedulerBisection:
         self._pending = set(keys)
         self._has_stepped = False
         self.group_size = len(group)
+        self.is_isolated = self._probes_alone and group[0].is_counted
         return self.take(keys)
+
+    @property
+    def isolates_next(self) -> bool:
+        """Whether the next group is a request that is to be alone."""
+        return self._probes_alone and any(
+            submit.num_deaths and submit.probe_size == 1 for submit in self._held.values()
+        )
 
     def _choose(self, is_pausing: bool) -> list[HeldRequest]:
         requests: dict[RequestKey, HeldRequest] = {}
@@ -284,14 +299,18 @@ class SchedulerBisection:
             if submit.has_started or not is_pausing:
                 requests.setdefault(request_of(key, submit), HeldRequest()).sequences.append((key, submit))
         suspects = sorted((held for held in requests.values() if held.num_deaths), key=lambda held: held.order)
-        if self._probes_alone:
-            suspects.sort(key=lambda held: held.suspicion.probe_size != 1)
         others = [held for held in requests.values() if not held.num_deaths]
+        # Those that are not suspected go first for once, if the search is long, but for a suspect that one more death decides.
+        counted = next((held for held in suspects if held.is_counted), None) if self._probes_alone else None
         others_first = self.num_losses >= LOSSES_BEFORE_OTHERS and self.num_losses % 2 == 0
         self.is_narrowing = False
-        if others and (others_first or not suspects):
+        if others and counted is None and (others_first or not suspects):
             return others
         search = Bisection(MAX_ALONE, {held: held.suspicion for held in suspects})
+        if self._probes_alone:
+            group = suspects[:MAX_GROUP] if counted is None else [counted]
+            self.is_narrowing = search.narrows(group)
+            return group
         search.num_halvings = max(1, self.num_losses)
         search.begin()
         group = [held for held in search.group if held.has_started is suspects[0].has_started]

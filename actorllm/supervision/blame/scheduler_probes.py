@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from actorllm.clock import now
-from actorllm.messages import DEADLINE_PASSED, Begun, ProbeGroup, Submit
+from actorllm.messages import DEADLINE_PASSED, I32, Begun, ProbeGroup, Submit
 from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
@@ -42,17 +42,24 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         send: Callable[[Outlet, ProbeGroup | Begun], None],
         report_progress: Callable[[], None],
         check_itself: Callable[[], None],
+        drop_output: Callable[[Key], int],
         *,
         probes_alone: bool = False,
     ) -> None:
         """outlets: all frontends there are, by number; send: to one of them, which may be lost by it. check_itself: dies if
-        this process dies of everything. probes_alone: as of SchedulerBisection."""
+        this process dies of everything. drop_output: forgets what a request holds back of its output, and returns how many
+        tokens. probes_alone: as of SchedulerBisection."""
         super().__init__(lambda key, message: scheduler.release(key[0], message), probes_alone=probes_alone)
         self._scheduler = scheduler
         self._outlets = outlets
         self._send = send
         self._report_progress = report_progress
         self._check_itself = check_itself
+        self._drop_output = drop_output
+        self._isolated: list[tuple[Key, Submit]] = []
+        """The sequences of the request that was probed alone last."""
+        self._had_to_wait = False
+        """For the end of a search for the request that the workers die of."""
         self._is_checked = False
         self.resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
@@ -140,6 +147,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         """
         if not self.is_on or not self._may_probe_next():
             return []
+        if self.isolates_next and not self._is_alone_again():
+            return []
         if not self._is_checked and self.has_suspects:
             self._is_checked = True
             self._check_itself()
@@ -149,9 +158,24 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
                 return []
             if self.is_narrowing or self._is_alone:
                 self._report_progress()
+        self._isolated = group if self.is_isolated else []
         self._first_step = self._scheduler.ledger.next_step
         self._tell([key for key, _ in group])
         return group or self.take_all()
+
+    def _is_alone_again(self) -> bool:
+        """Hold back what was probed alone and cleared, so that the next one is alone as well. Whether no step has it."""
+        for key, message in self._isolated:
+            sequence = self._scheduler.sequence(key)
+            if sequence is not None:
+                output = self._scheduler.output_of(sequence)
+                self._scheduler.abort([key], now())
+                self.not_begun.discard(key)
+                num_sent = output.size - self._drop_output(key)
+                self._scheduler.hold(key[0], message)
+                self.hold(key, _cleared(message, output[:num_sent], sequence.first_token))
+        self._isolated = []
+        return not self._scheduler.is_idle or not self._scheduler.num_in_flight
 
     def _may_probe_next(self) -> bool:
         if self._scheduler.pause_state is PauseState.NOTHING:
@@ -159,7 +183,12 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         if self.resubmitting and now() < self.begins_at:
             return False
         if self._probes_alone and self._scheduler.is_probing_workers:
+            self._had_to_wait = True
             return False  # the next suspect would be beside the one that workers die of
+        if self._had_to_wait:  # as did members of the group, which have yet to be in a step
+            self._had_to_wait = False
+            self._first_step = self._scheduler.ledger.next_step
+            self.on_delay()
         if self._is_preparing_suspect():
             self.on_delay()
             return False
@@ -218,6 +247,20 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         for number, rids in by_frontend.items():
             if number in self._outlets:
                 self._send(self._outlets[number], Begun(rids=np.array(rids, np.int32)))
+
+
+def _cleared(message: Submit, output: I32, first_token: float | None) -> Submit:
+    """A request that goes on later, behind this output. It is suspected no more."""
+    return replace(
+        message,
+        output=output,
+        is_resumed=True,
+        had_slot=True,
+        first_token=first_token if output.size else message.first_token,
+        num_deaths=0,
+        probe_size=0,
+        num_losses=0,
+    )
 
 
 def end_of_unknown(

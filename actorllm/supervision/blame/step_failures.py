@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from actorllm.messages import I32
 from actorllm.scheduling.batch import Batch
-from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.sequence import RequestKey, Sequence, State
 from actorllm.supervision.blame.bisection import Bisection
@@ -42,9 +42,9 @@ KILLED = f"the workers died {MAX_ALONE} times while they ran this request alone;
 
 
 class StepFailures:
-    """limits: those of the engine. probes_alone: as of WorkerBisection."""
+    """limits: those of the engine. ledger: the steps in flight. probes_alone: as of WorkerBisection."""
 
-    def __init__(self, limits: Limits, batch: Batch, *, probes_alone: bool = False) -> None:
+    def __init__(self, limits: Limits, batch: Batch, ledger: Ledger, *, probes_alone: bool = False) -> None:
         self.limits = limits
         """Those that hold now."""
         self.is_restricting_steps = False
@@ -58,6 +58,7 @@ class StepFailures:
         self.num_recovered = 0
         self.recovery_s = 0.0
         self._batch = batch
+        self._ledger = ledger
         self._step_bisection: Bisection[Sequence] = Bisection(max_alone=1)
         self._memory = MemoryBackoff(limits.max_seqs, limits.max_tokens)
         self._worker_bisection = WorkerBisection(probes_alone=probes_alone)
@@ -98,11 +99,22 @@ class StepFailures:
     def may_start(self, sequence: Sequence) -> bool:
         if self._worker_bisection.is_probing and not self._worker_bisection.may_start(sequence.request):
             return False
+        if self._worker_bisection.isolated is not None and self._is_beside_others(sequence.request):
+            return False
         if not self.is_restricting_steps:
             return True
         if self._step_bisection and sequence not in self._step_bisection.group:
             return False
         return self._num_running < self._memory.max_seqs
+
+    def _is_beside_others(self, request: RequestKey) -> bool:
+        """Whether a step in flight has another request: the workers could die of that one."""
+        return any(other.request != request for record in self._ledger for other in record.named)
+
+    def set_aside(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those that have to give their slots up, since one request is probed with nothing else in a step."""
+        isolated = self._worker_bisection.isolated
+        return [] if isolated is None else [sequence for sequence in running if sequence.request != isolated]
 
     def num_startable(self, waiting: Collection[Sequence]) -> int:
         """How many of those that wait may start as far as failed steps are concerned."""

@@ -15,8 +15,12 @@ rules follow:
   token. It rests only if one may run. If the workers die meanwhile, the requests that ran are suspects as well.
 
 *Several replicas* (`probes_alone`). Only poison requests may cost deaths, each of them `MAX_ALONE`, and everything else steps. So
-the search begins with the first death, and each group is one request. The first death with it in the group counts, although
-requests that were cleared run beside it. Then it is probed again, before anything else starts or a rest begins.
+the search begins with the first death, and a group is at most `MAX_GROUP` requests (`bisection`, small groups). Its death counts
+for each of them, although requests that were cleared run beside it. Then each is probed with nothing else in a step (`isolated`),
+before anything else starts or a rest begins. Requests that are cleared there give their slots up until the search is over.
+
+What that costs: a request that is no poison was in such a group, and the workers are killed from outside within its own step.
+Then it fails, as after two accidents in a row.
 
 Too many deaths in a row end the engine (`supervision.restart`), unless each narrows the search (`is_narrowing`). Any
 number of poison requests is therefore found, and a search that does not advance ends.
@@ -38,17 +42,16 @@ MAX_ALONE = 2
 """Deaths of a process for which one request was probed, after which the request fails: one may be an accident."""
 
 
-ONE_BY_ONE = 64
-"""Halvings after which a probe group is one request, however many suspects there are."""
+MAX_GROUP = 4
+"""Members of a probe group among several replicas. 32 suspects take 8 probes; a poison request costs a step of 3 others."""
 
 
 class WorkerBisection:
     """The suspects. Falsy while there are none. probes_alone: see the module docstring."""
 
     def __init__(self, *, probes_alone: bool = False) -> None:
-        self._bisection: Bisection[RequestKey] = Bisection(MAX_ALONE)
+        self._bisection: Bisection[RequestKey] = Bisection(MAX_ALONE, max_group=MAX_GROUP if probes_alone else None)
         self._probes_alone = probes_alone
-        self._set_halvings(1)
         self._num_in_a_row = 0
         self.is_resting = False
         """The suspects wait until another request has a token."""
@@ -62,6 +65,11 @@ class WorkerBisection:
     def is_probing(self) -> bool:
         """Whether some requests may not start now."""
         return self._bisection.is_probing
+
+    @property
+    def isolated(self) -> RequestKey | None:
+        """The request that is probed with nothing else in a step; None: none is."""
+        return self._bisection.counted if self.is_probing else None
 
     def end_rest(self) -> None:
         """No other request can run: the search goes on."""
@@ -92,26 +100,21 @@ class WorkerBisection:
             return []
         self.is_resting = False
         self._num_in_a_row = self._num_in_a_row + 1 if search else 1
-        self._set_halvings(max(1, self._num_in_a_row - 1))
+        search.num_halvings = max(1, self._num_in_a_row - 1)
         again = [request for request in present if request in search]
         begins = not search.is_probing and (self._probes_alone or bool(again) or self._num_in_a_row > 1)
         is_alone = len(present) == 1 and not num_gone
-        is_undecided = False  # one death more tells
         probed_first = [request for request in probed if request not in search]
         if probed_first:  # also while others are searched for: of these another process has died
             self.is_narrowing = begins = True
             search.add(present)
-            blamed = search.fail(probed_first, len(probed_first) == 1)
+            blamed = search.fail(probed_first, len(probed_first) == 1 or self._is_small_group(probed_first))
             search.add((), first=probed_first)  # while nothing runs that was cleared
-            is_undecided = self._probes_alone and len(probed_first) == 1
         elif search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
+            is_small = search.counted is None and self._is_small_group(again)
             self.is_narrowing = is_alone or search.narrows(again)
-            is_only = self._probes_alone and len(again) == 1
-            blamed = search.fail(again, is_alone or is_only)
-            is_undecided = is_only and not blamed
-            if is_undecided or (
-                is_alone and not blamed and again == [*probed]
-            ):  # one death more decides, and costs no other
+            blamed = search.fail(again, is_alone or is_small)
+            if is_alone and not blamed and again == [*probed]:  # one death more decides, and costs no other
                 search.add((), first=again)
                 search.begin()
         else:  # no group, or the workers died without it: in contrast to new requests, `again` had no token twice
@@ -120,9 +123,14 @@ class WorkerBisection:
             blamed = search.fail(present, is_alone) if is_alone else []
         if begins:
             search.begin()
+        is_undecided = search.counted is not None  # one death more tells
         if search.is_probing and again and self._num_in_a_row >= MAX_IN_A_ROW and not is_undecided:
             self.is_resting = any(request not in search and request not in blamed for request in waiting)
         return blamed
+
+    def _is_small_group(self, members: Collection[RequestKey]) -> bool:
+        """Whether a death of these counts for each of them."""
+        return self._probes_alone and len(members) <= MAX_GROUP
 
     def clear(self, requests: Iterable[RequestKey]) -> None:
         """These had a token, or are gone."""
@@ -132,8 +140,5 @@ class WorkerBisection:
     def had_token(self, requests: Iterable[RequestKey]) -> None:
         """The workers live: these had a token."""
         self._num_in_a_row = 0
-        self._set_halvings(1)
+        self._bisection.num_halvings = 1
         self.clear(requests)
-
-    def _set_halvings(self, number: int) -> None:
-        self._bisection.num_halvings = ONE_BY_ONE if self._probes_alone else number

@@ -88,9 +88,19 @@ class Caller:
 
 
 class Lives:
-    """Schedulers, one after the other, and the programs that use them. clock: of the scheduler actor, to be patched in."""
+    """Schedulers, one after the other, and the programs that use them. clock: of the scheduler actor, to be patched in.
 
-    def __init__(self, num_frontends: int = 1, policy: str = "AtItsMoment", **arguments: Any) -> None:
+    is_replica: they are those of one of several replicas.
+    """
+
+    def __init__(
+        self, num_frontends: int = 1, policy: str = "AtItsMoment", *, is_replica: bool = False, **arguments: Any
+    ) -> None:
+        self.is_replica = is_replica
+        self.stream_interval = 1
+        """Of the requests from here on."""
+        if is_replica:
+            arguments["data_parallel_size"] = 2
         arguments = {"max_num_seqs": 4, "scheduling_policy": f"tests.actors.deadly_policies:{policy}"} | arguments
         self.config = EngineConfig.from_arguments("storyteller", **arguments).resolved(NUM_BLOCKS)
         self.frontends: list[FrontendActor | None] = []
@@ -117,11 +127,27 @@ class Lives:
 
     def join(self) -> int:
         """A program attaches; returns its number."""
-        frontend = FrontendActor()
-        frontend._wakeup = SimpleNamespace(set=lambda: None)  # type: ignore[assignment]
+        frontend = self._make_frontend()
         self.frontends.append(frontend)
         self._connect([frontend])
         return len(self.frontends) - 1
+
+    def _make_frontend(self, last_rid: int = 0) -> FrontendActor:
+        frontend = FrontendActor(last_rid=last_rid)
+        frontend.PROBES_ALONE = self.is_replica
+        frontend._wakeup = SimpleNamespace(set=lambda: None)  # type: ignore[assignment]
+        return frontend
+
+    def adopt(self, number: int, requests: list[tuple[list[int], int, int]]) -> list[Caller]:
+        """Requests that another replica may have died of, with prompt, tokens and sequences; they go on here."""
+        home, mine = self._make_frontend(last_rid=10_000 + len(self.callers)), self.frontends[number]
+        assert mine is not None
+        callers = [caller for request in requests for caller in self._submit(home, *request)]
+        entries = home.surrender()
+        for entry in entries.values():
+            entry.record.suspect()
+        mine.adopt(entries, self.now)
+        return callers
 
     def leave(self, number: int) -> None:
         """A program is gone, and its requests with it."""
@@ -137,6 +163,9 @@ class Lives:
     def submit(self, number: int, prompt: list[int], max_tokens: int = 8, n: int = 1) -> list[Caller]:
         frontend = self.frontends[number]
         assert frontend is not None
+        return self._submit(frontend, prompt, max_tokens, n)
+
+    def _submit(self, frontend: FrontendActor, prompt: list[int], max_tokens: int, n: int) -> list[Caller]:
         seed = len(self.callers)
         callers = [Caller(prompt, seed, index, max_tokens) for index in range(n)]
         self.callers += callers
@@ -144,7 +173,14 @@ class Lives:
         def make(rid: int) -> Submit:
             tokens = np.array(prompt, np.int32)
             return Submit(
-                rid=rid, arrival=0.0, prompt=tokens, max_tokens=max_tokens, seed=seed, ignore_eos=True, detokenize=False
+                rid=rid,
+                arrival=0.0,
+                prompt=tokens,
+                max_tokens=max_tokens,
+                seed=seed,
+                ignore_eos=True,
+                detokenize=False,
+                stream_interval=self.stream_interval,
             )
 
         rids: list[int] = []

@@ -30,6 +30,10 @@ class Steps:
     def __init__(self, kind: Kind) -> None:
         self.search = kind(max_alone=1)
 
+    @property
+    def is_searching(self) -> bool:
+        return bool(self.search)
+
     def may_run(self, request: int) -> bool:
         return not self.search or request in self.search.group
 
@@ -59,6 +63,10 @@ class Lives:
         self.search: Any = WorkerBisection()
         self.search._bisection = kind(worker_deaths.MAX_ALONE)
 
+    @property
+    def is_searching(self) -> bool:
+        return bool(self.search)
+
     def may_run(self, request: int) -> bool:
         return bool(self.search.may_start(request))
 
@@ -72,12 +80,72 @@ class Lives:
         self.search.clear(requests)
 
 
+class Trials(Lives):
+    """As Lives, of one of several replicas: the first requests are suspects of another one, and come in small groups."""
+
+    num_accidents = 0
+
+    def __init__(self, kind: Kind) -> None:
+        self.search = WorkerBisection(probes_alone=True)
+        self.search._bisection = kind(worker_deaths.MAX_ALONE, max_group=worker_deaths.MAX_GROUP)
+        self.suspects: dict[int, None] = {}
+        """Of another replica; those that the scheduler has not taken on yet, and its probe group."""
+        self.group: dict[int, None] = {}
+
+    @property
+    def is_searching(self) -> bool:
+        return bool(self.search) or bool(self.suspects)
+
+    def suspect(self, requests: Iterable[int]) -> None:
+        self.suspects = dict.fromkeys(requests)
+        self._next_group()
+
+    def _next_group(self) -> None:
+        if not self.group and not self.search:
+            self.group = dict.fromkeys([*self.suspects][: worker_deaths.MAX_GROUP])
+
+    def may_run(self, request: int) -> bool:
+        return (request not in self.suspects or request in self.group) and super().may_run(request)
+
+    def fail(self, present: Collection[int], waiting: Collection[int], num_gone: int) -> list[int]:
+        probed = [request for request in present if request in self.group]
+        blamed = list(self.search.died(present, waiting, num_gone, probed))
+        self._forget(blamed)
+        return blamed
+
+    def set_aside(self, running: Iterable[int]) -> list[int]:
+        isolated = self.search.isolated
+        return [] if isolated is None else [request for request in running if request != isolated]
+
+    def succeed(self, requests: Iterable[int]) -> None:
+        super().succeed(requests)
+        self._forget(requests)
+
+    def end(self, requests: Iterable[int]) -> None:
+        super().end(requests)
+        self._forget(requests)
+
+    def _forget(self, requests: Iterable[int]) -> None:
+        for request in requests:
+            self.suspects.pop(request, None)
+            self.group.pop(request, None)
+        self._next_group()
+
+
+class LetsThemRunOn(Trials):
+    """What was cleared runs beside a request that is to be alone."""
+
+    def set_aside(self, running: Iterable[int]) -> list[int]:
+        return []
+
+
 class Requests(RuleBasedStateMachine):
     """Requests that arrive, run in units, and end. A unit with a poison request fails."""
 
     def __init__(self, unit: type[Steps | Lives], kind: Kind) -> None:
         super().__init__()
         self.unit = unit(kind)
+        self.num_suspected_poison = 0
         self.num_requests = self.num_poison = self.num_failures = self.num_ended = 0
         self.num_accidents = self.unit.num_accidents
         self.alive: dict[int, None] = {}
@@ -89,6 +157,9 @@ class Requests(RuleBasedStateMachine):
     def begin(self, number: int, poison: set[int]) -> None:
         for index in range(number):
             self.arrive(index in poison)
+        if isinstance(self.unit, Trials):
+            self.unit.suspect(self.alive)
+            self.num_suspected_poison = self.num_poison
 
     @rule(is_poison=st.booleans())
     def arrive(self, is_poison: bool) -> None:
@@ -124,6 +195,9 @@ class Requests(RuleBasedStateMachine):
             self._fail(len(gone))
         else:
             self.unit.succeed([*self.running])
+            if isinstance(self.unit, Trials):
+                for request in self.unit.set_aside([*self.running]):
+                    del self.running[request]
 
     @precondition(lambda self: self.num_accidents and self.running)
     @rule()
@@ -148,15 +222,20 @@ class Requests(RuleBasedStateMachine):
             self.running.pop(request, None)
             self.poison.discard(request)
 
-    def teardown(self) -> None:
-        num_accidents = self.unit.num_accidents - self.num_accidents
+    @property
+    def most(self) -> int:
+        """Failures that there may be."""
+        if isinstance(self.unit, Trials):  # of what comes later, the first failure makes suspects
+            return 2 * self.num_suspected_poison + 3 * (self.num_poison - self.num_suspected_poison) + self.num_ended
         per_request = max(1, self.num_requests).bit_length() - 1 + self.unit.num_more
-        most = self.num_poison * per_request + self.num_ended + num_accidents
+        return self.num_poison * per_request + self.num_ended + self.unit.num_accidents - self.num_accidents
+
+    def teardown(self) -> None:
         for _ in range(20 + 10 * self.num_requests):
-            if not self.poison and not self.unit.search:
+            if not self.poison and not self.unit.is_searching:
                 break
             self.run_unit(0, is_full=True, num_gone=0)
-            assert self.num_failures <= most, "too many failures"
+            assert self.num_failures <= self.most, "too many failures"
         else:
             raise AssertionError("the search does not end")
         assert all(self.unit.may_run(request) for request in self.alive), "every other request is cleared"
@@ -178,7 +257,7 @@ def check(unit: type[Steps | Lives], kind: Kind, max_examples: int, phases: Iter
     )
 
 
-@pytest.mark.parametrize("unit", [Steps, Lives])
+@pytest.mark.parametrize("unit", [Steps, Lives, Trials])
 def test_exactly_the_poison_requests_are_found(unit: type[Steps | Lives]) -> None:
     check(unit, Bisection, 150)
 
@@ -205,8 +284,21 @@ class IgnoresWhatRunsBeside(Bisection[int]):
 
 
 class BlamesAtTheFirstDeath(Bisection[int]):
-    def __init__(self, max_alone: int) -> None:
-        super().__init__(1)
+    def __init__(self, max_alone: int, *, max_group: int | None = None) -> None:
+        super().__init__(1, max_group=max_group)
+
+
+class CountsSingleFailures(Bisection[int]):
+    def fail(self, members: Collection[int], is_alone: bool) -> list[int]:
+        return super().fail(members, is_alone and len(members) == 1)
+
+
+class ProbesOthersFirst(Bisection[int]):
+    """Before those whose group has failed."""
+
+    def _next_group(self) -> dict[int, None]:
+        fresh = [one for one, suspicion in self._suspects.items() if not suspicion.num_alone]
+        return dict.fromkeys(fresh[:4]) or super()._next_group()
 
 
 class NeverMakesGroupsSmaller(Bisection[int]):
@@ -238,6 +330,15 @@ MISTAKES = {
         NeverMovesOn,
     ),
     Lives: (ClearsTheFailedHalf, BlamesAtTheFirstDeath, NeverMakesGroupsSmaller, NeverMovesOn),
+    Trials: (
+        ClearsTheFailedHalf,
+        BlamesAtTheFirstDeath,
+        CountsSingleFailures,
+        NeverMakesGroupsSmaller,
+        ProbesOthersFirst,
+        NeverMovesOn,
+    ),
+    LetsThemRunOn: (Bisection,),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from actorllm.actors import constraints, detokenization, frontend, scheduler
 from actorllm.errors import RequestFailedError
 from actorllm.messages import ProbeGroup, Submit
-from actorllm.supervision.blame import scheduler_probes
+from actorllm.supervision.blame import scheduler_deaths, scheduler_probes
 from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
+from actorllm.supervision.blame.scheduler_probes import SchedulerProbes
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, SIBLING, STARTS, WAITS
 from tests.effort import examples
@@ -30,7 +32,8 @@ GOOD = 6
 class Search:
     """Requests by rid, all of one frontend; some kill the scheduler when it takes them on, or when they are in a step."""
 
-    def __init__(self, num_requests: int, killers: set[int], is_in_step: bool) -> None:
+    def __init__(self, num_requests: int, killers: set[int], is_in_step: bool, probes_alone: bool = False) -> None:
+        self.probes_alone = probes_alone
         self.records = {rid: DeathRecord() for rid in range(num_requests)}
         self.killers = killers
         self.is_in_step = is_in_step
@@ -40,7 +43,8 @@ class Search:
 
     def live(self) -> bool:
         """One life. False: nobody died, and every request has had its tokens."""
-        search, told = SchedulerBisection(), None
+        search, told = SchedulerBisection(probes_alone=self.probes_alone), None
+        in_hand = 0
         for rid, record in sorted(self.records.items(), key=lambda item: -item[1].num_deaths):
             submit = Submit(
                 rid=rid,
@@ -59,10 +63,19 @@ class Search:
                 return self._die(told)
         if not search:
             return self._die(told) if self._runs(list(self.records)) else False
+        isolated: list[tuple[Any, Submit]] = []
         while search:
-            group = [rid for (_, rid), _ in search.next_group()]
-            told = ProbeGroup(rids=np.array(group, np.int32), size=search.group_size, is_alone=len(group) == 1)
+            if search.isolates_next:  # what was cleared is held back again
+                for key, submit in isolated:
+                    search.hold(key, replace(submit, num_deaths=0, probe_size=0))
+                in_hand -= len(isolated)
+            taken = search.next_group()
+            isolated = taken if search.is_isolated else []
+            group = [rid for (_, rid), _ in taken]
+            is_alone = len(group) == 1 and not (in_hand and self.probes_alone)
+            told = ProbeGroup(rids=np.array(group, np.int32), size=search.group_size, is_alone=is_alone)
             group = group or [rid for (_, rid), _ in search.take_all()]
+            in_hand += len(group)
             if self._takes_on(group, is_last=True) or self._runs(group):
                 return self._die(told)
             search.on_step((0, rid) for rid in group)
@@ -87,7 +100,7 @@ class Search:
 
     def _die(self, told: ProbeGroup | None) -> bool:
         self.num_deaths += 1
-        note_death(self.records, told, is_second=self.num_losses > 0)
+        note_death(self.records, told, is_second=self.num_losses > 0, probes_alone=self.probes_alone)
         self.num_losses += 1
         for rid in [rid for rid, record in self.records.items() if record.is_blamed]:
             self.failed.add(rid)
@@ -119,22 +132,27 @@ def test_several_are_found_and_nobody_else(is_in_step: bool) -> None:
 
 
 @pytest.mark.parametrize("is_in_step", [True, False])
-@pytest.mark.parametrize("killers", [{0}, {39}, {3, 17, 30}, set(range(10, 18))], ids=len)
-def test_suspects_of_another_replica_cost_two_deaths_for_each_that_is_found(
-    killers: set[int], is_in_step: bool
+@pytest.mark.parametrize(
+    ("killers", "num_groups"),
+    [({0}, 1), ({39}, 1), ({3, 17, 30}, 3), ({4, 7}, 1), (set(range(10, 18)), 3), (set(range(40)), 10)],
+    ids=str,
+)
+def test_suspects_of_another_replica_cost_a_death_each_and_one_for_each_group_of_four(
+    killers: set[int], num_groups: int, is_in_step: bool
 ) -> None:
-    search = Search(40, killers, is_in_step)
+    search = Search(40, killers, is_in_step, probes_alone=True)
     for record in search.records.values():
-        record.probe_alone()
+        record.suspect()
     while search.live():
         assert search.num_deaths <= 2 * len(killers)
     assert search.failed == killers
+    assert search.num_deaths == len(killers) + num_groups
 
 
 def test_a_request_that_was_never_alone_is_not_blamed() -> None:
     """It may have been another one, which was cleared and ran beside it."""
     records = {1: DeathRecord(), 2: DeathRecord()}
-    records[1].probe_alone()
+    records[1].suspect()
     for _ in range(5):
         note_death(records, ProbeGroup(rids=np.array([1], np.int32), size=1, is_alone=False), is_second=True)
         assert not records[1].is_blamed
@@ -318,30 +336,46 @@ def test_a_program_that_is_late_does_not_hold_up_the_others_for_long(make_lives:
     assert other.reason == "length"
 
 
-def test_suspects_that_are_probed_one_by_one_are_in_no_step_together(make_lives: Callable[..., Lives]) -> None:
-    """Though steps that were planned before a suspect was taken on end while it waits for the next plan."""
-    lives = make_lives()
-    lives.submit(0, prompt_of(lives), 100)
-    for _ in range(5):
-        lives.turn()
-    (frontend,) = lives.frontends
-    assert frontend is not None
-    suspects = [lives.submit(0, prompt_of(lives), 8)[0] for _ in range(3)]
+def num_together(lives: Lives, suspects: list[Caller]) -> int:
+    """Run to the end; how many of the suspects began in one step, at most."""
     rids = {caller.rid for caller in suspects}
-    entries = frontend.surrender(lambda entry: entry.submit.rid in rids)
-    for entry in entries.values():
-        entry.record.probe_alone()
-    for _ in range(2):
-        lives.scheduler.turn()  # as many steps are planned as may be in flight
-    assert not lives.scheduler.scheduler.has_room
-    frontend.adopt(entries, lives.now)
     most = 0
     while not all(caller.is_over for caller in lives.callers):
         lives.turn()
         steps = lives.scheduler.scheduler.ledger.in_flight
         most = max(most, sum(one.key[1] in rids for step in steps for one, _ in step.prefills))
+    return most
+
+
+def test_of_several_groups_no_two_are_in_flight_together(make_lives: Callable[..., Lives]) -> None:
+    """Though steps that were planned before a group was taken on end while it waits for the next plan."""
+    lives = make_lives(is_replica=True, max_num_seqs=16)
+    lives.submit(0, prompt_of(lives), 100)
+    for _ in range(5):
+        lives.turn()
+    for _ in range(2):
+        lives.scheduler.turn()  # as many steps are planned as may be in flight
+    assert not lives.scheduler.scheduler.has_room
+    suspects = lives.adopt(0, [([5, GOOD, 200 + number], 8, 1) for number in range(8)])
+    assert num_together(lives, suspects) == 4
     check_ends(lives)
-    assert most == 1
+    assert lives.num_deaths == 0
+
+
+@pytest.mark.parametrize("stream_interval", [1, 3, 0])
+@pytest.mark.parametrize("place", range(4))
+def test_of_a_group_that_fails_each_is_probed_alone_in_one_life(
+    make_lives: Callable[..., Lives], place: int, stream_interval: int
+) -> None:
+    """Those that are cleared wait, and go on behind what their callers have. So the second death decides."""
+    lives = make_lives(is_replica=True, max_num_seqs=16)
+    lives.stream_interval = stream_interval
+    tokens = [STARTS if number == place else GOOD for number in range(4)]
+    callers = lives.adopt(0, [([5, token, 200 + number], 20, 1) for number, token in enumerate(tokens)])
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths == 2
+    assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token == STARTS for token in tokens]
 
 
 class Programs(RuleBasedStateMachine):
@@ -430,6 +464,141 @@ class Programs(RuleBasedStateMachine):
         num_requests = len(self.lives.callers) + 1
         most = 4 + self.num_accidents + self.num_deadly * (5 + np.log2(num_requests))
         assert self.lives.num_deaths <= (most if self.num_deadly else 1)
+
+
+class Trial(RuleBasedStateMachine):
+    """A replica that takes what others may have died of, besides requests of its own. Nothing kills it but requests."""
+
+    def __init__(self, make: Callable[..., Lives]) -> None:
+        super().__init__()
+        self.make = make
+        self.num_deadly = self.num_new = 0
+
+    @initialize(num_frontends=st.integers(1, 2), num_own=st.integers(0, 3))
+    def begin(self, num_frontends: int, num_own: int) -> None:
+        self.lives = self.make(num_frontends, is_replica=True, max_num_seqs=64)
+        for _ in range(num_own):
+            self.lives.submit(0, prompt_of(self.lives), 100)
+        for _ in range(3):
+            self.lives.turn()
+
+    @precondition(lambda self: self.num_deadly < 8)
+    @rule(
+        choice=st.integers(0, 9),
+        kinds=st.lists(
+            st.tuples(st.sampled_from([GOOD, STARTS, COMES, HAS_A_TOKEN]), st.sampled_from([1, 1, 2])),
+            min_size=2,
+            max_size=10,
+        ),
+    )
+    def adopt(self, choice: int, kinds: list[tuple[int, int]]) -> None:
+        number = choice % len(self.lives.frontends)
+        prompts = [[5, token, 100 + len(self.lives.callers) + at] for at, (token, _) in enumerate(kinds)]
+        self.num_deadly += sum(token != GOOD for token, _ in kinds)
+        self.lives.adopt(number, [(prompt, 8, n) for prompt, (_, n) in zip(prompts, kinds, strict=False)])
+
+    @precondition(lambda self: self.num_new < 10)
+    @rule(choice=st.integers(0, 9), max_tokens=st.integers(1, 40))
+    def submit(self, choice: int, max_tokens: int) -> None:
+        self.num_new += 1
+        self.lives.submit(choice % len(self.lives.frontends), prompt_of(self.lives), max_tokens)
+
+    @rule(count=st.integers(1, 8))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.lives.turn()
+
+    @rule(choice=st.integers(0, 9), which=st.integers(0, 99))
+    def abort(self, choice: int, which: int) -> None:
+        frontend = self.lives.frontends[choice % len(self.lives.frontends)]
+        assert frontend is not None
+        if rids := list(frontend._journal):
+            frontend.abort(rids[which % len(rids)])
+
+    def teardown(self) -> None:
+        if hasattr(self, "lives"):
+            self.lives.rest()
+            check_ends(self.lives)
+            assert self.lives.num_deaths <= 2 * self.num_deadly, "two deaths for each that is deadly"
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_of_trials_dies_twice_for_each_deadly_request_at_most(make_lives: Callable[..., Lives]) -> None:
+    run_state_machine_as_test(
+        lambda: Trial(make_lives),
+        settings=settings(
+            max_examples=examples(20, 400),
+            stateful_step_count=8,
+            deadline=None,
+            suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        ),
+    )
+
+
+def walk(make: Callable[..., Lives], num_walks: int) -> None:
+    """Trials whose rules are drawn here: a planted mistake is found much sooner than by a search for the smallest example."""
+    for seed in range(num_walks):
+        chance = random.Random(seed)
+        trial = Trial(make)
+        Trial.begin(trial, 1 + seed % 2, chance.randrange(3))
+        for _ in range(2):
+            kinds = [(chance.choice([GOOD, GOOD, STARTS]), 1) for _ in range(6)]
+            Trial.adopt(trial, chance.randrange(9), kinds)
+            Trial.turns(trial, chance.randrange(9))
+        trial.teardown()
+
+
+def keep_running(probes: Any) -> bool:
+    """Those that were cleared run on beside the next one."""
+    return True
+
+
+def hold_back_too_much(probes: Any) -> bool:
+    """A token is lost: what is held back goes on behind more than was sent."""
+    for key, message in probes._isolated:
+        sequence = probes._scheduler.sequence(key)
+        if sequence is not None:
+            output = np.append(probes._scheduler.output_of(sequence), np.int32(GOOD))
+            probes._scheduler.abort([key], 0.0)
+            probes._scheduler.hold(key[0], message)
+            probes.hold(key, scheduler_probes._cleared(message, output, None))
+    probes._isolated = []
+    return True
+
+
+def count_only_single(records: Any, probe: Any, is_second: bool, probes_alone: bool = False) -> None:
+    note_death(records, probe, is_second, probes_alone=False)
+
+
+def count_everything(records: Any, probe: Any, is_second: bool, probes_alone: bool = False) -> None:
+    """Also what ran beside the group."""
+    note_death(records, probe, is_second, probes_alone)
+    for record in records.values():
+        record.fail(1, True)
+        record.was_alone = record.was_alone or record.num_deaths > 0
+
+
+@pytest.mark.parametrize(
+    ("place", "mistake"),
+    [
+        ((SchedulerProbes, "_is_alone_again"), keep_running),
+        ((SchedulerProbes, "_is_alone_again"), hold_back_too_much),
+        ((frontend, "note_death"), count_only_single),
+        ((frontend, "note_death"), count_everything),
+        ((scheduler_deaths.HeldRequest, "is_counted"), False),
+    ],
+    ids=["runs on", "loses a token", "counts single ones", "counts everything", "groups again"],
+)
+def test_a_mistake_in_a_trial_is_noticed(
+    make_lives: Callable[..., Lives], monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], mistake: Any
+) -> None:
+    monkeypatch.setattr(*place, mistake)
+    with pytest.raises(AssertionError):
+        walk(make_lives, 30)
+
+
+def test_walks_find_nothing(make_lives: Callable[..., Lives]) -> None:
+    walk(make_lives, 10)
 
 
 @pytest.mark.timeout(300)

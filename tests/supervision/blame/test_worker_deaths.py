@@ -43,6 +43,8 @@ class Court:
             self.running = []
             return False
         self.quarantine.had_token(running)
+        if self.quarantine.isolated is not None:  # the others give their slots up
+            self.running = [request for request in running if request == self.quarantine.isolated]
         self.num_standing_still = 0
         return True
 
@@ -77,28 +79,52 @@ def test_a_suspect_of_another_replica_costs_two_deaths() -> None:
     assert court.num_deaths == 1, "beside the first one"
 
 
-@pytest.mark.parametrize("guilty", [(0,), (7,), (3, 4), (0, 5, 15), tuple(range(16))], ids=str)
-def test_among_several_replicas_only_guilty_ones_cost_deaths(guilty: tuple[int, ...]) -> None:
-    """Two each, and the one with which the search begins. Those that come meanwhile wait."""
+@pytest.mark.parametrize(
+    ("guilty", "num_groups"),
+    [((0,), 1), ((7,), 1), ((3, 4), 2), ((0, 5, 15), 3), ((8, 9, 10, 11), 1), (tuple(range(16)), 4)],
+    ids=str,
+)
+def test_among_several_replicas_only_guilty_ones_cost_deaths(guilty: tuple[int, ...], num_groups: int) -> None:
+    """One each, one for each group of four that has some, and the one with which the search begins."""
     court = Court(16, *guilty, probes_alone=True)
     court.run()
     assert sorted(court.failed) == sorted(guilty)
-    assert court.num_deaths == 1 + 2 * len(guilty)
+    assert court.num_deaths == 1 + num_groups + len(guilty)
+    assert court.num_deaths <= 1 + 2 * len(guilty)
     assert court.most_standing_still == 0
+
+
+def test_among_several_replicas_suspects_are_cleared_four_at_a_time() -> None:
+    court = Court(32, probes_alone=True)
+    court.quarantine.died(court.alive, court.alive)
+    for number in range(8):
+        assert len([request for request in court.alive if court.quarantine.may_start(request)]) == 4, number
+        court.step()
+    assert not court.quarantine
 
 
 def test_among_several_replicas_two_accidents_blame_nobody_that_lives() -> None:
     quarantine: Any = WorkerBisection(probes_alone=True)
-    quarantine.died(["a", "b", "c"])
-    quarantine.had_token(["a"])  # which runs beside the next one from here on
-    assert quarantine.may_start("b")
-    assert quarantine.died(["a", "b"], "abc") == []
-    assert [one for one in "abc" if quarantine.may_start(one)] == ["b"], "one death more decides"
-    quarantine.had_token(["b"])
-    assert quarantine.may_start("c")
-    assert not quarantine.may_start("a")
-    quarantine.had_token(["c"])
+    quarantine.died("abcdef")
+    quarantine.had_token("abcd")  # which run beside the next group from here on
+    assert quarantine.may_start("e")
+    assert quarantine.died("abcdef", "abcdef") == []
+    for one in "ef":
+        assert quarantine.isolated == one
+        assert [other for other in "abcdef" if quarantine.may_start(other)] == [one], "one death more decides"
+        quarantine.had_token([one])
+    assert quarantine.isolated is None
     assert not quarantine
+
+
+def test_among_several_replicas_a_death_beside_others_does_not_decide() -> None:
+    """Not even the second one: what was in a step in flight and has ended may have been the cause."""
+    quarantine: Any = WorkerBisection(probes_alone=True)
+    quarantine.died("ab")
+    quarantine.died("ab", "ab")
+    assert quarantine.died("a", "ab", num_gone=1) == []
+    assert quarantine.isolated in ("a", "b"), "each is probed once more"
+    assert quarantine.died([quarantine.isolated], "ab") != []
 
 
 def test_a_probed_request_that_lives_is_acquitted() -> None:
