@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -35,7 +36,8 @@ from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.messages.logprobs import spans_of
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import CudaDevice, HostDevice
-from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.graphs import GraphPart
+from actorllm.model.cuda.runner import MEASURED_STEPS, CudaRunner
 from actorllm.types.adapter_folder import AdapterDigests
 
 from . import apart, steps
@@ -46,7 +48,7 @@ PREPARING_S = 200.0
 """After which cases that are not prepared are prepared one by one, where they are measured."""
 CASE_S = 120.0
 """A case that takes longer is given up."""
-BUDGET_S = 480.0
+BUDGET_S = 400.0
 """No case begins later: what was found is of more worth than one more case."""
 LOGPROB_ERROR = 2e-3
 """Of log-probabilities, against those of the same logits."""
@@ -54,6 +56,8 @@ ALMOST_LIKELIEST = 0.5
 """How much less likely than the likeliest a token of a greedy stream may be, in log-probability."""
 MIN_SAME_TOKENS = 0.8
 """Of all tokens, drawn ones included; others are near ties."""
+NUM_BLOCKS = 128
+"""Of a cache, where nothing is timed."""
 ADAPTERS = {1: 16, 2: 7}
 """Slots of adapters, and their ranks."""
 
@@ -193,10 +197,12 @@ def place(folder: Path | str, case: Case) -> Path:
 
 
 @contextlib.contextmanager
-def runner_of(bench: Bench, case: Case, path: Path, *, is_oracle: bool = False) -> Iterator[CudaRunner]:
+def runner_of(
+    bench: Bench, case: Case, path: Path, *, is_oracle: bool = False, is_timed: bool = False
+) -> Iterator[CudaRunner]:
     """With the weights of this folder, adapters in their slots, and a cache.
 
-    is_oracle: on the CPU in float32, without kernels and graphs.
+    is_oracle: on the CPU in float32, without kernels and graphs. is_timed: with a cache for the steps that are timed.
     """
     for operation in ops.OPERATIONS.values():
         operation.is_replaced = False  # by what another case has found
@@ -209,7 +215,7 @@ def runner_of(bench: Bench, case: Case, path: Path, *, is_oracle: bool = False) 
             assert runner.adapters is not None
             adapter = AdapterDigests(max_rank=max(ADAPTERS.values())).adapter_of(str(path / f"adapter{slot}"))
             runner.adapters.put(slot, adapter.digest, runner.adapters.read(adapter))
-        runner.allocate(Sizes.of(bench).num_blocks(is_oracle=is_oracle))
+        runner.allocate(Sizes.of(bench).num_timed_blocks if is_timed else NUM_BLOCKS)
         yield runner
     finally:
         with contextlib.suppress(RuntimeError):  # of a lost GPU; what lost it is under way already
@@ -270,11 +276,11 @@ class Sizes:
         real = cls((740, 33, 70), 600, 40, steps.CONTEXT, (1, 32, 256), 64, common)
         return bench.pick(real, cls((70, 5, 9), 60, 3, 5, (3,), 12, tiny))  # type: ignore[no-any-return]
 
-    def num_blocks(self, *, is_oracle: bool) -> int:
-        """What the script needs, or the timed steps with all that `steady_step` has room for."""
-        if is_oracle or max(self.batches) < 256:
-            return 128
-        return 256 * -(-(self.context + 1024) // 64) + 8
+    @property
+    def num_timed_blocks(self) -> int:
+        """What `steady_step` asks for, but for steps that are longer than any sequence may be."""
+        per_row = -(-min(self.context + MEASURED_STEPS, self.arguments["max_model_len"]) // 64)
+        return max(NUM_BLOCKS, max(self.batches) * per_row + 8)
 
 
 @contextlib.contextmanager
@@ -300,7 +306,7 @@ class Bases:
             self._made[name] = None  # if what follows raises, it is not tried again
             case = cases(self._bench)[name]
             prepared(self._bench, case, self._folder)
-            made = runner_of(self._bench, case, place(self._folder, case))
+            made = runner_of(self._bench, case, place(self._folder, case), is_timed=True)
             runner = self._stack.enter_context(made)
             self._made[name] = runner if steps.verdict_of(runner) == "right" else None
         return self._made.get(name)
@@ -489,6 +495,21 @@ def _see(case: Case, runner: CudaRunner, step: Step, result: StepResult, seen: S
         seen.logprob_error = max(seen.logprob_error, error)
 
 
+def record(bench: Bench, runner: CudaRunner) -> None:
+    """Record the steps that are compared: launched, they would take the same kernels, but show nothing of graphs."""
+    graphs, crowd = runner.graphs, Sizes.of(bench).crowd
+    if not runner._records:
+        return
+    most = runner._max_rows
+    for size in dict.fromkeys(graphs.size_for(min(count, most)) for count in (1, 2, 3, 15, crowd)):
+        for part in (runner._way_part(size), GraphPart.LOGITS, GraphPart.FORWARD):
+            for is_adapted in runner._kinds:
+                graphs.want(part.of_step(is_adapted), size)
+        graphs.want(GraphPart.CHOICE, size)
+    while runner.record_next():
+        pass
+
+
 def prepared(bench: Bench, case: Case, folder: Path) -> Seen:
     """The checkpoint in its folder, and what the CPU makes of it; both are kept."""
     path = place(folder, case)
@@ -496,8 +517,6 @@ def prepared(bench: Bench, case: Case, folder: Path) -> Seen:
     if kept.is_file():
         return Seen(**torch.load(kept))
     with contextlib.suppress(FileNotFoundError):
-        import shutil
-
         shutil.rmtree(path)  # half of it, of a process that was ended
     write(case, path)
     for slot, rank in ADAPTERS.items() if case.has_adapters else ():
@@ -508,7 +527,7 @@ def prepared(bench: Bench, case: Case, folder: Path) -> Seen:
             seen = follow(bench, case, runner)
     new = kept.with_suffix(".new")
     torch.save(vars(seen), new)
-    new.rename(kept)
+    new.rename(kept)  # whole, or not at all
     return seen
 
 
@@ -519,11 +538,13 @@ def measure(bench: Bench, case: Case, folder: Path, bases: Bases) -> dict[str, A
     if case.drafts:
         return streams(bench, case, path, bases)
     base = bases(case.beside) if case.is_timed else None
-    with runner_of(bench, case, path) as runner:
+    with runner_of(bench, case, path, is_timed=case.is_timed) as runner:
+        record(bench, runner)
         with as_it_was(runner):
             row = compared(case, follow(bench, case, runner, expected), expected)
         verdict = steps.verdict_of(runner)
-        row |= {"verdict": verdict, "right": row["right"] and verdict == "right"}
+        counts = {"replays": runner.graphs.num_replays, "launched parts": runner.graphs.num_launched}
+        row |= {"verdict": verdict, "right": row["right"] and verdict == "right", **counts}
         if case.is_timed:
             try:
                 row["steps"] = timed(bench, case, runner, base)
@@ -630,7 +651,9 @@ def streams(bench: Bench, case: Case, path: Path, bases: Bases) -> dict[str, Any
         raise RuntimeError("the plain model is not right, so nothing can be held against it")
     number = Sizes.of(bench).stream
     with as_it_was(base), runner_of(bench, case, path) as runner:
-        for _ in range(2):  # the first round records, and warms up
+        for one in (base, runner):
+            record(bench, one)
+        for _ in range(2):  # the first round warms up
             plain, _, plain_s = stream(case, base, number, 0)
             drafted, num_steps, drafted_s = stream(case, runner, number, case.drafts)
         verdict = steps.verdict_of(runner)
