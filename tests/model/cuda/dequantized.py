@@ -1,4 +1,4 @@
-"""The oracle of quantized weights on a device: the same weights in plain numbers."""
+"""The oracle of quantized weights on a device: the same weights in plain numbers, and steps that both make."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization.grouped import nearest
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
+from tests.model.cuda.twins import Twins, prompt
 
 
 def dense(weight: Any) -> Dense:
@@ -40,3 +41,15 @@ class Dequantized:
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return Dense.fused(parts)
+
+
+def follow(twins: Twins) -> None:
+    """Prompts of few rows and of many, a chunk beside decode rows, and decode steps of several sizes."""
+    twins.add(0, prompt(80, 1), temperature=0.8, seed=7)
+    twins.step({0: 70}, decode=[])
+    twins.add(1, prompt(9, 2))
+    twins.step({0: 10, 1: 9})
+    twins.add(2, prompt(75, 3), temperature=1.0, seed=5, top_p=0.7)
+    twins.step({2: 75}, decode=[0, 1])
+    for _ in range(4):
+        twins.step(decode=[0, 1, 2])

@@ -22,23 +22,11 @@ from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
 from actorllm.types.quantization import read_checkpoint
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.dequantized import dense
+from tests.model.cuda.dequantized import dense, follow
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.quantization.layouts import FP8, save_both
 
 CPU = torch.device("cpu")
-
-
-def follow(twins: Twins) -> None:
-    """Prompts of few rows and of many, a chunk beside decode rows, and decode steps of several sizes."""
-    twins.add(0, prompt(80, 1), temperature=0.8, seed=7)
-    twins.step({0: 70}, decode=[])
-    twins.add(1, prompt(9, 2))
-    twins.step({0: 10, 1: 9})
-    twins.add(2, prompt(75, 3), temperature=1.0, seed=5, top_p=0.7)
-    twins.step({2: 75}, decode=[0, 1])
-    for _ in range(4):
-        twins.step(decode=[0, 1, 2])
 
 
 def forms(runner: CudaRunner) -> set[type]:
