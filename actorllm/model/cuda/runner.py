@@ -308,10 +308,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 f"enable_lora=True: on CUDA, {model.architecture} runs through transformers, where there are no adapters yet; use "
                 f"device='cpu', or leave it out"
             )
-        if model.quantization is not None:
+        if model.quantization_twin:
             raise UnsupportedModelError(
-                f"quantized weights ({model.quantization}) are not supported on CUDA for models that run through transformers; use "
-                f"the original model, or device='cpu'"
+                f"quantization_twin=True is not supported on CUDA for models that run through transformers yet "
+                f"({model.architecture}): their modules do not tell rows apart; leave it out"
             )
         if self._cache_dtype != self.dtype:
             raise UnsupportedModelError(
@@ -391,7 +391,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             return self._decoder(plan, MetaWeights(self.dtype), device_form(self.config.model))
         from actorllm.model.cuda import transformers_model
 
-        return transformers_model.without_weights(cast("TransformersPlan", plan), self.dtype, self.device)
+        modules = cast("TransformersPlan", plan)
+        return transformers_model.without_weights(modules, self.config.model, self.dtype, self.device)
 
     def _rehearse(self) -> None:
         if isinstance(device_form(self.config.model), ReadOnHost):

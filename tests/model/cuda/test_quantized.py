@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actorllm.errors import ConfigError, UnsupportedModelError
+from actorllm.errors import ConfigError
 from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, ReadOnHost, Workspaces, linear
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear.dense import Dense
@@ -121,9 +121,9 @@ def test_a_plain_head_that_is_the_embedding_is_no_copy(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"quantization": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"quantization": "int4-g64", "quantization_twin": True}, "quantization_twin=True"),
         ({"quantization": "gptq", "quantization_twin": True}, "quantization_twin=True"),
-        ({"quantization": "int4", "model_impl": "transformers"}, "model_impl='transformers'"),
+        ({"quantization": "awq", "model_impl": "transformers"}, "model_impl='transformers'"),
     ],
 )
 def test_what_stays_refused_is_named(options: dict[str, Any], told: str) -> None:
@@ -133,13 +133,6 @@ def test_what_stays_refused_is_named(options: dict[str, Any], told: str) -> None
     assert options["quantization"] in refused
     taken = {"quantization": options["quantization"]}
     assert rules_of("cuda").why_not(dict(DEFAULTS) | {"device": "cuda"} | taken, pools=False) is None
-
-
-def test_models_through_transformers_are_refused_by_name(
-    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"\(int8\) are not supported on CUDA for models that run through"):
-        make_runner(folder(model_type="qwen3"), quantization="int8", model_impl="transformers")
 
 
 def test_plain_weights_are_no_floats_of_8_bits_on_the_cpu(folder: Callable[..., Path]) -> None:
