@@ -202,7 +202,7 @@ class PromptProducts:
                 numbers = torch.randn(num_rows, layer.in_features, generator=torch.Generator().manual_seed(num_rows))
                 x = numbers.to(device.torch_device, dtype)
                 try:
-                    wrong = _difference(layer, x)
+                    wrong = difference_of(layer, x)
                 except Exception as error:  # of a library, or of a compiler
                     wrong = f"{type(error).__name__}: {error!s:.300}"
                 if wrong is not None:
@@ -232,8 +232,8 @@ def _has_codes_of_8_bits(product: DeviceQuantized) -> bool:
     return is_float and not product.out_features % MULTIPLE and not product.in_features % MULTIPLE
 
 
-def _difference(layer: DeviceByKind, x: torch.Tensor) -> str | None:
-    """What is wrong with a product of these rows; None: nothing."""
+def difference_of(layer: DeviceByKind, x: torch.Tensor) -> str | None:
+    """What is wrong with the product of these rows, if all are of prompts; None: nothing."""
     base = layer.base
     found = torch.empty(len(x), layer.out_features, dtype=x.dtype, device=x.device)
     layer.of_prompts(x, found)
