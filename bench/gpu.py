@@ -61,6 +61,7 @@ from gpu_stages import (
     peers,
     prediction,
     products,
+    quantized,
     small,
     steps,
 )
@@ -116,6 +117,7 @@ STAGES: dict[str, Stage] = {
     "capabilities": Stage(lambda bench, shapes, results: capabilities.run(bench), KERNELS),
     "small": Stage(lambda bench, shapes, results: small.run(bench, _bandwidth(results)), KERNELS),
     "products": Stage(lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results))),
+    "quantized": Stage(lambda bench, shapes, results: quantized.run(bench, _searched(shapes))),
     "decode": Stage(lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)), KERNELS),
     "prefill": Stage(lambda bench, shapes, results: attention.prefill(bench, _flops(results)), KERNELS),
     "head": Stage(lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results))),

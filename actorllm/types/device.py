@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.types.quantization import FP8, ROUNDING
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -31,6 +32,12 @@ GROUP = "actorllm.backends"
 
 RULES_GROUP = "actorllm.backend_rules"
 """Of the entry points that name the `BackendRules` of these."""
+
+CODES_OF_8_BITS = ("int8", "fp8", "compressed-tensors", "torchao", "modelopt")
+"""Methods of `quantization=` whose weights have 8 bits on CUDA, or may have them."""
+
+ROUNDED = (*ROUNDING, FP8)
+"""Methods that round the weights of a plain model on CUDA."""
 
 _DEV = Path("/dev")
 
@@ -128,15 +135,19 @@ class CudaRules(BackendRules):
             if ranks not in (None, 1):
                 told = f"speculative_config is not supported on {self.title} with tensor_parallel_size={ranks!r}"
                 return f"{told} yet; leave one of them out"
-        if reason is not None or options.get("quantization") is None:
-            return reason
+        return self._why_not_quantized(options) if reason is None else reason
+
+    def _why_not_quantized(self, options: Mapping[str, Any]) -> str | None:
+        """As `why_not`, of quantized weights."""
+        method = options.get("quantization")
+        if method is None:
+            return None
         for name, taken in (
-            ("tensor_parallel_size", (None, 1)),
-            ("quantization_twin", (None, False)),
-            ("model_impl", (None, "auto", "vllm")),
+            ("quantization_twin", (None, False, True) if method in CODES_OF_8_BITS else (None, False)),
+            ("model_impl", (None, "auto", "vllm", "transformers") if method in ROUNDED else (None, "auto", "vllm")),
         ):
             if options.get(name) not in taken:
-                told = f"quantization={options['quantization']!r} is not supported on {self.title} with"
+                told = f"quantization={method!r} is not supported on {self.title} with"
                 return f"{told} {name}={options[name]!r} yet; leave one of them out"
         return None
 

@@ -83,6 +83,7 @@ def cases(bench: Bench) -> dict[str, Case]:
     dense = sized(bench, QWEN3)
     experts, stacked, latent = sized(bench, QWEN3_MOE), sized(bench, GPT_OSS), sized(bench, DEEPSEEK_V2)
     lora = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
+    w8a8 = {"quantization_twin": True}
     rules: dict[int, dict[str, Any]] = {
         0: {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
         1: {"bad_words": ((8,), (5, 6)), "bias_ids": (7,), "biases": (2.0,)},
@@ -91,6 +92,9 @@ def cases(bench: Bench) -> dict[str, Case]:
     found = [
         Case(BASE, dense, beside=""),
         *(Case(name, dense, {"quantization": name}) for name in ("int8", "fp8", "int4", "int4-g128")),
+        Case("int8, prompts W8A8", dense, {"quantization": "int8", **w8a8}, tolerance=0.12),
+        # A number that is nearly between two codes of floats may be off by 6 %.
+        Case("fp8, prompts W8A8", dense, {"quantization": "fp8", **w8a8}, tolerance=0.25),
         Case("fp8 KV cache", dense, {"kv_cache_dtype": "fp8"}, tolerance=0.12),
         Case("float16", dense, {"dtype": "float16"}, tolerance=0.03),
         Case("LoRA, two adapters", dense, lora),
@@ -113,6 +117,7 @@ def cases(bench: Bench) -> dict[str, Case]:
             transform=mxfp4_experts,
         ),
         Case("GPT-2 by transformers", sized(bench, GPT2), beside="", is_module=True),
+        Case("GPT-2 by transformers, int8", sized(bench, GPT2), {"quantization": "int8"}, beside="", is_module=True),
         Case("Gemma 2 by transformers (soft caps)", sized(bench, GEMMA2), beside="", is_module=True),
         Case(
             "GPT-2 by transformers, recorded",

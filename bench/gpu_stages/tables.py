@@ -17,6 +17,7 @@ TITLES = {
     "ceilings": "What the machine can do",
     "correctness": "Kernels against their references, bfloat16",
     "products": "Products of few rows",
+    "quantized": "Products with weights of 8 and 4 bits",
     "decode": "Decode attention",
     "prefill": "Prefill attention",
     "head": "LM head, draw, filters",

@@ -204,6 +204,27 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor, in_features: int) -> 
     return weight.flatten(1)[:, :in_features]
 
 
+def quantized_rows(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of 8 bits of each row, and the scales by which they are multiplied, [num_rows, 1].
+
+    kind: int8, or uint8 for the bits of float8_e4m3fn.
+    """
+    largest, most = x.abs().amax(1, keepdim=True), 448.0 if kind == torch.uint8 else 127.0
+    steps = x * torch.where(largest > 1e-30, most / largest, 0.0)
+    codes = (
+        float8_codes(steps) if kind == torch.uint8 else steps.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    )
+    return codes, torch.where(x.isfinite().all(1, keepdim=True), largest / most, torch.nan)
+
+
+def scaled_sums(
+    sums: torch.Tensor, factors: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums of products of codes [num_rows, N], by rows and by columns."""
+    y = sums * factors * scales
+    return y if bias is None else y + bias
+
+
 def embed(ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rows of the table; zeros where an id is outside of it."""
     known = (ids >= 0) & (ids < len(weight))

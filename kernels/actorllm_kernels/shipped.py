@@ -30,6 +30,7 @@ from actorllm_kernels.lora_expand import lora_expand
 from actorllm_kernels.lora_shrink import lora_shrink
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
+from actorllm_kernels.quantize_rows import quantize_rows, scale_sums
 from actorllm_kernels.quantized_gemm import dequantize, quantized_gemm
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.router_scores import router_scores
@@ -395,6 +396,21 @@ def _dequantize(kind: str, num_outputs: int, num_inputs: int) -> None:
 
 for kind in ("fp8", "int4g32"):
     SHIPPED[f"dequantize-6144x4096-{kind}"] = partial(_dequantize, kind, 6144, 4096)
+
+
+def _quantize_rows(size: int, kind: torch.dtype, pdl: bool) -> None:
+    quantize_rows(_meta(64, size), _meta(64, size, dtype=kind), _meta(64, 1, dtype=F32), pdl=pdl)
+
+
+def _scale_sums(num_outputs: int, has_bias: bool, pdl: bool) -> None:
+    sums, factors, scales = (_meta(64, num_outputs, dtype=I32), _meta(64, 1, dtype=F32), _meta(num_outputs, dtype=F32))
+    scale_sums(sums, factors, scales, _meta(64, num_outputs), _meta(num_outputs) if has_bias else None, pdl=pdl)
+
+
+SHIPPED["quantize_rows-4096-fp8"] = partial(_quantize_rows, 4096, torch.uint8, False)
+SHIPPED["quantize_rows-14336-int8-pdl"] = partial(_quantize_rows, 14336, torch.int8, True)
+SHIPPED["scale_sums-6144"] = partial(_scale_sums, 6144, False, False)
+SHIPPED["scale_sums-4096-bias-pdl"] = partial(_scale_sums, 4096, True, True)
 
 
 def _lora(what: str, num_tokens: int, in_features: int, outputs: tuple[int, ...], rank: int, pdl: bool) -> None:

@@ -90,7 +90,7 @@ def test_the_kernels_are_checked_and_measured(tmp_path: Path) -> None:
     assert found["decode"]["found"]["decode"][0]["GB/s"] > 0
 
 
-@pytest.mark.slow(reason="a walk through 23 stages in Triton's interpreter takes a minute")
+@pytest.mark.slow(reason="a walk through 24 stages in Triton's interpreter takes a minute")
 @pytest.mark.timeout(400)
 def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     work, result = tmp_path / "work", tmp_path / "gpu.json"
@@ -100,6 +100,8 @@ def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     assert found["correctness"]["num_wrong"] == 0
     assert found["decode"]["decode"][0]["GB/s"] > 0
     assert found["order"]["order"]
+    assert found["quantized"]["faults"] == []
+    assert {row["form"] for row in found["quantized"]["quantized"]} == {"fp8", "int8", "int4"}
     assert not found["order"]["wrong"]
     assert found["offline"]["offline"][0]["output tokens/s"] > 0
     assert not any(row["problem"] for row in found["peers"]["peers"])
@@ -537,6 +539,7 @@ def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> No
         "lora_expand.py",
         "lora_shrink.py",
         "philox.py",
+        "quantize_rows.py",
         "quantized_gemm.py",
         "router_scores.py",
         "sum_experts.py",

@@ -23,7 +23,6 @@ from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import CudaDevice, Device
 from actorllm.model.cuda.linear import DeviceLinear
 from actorllm.model.linear import LinearWeight
-from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import Ranks
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -150,8 +149,12 @@ class Vocabulary:
         return torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing else table
 
     def padded_head(self, head: LinearWeight) -> LinearWeight:
-        """The same of a head."""
-        return Dense(self.padded(head.weight)) if self._collectives.size > 1 and isinstance(head, Dense) else head
+        """The same of a head. An output that is missing is another one once more: nothing reads its logits."""
+        missing = self.width - head.out_features
+        if not missing:
+            return head
+        outputs = torch.arange(self.width).clamp_max_(head.out_features - 1)
+        return head.reordered(outputs)
 
     def allocate(self, num_rows: int, device: torch.device) -> None:
         """Make room for the logits of so many rows."""

@@ -31,6 +31,7 @@ from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.experts import DeviceExperts, ExpertActivations
 from actorllm.model.cuda.latent import DeviceLatent, LatentActivations, geometry
 from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
+from actorllm.model.cuda.prompt_products import PromptProducts, StepRows
 from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
@@ -134,6 +135,8 @@ class StepTokens:
     """Which tokens have an embedding that the prompt brought, and those embeddings."""
     token_rows: torch.Tensor | None = None
     """int32 [num_tokens]: of each token the row of its request in the state table, or -1; None: no token has an adapter."""
+    kinds: StepRows | None = None
+    """Which tokens are of prompts; None: all have the same products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,11 +508,13 @@ class DeviceDecoder:
         collectives: Collectives | None = None,
         form: Form = Dense,
         slots: DeviceSlots | None = None,
+        prompts: PromptProducts | None = None,
     ) -> None:
         """Takes this rank's part of all tensors from `weights`, which are on the device.
 
         config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
         form: of the linear layers (`quantized.device_form`). slots: empty ones, which these layers are to have; None: no adapters.
+        prompts: empty ones, which these layers are to have; None: rows of prompts have the same products as decode rows.
         """
         if config.latent is None:
             check_head_size(config.head_dim)
@@ -543,11 +548,13 @@ class DeviceDecoder:
             windowed = rope(config.window_rope)
         self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
         self.embedding = self.vocabulary.padded(tensors.embedding())
-        self._slots = slots
+        self._slots, self._prompts = slots, prompts
         self._scratch = SplitScratch.empty(device.torch_device)
 
         def product(index: int, name: str, weight: LinearWeight) -> DeviceLinear:
             base = linear(weight, workspaces)
+            if prompts is not None:
+                base = prompts.of(base)
             return base if slots is None else slots.adapt(base, tensors.targets(index)[name], self._scratch)
 
         def experts(tensors: ExpertTensors) -> DeviceExperts:
@@ -669,11 +676,15 @@ class DeviceDecoder:
         if self._slots is not None and tokens.token_rows is not None:
             assert a.hidden is not None
             self._slots.step = StepAdapters(tokens.token_rows, state.adapters, a.hidden, pdl)
+        if self._prompts is not None:
+            self._prompts.step = tokens.kinds
         try:
             return self._run_layers(a, tokens, cache, state, pdl=pdl)
         finally:
             if self._slots is not None:
                 self._slots.step = None
+            if self._prompts is not None:
+                self._prompts.step = None
 
     def _run_layers(
         self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool

@@ -53,7 +53,12 @@ def draft_engine(config: EngineConfig) -> tuple[EngineConfig, DecoderConfig]:
     assert config.speculation is not None
     assert config.speculation.model is not None
     model, shape = draft_config(config.model, config.speculation.model, SWITCHES)
-    return replace(config, model=replace(model, logits_processors=()), speculation=None, lora=None), shape
+    return replace(
+        config,
+        model=replace(model, logits_processors=(), quantization_twin=None, scheme=None),
+        speculation=None,
+        lora=None,
+    ), shape
 
 
 class DeviceDraftModel:

@@ -132,6 +132,24 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, first
     y.copy_(reference.dequantized(codes[rows], part, y.shape[1]))
 
 
+def quantize_rows(x: torch.Tensor, rounded: torch.Tensor, factors: torch.Tensor, *, pdl: bool = False) -> None:
+    codes, found = reference.quantized_rows(x.float(), rounded.dtype)
+    rounded[: len(x)].copy_(codes)
+    factors.copy_(found)
+
+
+def scale_sums(
+    sums: torch.Tensor,
+    factors: torch.Tensor,
+    scales: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    y.copy_(reference.scaled_sums(sums[: len(y)].float(), factors, scales, bias))
+
+
 def lora_shrink(
     x: torch.Tensor,
     down: torch.Tensor,

@@ -38,7 +38,9 @@ from actorllm_kernels import lora_expand as _lora_expand
 from actorllm_kernels import lora_shrink as _lora_shrink
 from actorllm_kernels import plan_decode as _plan_decode
 from actorllm_kernels import qknorm_rope_kv as _qknorm_rope_kv
+from actorllm_kernels import quantize_rows as _quantize_rows
 from actorllm_kernels import quantized_gemm as _quantized_gemm
+from actorllm_kernels import reference
 from actorllm_kernels import rmsnorm as _rmsnorm
 from actorllm_kernels import router_scores as _router_scores
 from actorllm_kernels import sample_pick as _sample_pick
@@ -160,10 +162,12 @@ lora_expand = _kernel(_lora_expand.lora_expand, host_ops.lora_expand)
 lora_shrink = _kernel(_lora_shrink.lora_shrink, host_ops.lora_shrink)
 plan_decode = _kernel(_plan_decode.plan_decode, host_ops.plan_decode)
 qknorm_rope_kv = _kernel(_qknorm_rope_kv.qknorm_rope_kv, host_ops.qknorm_rope_kv)
+quantize_rows = _kernel(_quantize_rows.quantize_rows, host_ops.quantize_rows)
 quantized_gemm = _kernel(_quantized_gemm.quantized_gemm, host_ops.quantized_gemm)
 rmsnorm = _kernel(_rmsnorm.rmsnorm, host_ops.rmsnorm)
 router_scores = _kernel(_router_scores.router_scores, host_ops.router_scores)
 sample_pick = _kernel(_sample_pick.sample_pick, host_ops.sample_pick)
+scale_sums = _kernel(_quantize_rows.scale_sums, host_ops.scale_sums)
 skinny_gemm = _kernel(_skinny_gemm.skinny_gemm, host_ops.skinny_gemm)
 step_prep = _kernel(_step_prep.step_prep, host_ops.step_prep)
 sum_experts = _kernel(_sum_experts.sum_experts, host_ops.sum_experts)
@@ -189,6 +193,47 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=y)
     else:
         y.copy_(torch.mm(x.float(), weight.t().float()))
+
+
+@launchable
+def float8_product(
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """y = (codes * factors) @ (weight * scales).T + bias, in one product of floats of 8 bits.
+
+    Arguments:
+        codes: uint8 [num_rows, in_features], the bits of float8_e4m3fn.
+        factors: float32 [num_rows, 1].
+        weight: float8_e4m3fn [out_features, in_features].
+        scales: float32 [1, out_features].
+        y: [num_rows, out_features], contiguous; bfloat16 on a GPU.
+        bias: [out_features].
+    """
+    numbers = codes.view(torch.float8_e4m3fn)
+    if y.is_cuda:
+        torch._scaled_mm(  # sums of float32: those of fewer bits are faster, and off by more than the type of y
+            numbers,
+            weight.t(),
+            scale_a=factors,
+            scale_b=scales,
+            bias=bias,
+            out_dtype=y.dtype,
+            use_fast_accum=False,
+            out=y,
+        )
+    else:
+        y.copy_(reference.scaled_sums(numbers.float() @ weight.float().t(), factors, scales, bias))
+
+
+@launchable
+def integer_product(codes: torch.Tensor, weight: torch.Tensor, sums: torch.Tensor) -> None:
+    """sums = codes @ weight.T, int32. codes: int8 [num_rows, in_features], 17 rows at least; weight: int8."""
+    torch._int_mm(codes, weight.t(), out=sums)
 
 
 @launchable

@@ -2,7 +2,7 @@
 
 For few rows a kernel multiplies with the codes (`ops.quantized_gemm`). For many, reading the weight is not what a product costs.
 It is dequantized into the type of the model, slice by slice, and multiplied as a dense one. Both compute the same up to rounding,
-so streams do not depend on the number of rows. With `torch._scaled_mm` they would: it needs activations of 8 bits.
+so streams do not depend on the number of rows. Rows of prompts may have products of 8 bits by 8 bits (`prompt_products`).
 
 `device_form` says what a checkpoint is read as. Where a model is not rounded from plain weights, layers are read on the CPU.
 """
@@ -53,6 +53,11 @@ class DeviceQuantized(DeviceLinear):
     def form(self) -> str:
         groups = f", {self.scales.shape[2] // 2} groups in 128" if self.scales.dim() == 3 else ""
         return f"{self.codes.dtype}{groups}, {'no ' if self.bias is None else ''}bias"
+
+    @property
+    def exact_scales(self) -> torch.Tensor:
+        """Of codes of 8 bits: what a code is multiplied by, float32 [out_features]."""
+        return self.scales / FLOAT8_SCALE if self.codes.dtype == torch.float8_e4m3fn else self.scales
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return num_rows <= MAX_ROWS

@@ -28,7 +28,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
 from actorllm.model.cuda.latent import check_latent
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
 from actorllm.model.cuda.mixed import MixedSteps, rows_of_tokens, supports
+from actorllm.model.cuda.prompt_products import ONE_KIND, PromptProducts, StepRows
 from actorllm.model.cuda.proof import memory, steps
 from actorllm.model.cuda.proof.self_check import SelfCheck
 from actorllm.model.cuda.quantized import ReadOnHost, device_form, open_on_device
@@ -199,6 +200,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         "batch",
         "adapters",
         "_slots",
+        "_prompts",
     )  # graphs lead back to here
 
     def __init__(
@@ -218,6 +220,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self.collectives = Collectives()
         self._slots: DeviceSlots | None = None
         """Of `adapters`."""
+        self._prompts: PromptProducts | None = None
+        """None: rows of prompts have the same products as decode rows."""
         self.model: DeviceModel
         self.state: StateTable
         self.sampler: DeviceSampler
@@ -261,6 +265,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         with self.device.active(), compiling(self._rehearse) if is_compiled else contextlib.nullcontext():
             self.model = self._load()
             self.processors = processors_of(self.config, self.dtype, self.device.torch_device)
+        if self._prompts is not None:
+            with self.device.active():
+                self.scheme = self._prompts.choose(self.config.model, self.dtype, self.device)
         if self.device.proves_itself:
             self._check_kernels()
         if self.config.speculation is not None:
@@ -301,10 +308,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 f"enable_lora=True: on CUDA, {model.architecture} runs through transformers, where there are no adapters yet; use "
                 f"device='cpu', or leave it out"
             )
-        if model.quantization is not None:
+        if model.quantization_twin:
             raise UnsupportedModelError(
-                f"quantized weights ({model.quantization}) are not supported on CUDA for models that run through transformers; use "
-                f"the original model, or device='cpu'"
+                f"quantization_twin=True is not supported on CUDA for models that run through transformers yet "
+                f"({model.architecture}): their modules do not tell rows apart; leave it out"
             )
         if self._cache_dtype != self.dtype:
             raise UnsupportedModelError(
@@ -334,8 +341,12 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if lora is not None:
             self._slots = DeviceSlots(lora.max_loras, lora.max_lora_rank, self.dtype, self.device)
             self.adapters = Adapters(lora, self._slots)
-        length = self.config.model.max_model_len
-        return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots)
+        model = self.config.model
+        self.scheme = model.scheme
+        if model.quantization_twin and model.scheme != ONE_KIND:  # which another start has found
+            self._prompts = PromptProducts()
+        length = model.max_model_len
+        return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots, self._prompts)
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
@@ -380,7 +391,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             return self._decoder(plan, MetaWeights(self.dtype), device_form(self.config.model))
         from actorllm.model.cuda import transformers_model
 
-        return transformers_model.without_weights(cast("TransformersPlan", plan), self.dtype, self.device)
+        modules = cast("TransformersPlan", plan)
+        return transformers_model.without_weights(modules, self.config.model, self.dtype, self.device)
 
     def _rehearse(self) -> None:
         if isinstance(device_form(self.config.model), ReadOnHost):
@@ -422,16 +434,20 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             with self.collectives.alone():  # which kinds there are may differ between ranks
                 for is_adapted in self._kinds:
                     states = self._states_of_none(count, is_adapted)
+                if self._has_two_kinds:  # output that is computed once more
+                    self._states_of_none(count, kinds=StepRows(count))
                 if not self._decodes:
                     self.model.select(states, self.device.upload(np.zeros(1, np.int64)))
         for size in self.graphs.kinds if self._decodes else ():
             with self.collectives.alone():
                 self._states_of_none(1, num_rows=size)
 
-    def _states_of_none(self, count: int, is_adapted: bool = False, num_rows: int = 0) -> torch.Tensor:
+    def _states_of_none(
+        self, count: int, is_adapted: bool = False, num_rows: int = 0, kinds: StepRows | None = None
+    ) -> torch.Tensor:
         """Of a prompt of so many tokens, of which nothing is written, behind so many decode rows of no slot.
 
-        is_adapted: launch what adapters take.
+        is_adapted: launch what adapters take. kinds: which tokens are of prompts; None: all of the prompt.
         """
         counts = np.array([count], np.int32)
         zeros = np.zeros(num_rows + count, np.int64)
@@ -443,7 +459,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._prepare_rows(rows)
         chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
         token_rows = self.device.upload(zeros.astype(np.int32)) if is_adapted else None
-        tokens = StepTokens(ids, positions, nowhere, rows, chunks, token_rows=token_rows)
+        if kinds is None and self._has_two_kinds:
+            kinds = StepRows(num_rows)
+        tokens = StepTokens(ids, positions, nowhere, rows, chunks, token_rows=token_rows, kinds=kinds)
         states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
         ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
         return states
@@ -572,7 +590,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device, has_drafts=self._num_draft_slots > 0)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
-            can_mix = self._records and supports(self.model)
+            # Of a recorded step, any token may be of a prompt.
+            can_mix = self._records and supports(self.model) and not self._has_two_kinds
             most = min(config.scheduler.max_num_batched_tokens, MIXED_SIZES[-1]) if can_mix else 0
             self.model.allocate(max(self._max_rows, most), self._attention)
             if can_mix:
@@ -594,6 +613,11 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._pooled.clear()
         if self._speculator is not None:
             self._speculator.clear()
+
+    @property
+    def _has_two_kinds(self) -> bool:
+        """Whether rows of prompts have products of their own."""
+        return self._prompts is not None and self._prompts.is_used
 
     @property
     def _decodes(self) -> bool:
@@ -675,9 +699,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             what = "logits" if self._decodes else "states"
             raise EngineError(f"the model's {what} are not finite, whatever the tokens")
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Counters of the decode steps' parts, and of kernels that torch has taken the place of."""
-        return self.graphs.statistics() | {"num_replaced_kernels": len(ops.replaced())}
+        counters = self.graphs.statistics() | {"num_replaced_kernels": len(ops.replaced())}
+        return counters if self.scheme is None else counters | {"scheme": self.scheme}
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 
@@ -1090,7 +1115,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             vectors = self.device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
             embedded = (self.device.upload(inputs.embedded), vectors)
         token_rows = None if inputs.adapter_ids is None else self.device.upload(rows_of_tokens(inputs))
-        return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded, token_rows)
+        kinds = None if self._prompts is None else self._prompts.rows_of(inputs, self.device)
+        return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded, token_rows, kinds)
 
     def _chunks(self, inputs: StepInputs) -> PrefillRows:
         counts = np.array(inputs.prefill_counts, np.int32)

@@ -1,6 +1,7 @@
 """Any decoder that `model.hf.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
-`load` puts the weights on the device and checks the model against transformers' own attention there (`probe`). In a step its
+`load` puts the weights on the device and checks the model against transformers' own attention there (`probe`). Its plain linear
+layers are then rounded, where that is asked for, and computed with as those of the fused forwards are (`quantized`). In a step its
 modules may do more than launch: read a value, remember something, choose by a number of Python's. So the runner tries a recorded
 step before it relies on one (`needs_trial`). Called by the runner.
 """
@@ -20,14 +21,19 @@ from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DeviceDecodeRows, PagedAttention, StepTokens, check_head_size
 from actorllm.model.cuda.device import Device
+from actorllm.model.cuda.linear import DeviceLinear
+from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.hf import transformers_backend
 from actorllm.model.hf.attention import AttentionStep
 from actorllm.model.hf.plan import TransformersPlan
-from actorllm.model.hf.probe import probe, probe_embeds
+from actorllm.model.hf.probe import check_quantized, probe, probe_embeds
 from actorllm.model.hf.transformers_backend import TransformersDecoder, repeated, widened
 from actorllm.model.inputs import StepInputs
+from actorllm.model.linear import Linear, LinearWeight
+from actorllm.model.quantization import form_of
+from actorllm_kernels.quantized_gemm import MAX_ROWS
 
 
 class DeviceStep(AttentionStep):
@@ -88,15 +94,36 @@ def load(
         device.wait_for_all()  # transformers' threads have streams of their own
         made = DeviceTransformers(loaded, device)
         probed = ProbedModel(made)
-        probe(probed)
+        stock = probe(probed)
+        if model.quantization is not None:
+            made.quantize(model)
+            check_quantized(probed, stock, model.quantization)
         if model.prompt_embedding_size is not None:
             probe_embeds(probed, model.prompt_embedding_size)
     return made
 
 
-def without_weights(plan: TransformersPlan, dtype: torch.dtype, device: Device) -> DeviceTransformers:
+def without_weights(
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, device: Device
+) -> DeviceTransformers:
     """On torch's meta device."""
-    return DeviceTransformers(transformers_backend.without_weights(plan, dtype), device)
+    made = DeviceTransformers(transformers_backend.without_weights(plan, dtype), device)
+    if model.quantization is not None:
+        made.quantize(model)
+    return made
+
+
+class Contiguous(Linear):
+    """A product of rows as modules have them: they may be columns of wider ones."""
+
+    __slots__ = ("product",)
+
+    def __init__(self, product: DeviceLinear) -> None:
+        super().__init__(product.out_features, product.in_features, product.num_bytes)
+        self.product = product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x.contiguous())
 
 
 class DeviceTransformers:
@@ -125,6 +152,20 @@ class DeviceTransformers:
         self.no_rotation = torch.ones(1, half, device=on), torch.zeros(1, half, device=on)
         self.attention: PagedAttention
 
+    def quantize(self, model: ModelConfig) -> None:
+        """Round the plain linear layers as `quantization=` says. There is no way back."""
+        workspaces = Workspaces(self.dtype, self.device.torch_device)
+        products: list[DeviceLinear] = []
+
+        def made(weight: LinearWeight) -> Linear:
+            products.append(linear(weight, workspaces))
+            return Contiguous(products[-1])
+
+        with torch.inference_mode(False), torch.no_grad():
+            self.loaded.pack(form_of(model, keeps_floats=True), made)
+        self.num_bytes = self.loaded.num_bytes
+        self.forms = tuple(sorted({f"{one.out_features} x {one.in_features}, {one.form}" for one in products}))
+
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self.attention = attention
 
@@ -140,7 +181,8 @@ class DeviceTransformers:
         return self.forward(StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None), cache, state)
 
     def kinds_of_forward(self) -> list[int]:
-        return [1]
+        # Of quantized layers, builds for up to 16 rows, for up to 32, and for more.
+        return [1, 17, MAX_ROWS + 1] if self.forms else [1]
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         ids = tokens.ids.long().unsqueeze(0)

@@ -8,6 +8,7 @@ checks the logits afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,14 +23,15 @@ from actorllm.model.linear.dense import Dense
 class PackedModule(torch.nn.Module):
     """x @ weight.T + bias, for x of any number of dimensions."""
 
-    def __init__(self, weight: LinearWeight, dtype: torch.dtype) -> None:
-        """dtype: of the layer that it takes the place of."""
+    def __init__(self, weight: LinearWeight, replaced: torch.Tensor, make: Callable[[LinearWeight], Linear]) -> None:
+        """replaced: the weight of the layer that it takes the place of. make: what computes with the weight."""
         super().__init__()
         self.out_features, self.in_features = weight.out_features, weight.in_features
-        self.weight = torch.full((), torch.nan, dtype=dtype).expand(self.out_features, self.in_features)
+        placeholder = torch.full((), torch.nan, dtype=replaced.dtype, device=replaced.device)
+        self.weight = placeholder.expand(self.out_features, self.in_features)
         """Tells type and shape to code that asks. Each value is the same NaN, which takes no memory: what multiplies by it is
         found by the check of the logits. A product with a tensor on the meta device returns whatever the memory held."""
-        self.product: Linear = linear(weight)
+        self.product: Linear = make(weight)
         """What computes; adapters may be added to it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,10 +43,10 @@ ROUTERS = ("gate", "router")
 """Names of layers that choose experts: a rounding there would choose others, so they stay dense."""
 
 
-def pack(model: torch.nn.Module, form: Form = Dense) -> int:
+def pack(model: torch.nn.Module, form: Form = Dense, make: Callable[[LinearWeight], Linear] = linear) -> int:
     """In place, and for good: the values of the original weights are gone.
 
-    form: what the weights become. Returns how many bytes fewer a step reads of them.
+    form: what the weights become. make: what computes with one of them. Returns how many bytes fewer a step reads of them.
     """
     packed: dict[torch.nn.Module, PackedModule] = {}
     head: Any = cast(Any, model).get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -61,7 +63,7 @@ def pack(model: torch.nn.Module, form: Form = Dense) -> int:
                     else:
                         made = (Dense if name in ROUTERS else form).of(plain, bias)
                     num_saved += weight.numel() * weight.element_size() - made.num_bytes
-                    packed[child] = PackedModule(made, weight.dtype)
+                    packed[child] = PackedModule(made, weight, make)
                     del child.weight
                 setattr(parent, name, packed[child])
     return num_saved

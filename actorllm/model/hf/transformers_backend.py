@@ -40,6 +40,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.adapters.slots import AdapterSlots
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, PagedCache, Scoring
+from actorllm.model.cpu.layers import linear
 from actorllm.model.embeds import later_rows, place_rows
 from actorllm.model.hf import adapting, own_attention, packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep, attention
@@ -60,7 +61,7 @@ from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.hf.probe import PROBED_POSITIONS
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
-from actorllm.model.linear import Form
+from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
 from actorllm.model.weights import UPDATE, tensors_of_version
@@ -473,9 +474,12 @@ class TransformersDecoder:
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in tensors)
         """Bytes of weights that one decode step reads, experts that are not chosen included."""
 
-    def pack(self, form: Form = Dense) -> None:
-        """Give the linear layers the weights in this form, as it is read fastest. There is no way back."""
-        self.num_bytes -= packing.pack(self.model, form)
+    def pack(self, form: Form = Dense, make: Callable[[LinearWeight], Linear] = linear) -> None:
+        """Give the linear layers the weights in this form, as it is read fastest. There is no way back.
+
+        make: what computes with a weight.
+        """
+        self.num_bytes -= packing.pack(self.model, form, make)
         self._head = _with_part(self.model, self._head_path, self._given)
 
     def adapt(self, slots: AdapterSlots) -> None:

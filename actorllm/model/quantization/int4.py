@@ -59,7 +59,7 @@ class Int4(LinearWeight):
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: int = 32) -> Self:
         """Of a weight of floats whose in_features are a multiple of the group, rounded to the nearest code."""
         num_outputs, num_inputs = weight.shape
-        where = weight.device if weight.is_meta else None
+        where = weight.device
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=where)
         scales = torch.empty(num_outputs, num_inputs // group, dtype=torch.bfloat16, device=where)
         zeros = torch.empty_like(scales)

@@ -38,7 +38,7 @@ class PerOutput(LinearWeight):
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
         """Of a weight of floats, rounded to the nearest code."""
-        where = weight.device if weight.is_meta else None
+        where = weight.device
         codes = torch.empty(weight.shape, dtype=cls.DTYPE, device=where)
         scales = torch.empty(weight.shape[0], device=where)
         step = max(1, SLICE_NUMBERS // max(1, weight.shape[1]))

@@ -65,7 +65,8 @@ def make_quantized(make_runner: Callable[..., CudaRunner], monkeypatch: pytest.M
         return Dequantized(form_of(model, keeps_floats=True))
 
     def make(path: Path, **arguments: Any) -> Twins:
-        monkeypatch.setattr("actorllm.model.cpu.runner.form_of", oracle)
+        for module in ("actorllm.model.cpu.runner", "actorllm.model.hf.transformers_backend"):
+            monkeypatch.setattr(f"{module}.form_of", oracle)
         cpu = CpuRunner(config_of(path, block_size=16, **arguments), show_progress=False)
         cpu.load()
         cpu.allocate(96)

@@ -1,4 +1,4 @@
-"""The oracle of quantized weights on a device: the same weights in plain numbers."""
+"""The oracle of quantized weights on a device: the same weights in plain numbers, and steps that both make."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
+from actorllm.model.parallel import Ranks
 from actorllm.model.quantization.grouped import nearest
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
+from tests.model.cuda.twins import Twins, prompt
 
 
 def dense(weight: Any) -> Dense:
@@ -40,3 +42,40 @@ class Dequantized:
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return Dense.fused(parts)
+
+
+class DequantizedByRank(Dequantized):
+    """The same, rounded as so many ranks do: the inputs of a layer whose sums they share are rounded part by part."""
+
+    def __init__(self, form: Form, num_ranks: int) -> None:
+        super().__init__(form)
+        self.num_ranks = num_ranks
+
+    def sharded(
+        self, weights: Any, name: str, out_features: int, in_features: int, *args: Any, **kwargs: Any
+    ) -> LinearWeight:
+        if not name.endswith(("o_proj", "down_proj")):
+            return super().sharded(weights, name, out_features, in_features, *args, **kwargs)
+        columns = [Ranks(rank, self.num_ranks).part(in_features) for rank in range(self.num_ranks)]
+        parts = [
+            dense(self.form.sharded(weights, name, out_features, in_features, *args, **(kwargs | {"columns": part})))
+            for part in columns
+        ]
+        return Dense(torch.cat([part.weight.float() for part in parts], 1), parts[0].bias)
+
+
+def follow(twins: Twins) -> None:
+    """Prompts of few rows and of many, a chunk beside decode rows, and decode steps of several sizes."""
+    size = twins.runner.model.vocab_size
+
+    def tokens(length: int, seed: int) -> list[int]:
+        return [token % size for token in prompt(length, seed)]
+
+    twins.add(0, tokens(80, 1), temperature=0.8, seed=7)
+    twins.step({0: 70}, decode=[])
+    twins.add(1, tokens(9, 2))
+    twins.step({0: 10, 1: 9})
+    twins.add(2, tokens(75, 3), temperature=1.0, seed=5, top_p=0.7)
+    twins.step({2: 75}, decode=[0, 1])
+    for _ in range(4):
+        twins.step(decode=[0, 1, 2])

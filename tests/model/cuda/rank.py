@@ -1,6 +1,8 @@
 """One of two ranks, as a program: its runner on the host's tensors must answer what the CPU's answers with one rank.
 
-python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | experts | whole-experts]
+python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | experts | whole-experts | quantized OPTIONS]
+
+OPTIONS: arguments of an engine, as JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import torch
 
 from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepPlan, StepResult
+from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice, Replay
 from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
+from actorllm.model.cuda.linear import DeviceDense
+from actorllm.model.cuda.quantized import DeviceQuantized
 from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.quantization import form_of
 from tests.model.cuda.adapted import LORA, fill, follow_adapters
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.dequantized import DequantizedByRank, follow
 from tests.model.cuda.mixtures import follow as follow_experts
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
@@ -42,9 +49,10 @@ class RankTwins(Twins):
         return result
 
 
-def main(folder: Path, rendezvous: str, rank: int, what: str) -> None:
+def main(folder: Path, rendezvous: str, rank: int, what: str = "", given: str = "{}") -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = LORA if what == "adapters" else {"enable_expert_parallel": what == "whole-experts"}
+    options |= json.loads(given)
     config = config_of(folder, block_size=64, **options)
     runner = CudaRunner(
         dataclasses.replace(config, world_size=2, rendezvous=rendezvous),
@@ -55,6 +63,8 @@ def main(folder: Path, rendezvous: str, rank: int, what: str) -> None:
     runner.load()
     assert runner.profile_num_blocks() > 0
     runner.allocate(24)
+    if what == "quantized":
+        vars(cpu_runner)["form_of"] = lambda model: DequantizedByRank(form_of(model, keeps_floats=True), 2)
     cpu = CpuRunner(config_of(folder, block_size=16, **options), show_progress=False)
     cpu.load()
     cpu.allocate(96)
@@ -63,6 +73,12 @@ def main(folder: Path, rendezvous: str, rank: int, what: str) -> None:
         if what == "adapters":
             fill(twins, folder / str(rank), **json.loads((folder / "config.json").read_text()))
             follow_adapters(twins)
+        elif what == "quantized":
+            model: Any = runner.model
+            layers = [part for layer in model.layers for part in layer.linears]
+            assert {type(part) for part in (*layers, model.lm_head)} <= {DeviceQuantized, DeviceDense}
+            assert sum(isinstance(part, DeviceQuantized) for part in layers) == len(layers)
+            follow(twins)
         else:
             follow_experts(twins)
         runner.close()
@@ -178,4 +194,4 @@ def spoilt(runner: CudaRunner) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "".join(sys.argv[4:5]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actorllm.errors import ConfigError, UnsupportedModelError
+from actorllm.errors import ConfigError
 from actorllm.model.cuda.quantized import SLICE_NUMBERS, DeviceQuantized, ReadOnHost, Workspaces, linear
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear.dense import Dense
@@ -22,23 +22,11 @@ from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
 from actorllm.types.quantization import read_checkpoint
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.dequantized import dense
+from tests.model.cuda.dequantized import dense, follow
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.quantization.layouts import FP8, save_both
 
 CPU = torch.device("cpu")
-
-
-def follow(twins: Twins) -> None:
-    """Prompts of few rows and of many, a chunk beside decode rows, and decode steps of several sizes."""
-    twins.add(0, prompt(80, 1), temperature=0.8, seed=7)
-    twins.step({0: 70}, decode=[])
-    twins.add(1, prompt(9, 2))
-    twins.step({0: 10, 1: 9})
-    twins.add(2, prompt(75, 3), temperature=1.0, seed=5, top_p=0.7)
-    twins.step({2: 75}, decode=[0, 1])
-    for _ in range(4):
-        twins.step(decode=[0, 1, 2])
 
 
 def forms(runner: CudaRunner) -> set[type]:
@@ -133,9 +121,9 @@ def test_a_plain_head_that_is_the_embedding_is_no_copy(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"quantization": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"quantization": "int4-g64", "quantization_twin": True}, "quantization_twin=True"),
         ({"quantization": "gptq", "quantization_twin": True}, "quantization_twin=True"),
-        ({"quantization": "int4", "model_impl": "transformers"}, "model_impl='transformers'"),
+        ({"quantization": "awq", "model_impl": "transformers"}, "model_impl='transformers'"),
     ],
 )
 def test_what_stays_refused_is_named(options: dict[str, Any], told: str) -> None:
@@ -145,13 +133,6 @@ def test_what_stays_refused_is_named(options: dict[str, Any], told: str) -> None
     assert options["quantization"] in refused
     taken = {"quantization": options["quantization"]}
     assert rules_of("cuda").why_not(dict(DEFAULTS) | {"device": "cuda"} | taken, pools=False) is None
-
-
-def test_models_through_transformers_are_refused_by_name(
-    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"\(int8\) are not supported on CUDA for models that run through"):
-        make_runner(folder(model_type="qwen3"), quantization="int8", model_impl="transformers")
 
 
 def test_plain_weights_are_no_floats_of_8_bits_on_the_cpu(folder: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.model.cuda.host_engine import ARGUMENTS, generate, load
 from tests.model.cuda.host_processes import on_the_host, tell
 from tests.model.cuda.mixtures import DEEPSEEK_V3
 from tests.model.cuda.twins import prompt
+from tests.model.quantization.layouts import FP8, save_both
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -72,6 +74,30 @@ def test_two_ranks_answer_as_the_cpu_does(family: dict[str, Any], folder: Callab
 
 def test_rows_with_adapters_of_two_ranks_are_those_of_the_cpu(folder: Callable[..., Path], tmp_path: Path) -> None:
     run_ranks(folder(intermediate_size=97), tmp_path, "adapters")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("int8", marks=pytest.mark.slow(reason="ranks as processes; int4 has layers of 8 bits as well")),
+        pytest.param("fp8", marks=pytest.mark.slow(reason="ranks as processes; int4 has layers of 8 bits as well")),
+        "int4",
+    ],
+)
+def test_quantized_layers_of_two_ranks_are_those_of_the_cpu(
+    method: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With a vocabulary that does not divide evenly. Of 4 bits, a rank's inputs of one layer end within a group: it has 8."""
+    differences: dict[str, Any] = {"vocab_size": 301, "quantization_config": FP8 if method == "fp8" else None}
+    options = {} if method == "fp8" else {"quantization": method}
+    run_ranks(folder(**differences), tmp_path, "quantized", json.dumps(options))
+
+
+@pytest.mark.slow(reason="ranks as processes; test_quantized reads the same files for one rank")
+@pytest.mark.parametrize("name", ["gptq", "gptq-desc_act", "awq", "packed-8", "fp8-channel"])
+def test_quantized_checkpoints_of_two_ranks_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    path, _ = save_both(name, tmp_path)
+    run_ranks(path, tmp_path, "quantized", json.dumps({"load_format": "auto"}))
 
 
 @pytest.mark.slow(reason="ranks as processes; the CPU's have the same parts of experts")

@@ -95,6 +95,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (40, DEEPSEEK_V3, "sm_80", Ranks(0, 2)),
         (40, {"quantization_config": {"quant_method": "fp8"}}, "sm_90", Ranks()),
         (40, {"quantization": "int4"}, "sm_80", Ranks()),
+        (3, {"quantization": "int8", "quantization_twin": True}, "sm_80", Ranks()),
+        (40, {"quantization_config": {"quant_method": "fp8"}, "quantization_twin": True}, "sm_90", Ranks()),
         (40, {}, "sm_90", Ranks(0, 2)),
         (40, {"vocab_size": 301, "intermediate_size": 97}, "sm_80", Ranks(1, 2)),
         (40, {"enforce_eager": True}, "sm_90", Ranks()),
@@ -109,8 +111,9 @@ def test_nothing_is_launched_that_was_not_rehearsed(
     ranks: Ranks,
 ) -> None:
     """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
-    path, quantization = folder(**{"max_position_embeddings": 512} | model), model.get("quantization")
-    options = {"quantization": quantization, "enforce_eager": model.get("enforce_eager", False)}
+    path = folder(**{"max_position_embeddings": 512} | model)
+    options = {name: model.get(name) for name in ("quantization", "quantization_twin")}
+    options["enforce_eager"] = model.get("enforce_eager", False)
     config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, **options)
     runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
     runner.collectives = Collectives(ranks, is_silent=True)
@@ -153,6 +156,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
     assert keys - rehearsed == set()
     assert any(("PDL", True) in key for key in rehearsed) == (architecture == "sm_90")
     assert any("quantized_gemm" in key[0] for key in rehearsed) == any("quantization" in field for field in model)
+    assert any("quantize_rows" in key[0] for key in rehearsed) == ("quantization_twin" in model)
     attending = [key for key in rehearsed if key[0] in ("attn_decode_kernel", "latent_decode_kernel")]
     assert any(("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in attending)
 

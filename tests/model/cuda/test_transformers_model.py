@@ -16,9 +16,11 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES
+from actorllm.model.cuda.quantized import DeviceQuantized
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.hf import loading, transformers_backend
+from actorllm.model.hf.packing import PackedModule
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GEMMA2, GPT_OSS
@@ -79,6 +81,61 @@ def test_recorded_steps_give_the_tokens_of_the_cpu(
     twins.remove(3)
     twins.step(decode=[1, 0])
     assert (runner.graphs.num_launched, runner.graphs.num_replays) == (launched, replays + 5)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("method", "differences"),
+    [("int8", QWEN3), ("int4", GPT2), ("fp8", QWEN3 | {"tie_word_embeddings": True}), ("int8", GPT_OSS)],
+    ids=["int8", "int4-conv1d", "fp8-tied", "int8-experts"],
+)
+def test_tokens_of_quantized_layers_are_those_of_the_oracle(
+    method: str,
+    differences: dict[str, Any],
+    folder: Callable[..., Path],
+    make_quantized: Callable[..., Twins],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launched and recorded; of few rows and of many, and a chunk beside decode rows."""
+    if method == "fp8":  # of plain weights on CUDA only, which a configuration without a GPU refuses
+        monkeypatch.setattr("actorllm.config.FP8", "")
+    twins = make_quantized(folder(**differences), model_impl="transformers", quantization=method, max_num_seqs=4)
+    runner = twins.runner
+    model: Any = runner.model
+    plain = [module for module in model.loaded.model.modules() if isinstance(module, torch.nn.Linear)]
+    packed: list[Any] = [module.product for module in model.loaded.model.modules() if isinstance(module, PackedModule)]
+    assert not plain
+    quantized = [one.product for one in packed if isinstance(one.product, DeviceQuantized)]
+    assert len(quantized) == len(packed)
+    assert sum(one.num_bytes for one in packed) < 0.4 * sum(4 * one.out_features * one.in_features for one in packed)
+    twins.add(0, prompt(70, 1))
+    twins.add(1, prompt(9, 2), temperature=0.8, seed=1, top_p=0.9)
+    twins.step({0: 60, 1: 9}, decode=[])
+    twins.step({0: 10}, decode=[1])
+    while runner.record_next():
+        pass
+    replays = runner.graphs.num_replays
+    for _ in range(3):
+        twins.step(decode=[1, 0])
+    assert runner.graphs.num_replays > replays
+
+
+def test_products_by_kind_of_row_are_refused(folder: Callable[..., Path]) -> None:
+    config = config_of(
+        folder(**QWEN3), model_impl="transformers", block_size=64, quantization="int8", quantization_twin=True
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"quantization_twin=True is not supported on CUDA for models that run"
+    ):
+        CudaRunner(config, show_progress=False, device=HostDevice()).load()
+
+
+def test_a_rounding_that_changes_too_much_is_refused(
+    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.model.hf.probe.MAX_QUANTIZED", {4: 1e-4})
+    with pytest.raises(UnsupportedModelError, match=r"quantization='int4': the logits of architecture .* change by"):
+        make_runner(folder(**QWEN3), model_impl="transformers", quantization="int4")
 
 
 def counting(layer: torch.nn.Module) -> None:

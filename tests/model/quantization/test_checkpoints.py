@@ -90,13 +90,16 @@ def test_the_method_is_found(checkpoint: Path) -> None:
         EngineConfig.from_arguments(checkpoint, quantization="int8", skip_tokenizer_init=True)
 
 
-def test_several_gpus_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_it_but_not_through_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorllm.config.choose", lambda device, **more: "cuda")
-    given: dict[str, Any] = {"skip_tokenizer_init": True, "tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match=r"'compressed-tensors' is not supported on CUDA with tensor_parallel_size=2"):
-        EngineConfig.from_arguments(checkpoint, device="cuda", **given)
-    assert EngineConfig.from_arguments(checkpoint, device="auto", **given).device == "cpu"
-    assert EngineConfig.from_arguments(checkpoint, device="cuda", skip_tokenizer_init=True).device == "cuda"
+    given: dict[str, Any] = {"skip_tokenizer_init": True}
+    refused: dict[str, Any] = given | {"model_impl": "transformers"}
+    told = r"'compressed-tensors' is not supported on CUDA with model_impl='transformers'"
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.from_arguments(checkpoint, device="cuda", **refused)
+    assert EngineConfig.from_arguments(checkpoint, device="auto", **refused).device == "cpu"
+    for more in ({}, {"tensor_parallel_size": 2}, {"quantization_twin": True}):
+        assert EngineConfig.from_arguments(checkpoint, device="cuda", **given, **more).device == "cuda"
 
 
 LAYER = "model.layers.0.self_attn.k_proj"

@@ -36,6 +36,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "skinny_gemm": ("y",),
     "quantized_gemm": ("y",),
     "dequantize": ("y",),
+    "quantize_rows": ("rounded", "factors"),
+    "scale_sums": ("y",),
     "router_scores": ("scores",),
     "choose_experts": ("numbers", "weights"),
     "group_pairs": ("starts",),  # of pairs that are not here, what was in the order stays there
@@ -64,8 +66,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 IDS = ("offers.id", "tokens", "ids", "ranks", "numbers")
 """Of these, few may be others."""
-CACHED = ("keys", "values")
-"""Of these, in floats of 8 bits, as few may be the next code."""
+CACHED = ("keys", "values", "rounded")
+"""Of these, in codes of 8 bits, as few may be the next code."""
 CONSTANT = (
     "weight",
     "codes",
@@ -142,7 +144,7 @@ def difference(
     if output in IDS:
         share = (found != expected).double().mean().item()
         return f"differs in {share:.0%} of its entries" if share > MAX_OTHER_IDS else None
-    if output in CACHED and found.dtype == torch.uint8:
+    if output in CACHED and found.dtype in (torch.uint8, torch.int8):
         return _other_codes(found, expected)
     if not found.is_floating_point():
         num = int((found != expected).sum())
@@ -170,8 +172,10 @@ def _spread(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _other_codes(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """As `difference`, of codes of floats of 8 bits: what is nearly between two of them may be either."""
-    x, y = (torch.where(codes >= 128, 128 - codes.short(), codes.short()) for codes in (found, expected))
+    """As `difference`, of codes of 8 bits, uint8 those of floats: what is nearly between two of them may be either."""
+    x, y = found.short(), expected.short()
+    if found.dtype == torch.uint8:
+        x, y = (torch.where(codes >= 128, 128 - codes, codes) for codes in (x, y))
     off, num_written = (x - y).abs(), int((y != 0).sum())
     num = int((off > 0).sum())
     if num and (int(off.max()) > 1 or num > MAX_OTHER_IDS * num_written):
