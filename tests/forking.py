@@ -38,9 +38,13 @@ SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 CLONE_PARENT = 0x8000
 """The new process is a child of the parent of the one that makes it, and not its own."""
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-OF_THE_TEST = "PYTEST_CURRENT_TEST"
-"""The one variable that differs between tests."""
+OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_")
+"""What variables begin with that nothing reads while it is imported."""
 MAX_REQUEST = 1 << 17
+
+
+def of_all_tests(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(OF_A_TEST)}
 
 
 def limits() -> dict[str, tuple[int, int]]:
@@ -54,7 +58,7 @@ class Preloaded:
     """
 
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        self._environment = {**environment}
+        self._environment = of_all_tests(environment)
         self._limits = limits()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,8 +72,9 @@ class Preloaded:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a process with this environment, made by exec now, would inherit what a copy has."""
-        wanted = {name: value for name, value in environment.items() if name != OF_THE_TEST}
-        return wanted == self._environment and limits() == self._limits and self._process.poll() is None
+        return (
+            of_all_tests(environment) == self._environment and limits() == self._limits and self._process.poll() is None
+        )
 
     def copy(self, program: str, arguments: list[str], descriptors: list[int], environment: Mapping[str, str]) -> int:
         """The pid of one that runs this program. descriptors: stdin, stdout, stderr, and that of the first argument."""
@@ -120,26 +125,33 @@ def forked_actors() -> Iterator[None]:
     """Within it, engines of this process fork their workers and schedulers."""
     import pytest
 
-    from actorllm.actors.topology import engine_topology
+    from actorllm.actors.topology import ActorSpec, engine_topology, load
     from actorllm.config import EngineConfig
-    from actorllm.model.threads import worker_environment
     from actorllm.supervision import children
 
     if SYS_CLONE is None or os.environ.get("ACTORLLM_EXEC"):
         yield
         return
-    config = EngineConfig.from_arguments("storyteller", num_threads=1)
-    topology = engine_topology(config)
-    given = {name: value for name, value in (children.ENVIRONMENT | os.environ).items() if name != OF_THE_TEST}
-    preloaded = {
-        actor.preload: Preloaded(actor.preload, given | (worker_environment(config) if actor.environment else {}))
-        for actor in (topology.actor("scheduler"), topology.actor("worker0"))
-    }
+    alone, by_default = (EngineConfig.from_arguments("storyteller", num_threads=number) for number in (1, None))
+    kinds: list[tuple[ActorSpec, EngineConfig]] = [
+        (engine_topology(alone).actor("scheduler"), alone),
+        *((engine_topology(config).actor("worker0"), config) for config in (alone, by_default)),
+    ]
+    preloaded = [
+        (
+            actor.preload,
+            Preloaded(
+                actor.preload,
+                children.ENVIRONMENT | os.environ | (load(actor.environment)(config) if actor.environment else {}),
+            ),
+        )
+        for actor, config in kinds
+    ]
     of_this_thread = threading.local()
 
     def popen(command: list[str], **given: Any) -> subprocess.Popen[bytes] | Copy:
-        source = preloaded.get(of_this_thread.modules)
-        if source is None or not source.fits(given["env"]):
+        fitting = (one for modules, one in preloaded if modules == of_this_thread.modules and one.fits(given["env"]))
+        if (source := next(fitting, None)) is None:
             return subprocess.Popen(command, **given)
         *_, program, control, owner = command
         with open(os.devnull, "rb") as nothing:
@@ -158,7 +170,7 @@ def forked_actors() -> Iterator[None]:
             patch.setattr(children.ProcessChild, "_exec", start)
             yield
     finally:
-        for one in preloaded.values():
+        for _, one in preloaded:
             one.close()
 
 
