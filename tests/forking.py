@@ -38,8 +38,10 @@ SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 CLONE_PARENT = 0x8000
 """The new process is a child of the parent of the one that makes it, and not its own."""
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_")
-"""What variables begin with that nothing reads while it is imported."""
+OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_", "TORCHINDUCTOR_CACHE_DIR")
+"""What variables begin with that nothing reads while it is imported. torch sets the last one in the tests' process."""
+OF_SCRIPTED_WORKERS = ("numpy",)
+"""What workers without a model import (`tests.actors.scripted_topology`): less than a scheduler does."""
 MAX_REQUEST = 1 << 17
 
 
@@ -125,28 +127,22 @@ def forked_actors() -> Iterator[None]:
     """Within it, engines of this process fork their workers and schedulers."""
     import pytest
 
-    from actorllm.actors.topology import ActorSpec, engine_topology, load
+    from actorllm.actors.topology import engine_topology
     from actorllm.config import EngineConfig
+    from actorllm.model.threads import worker_environment
     from actorllm.supervision import children
 
     if SYS_CLONE is None or os.environ.get("ACTORLLM_EXEC"):
         yield
         return
     alone, by_default = (EngineConfig.from_arguments("storyteller", num_threads=number) for number in (1, None))
-    kinds: list[tuple[ActorSpec, EngineConfig]] = [
-        (engine_topology(alone).actor("scheduler"), alone),
-        *((engine_topology(config).actor("worker0"), config) for config in (alone, by_default)),
-    ]
-    preloaded = [
-        (
-            actor.preload,
-            Preloaded(
-                actor.preload,
-                children.ENVIRONMENT | os.environ | (load(actor.environment)(config) if actor.environment else {}),
-            ),
-        )
-        for actor, config in kinds
-    ]
+    scheduler = engine_topology(alone).actor("scheduler")
+    light = Preloaded(scheduler.preload, children.ENVIRONMENT | os.environ)
+    preloaded = [(scheduler.preload, light), (OF_SCRIPTED_WORKERS, light)]
+    for config in (alone, by_default):
+        worker = engine_topology(config).actor("worker0")
+        given = children.ENVIRONMENT | os.environ | worker_environment(config)
+        preloaded.append((worker.preload, Preloaded(worker.preload, given)))
     of_this_thread = threading.local()
 
     def popen(command: list[str], **given: Any) -> subprocess.Popen[bytes] | Copy:
@@ -170,7 +166,7 @@ def forked_actors() -> Iterator[None]:
             patch.setattr(children.ProcessChild, "_exec", start)
             yield
     finally:
-        for _, one in preloaded:
+        for one in {one for _, one in preloaded}:
             one.close()
 
 
