@@ -42,6 +42,7 @@ OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_", "TORCHINDUCTOR_CACHE_DIR")
 """What variables begin with that nothing reads while it is imported. torch sets the last one in the tests' process."""
 OF_SCRIPTED_WORKERS = ("numpy",)
 """What workers without a model import (`tests.actors.scripted_topology`): less than a scheduler does."""
+OF_EVERY_LOOP = ("actorllm.actors.engine_thread", "anyio._backends._asyncio", "uvloop")
 MAX_REQUEST = 1 << 17
 
 
@@ -186,7 +187,7 @@ def serve(descriptor: int, modules: list[str]) -> None:
         for _, _, data in ancillary:
             fds.frombytes(data)
         if not is_loaded:
-            for name in modules:
+            for name in (*modules, *OF_EVERY_LOOP):
                 importlib.import_module(name)
             gc.collect()
             gc.freeze()
