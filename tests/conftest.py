@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from actorllm.config import EngineConfig
 from actorllm.supervision import standby
 from actorllm.testing.plugin import pytest_pycollect_makeitem
+from tests.forking import forked_actors
 
 __all__ = ["pytest_pycollect_makeitem"]
 
@@ -80,6 +81,12 @@ def _named_children() -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return named
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_start_quickly() -> Iterator[None]:
+    with forked_actors():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -54,13 +54,13 @@ def llm() -> Iterator[AsyncLLM]:
 @pytest.fixture
 async def beside(llm: AsyncLLM) -> Any:
     """A request that runs while the test does its harm, and must end as if nothing had been."""
-    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
     stream = llm.generate(PROMPT, params, request_id="beside")
     outputs: list[RequestOutput] = [await stream.__anext__()]
     yield
     outputs += [output async for output in stream]
     assert outputs[-1].outputs[0].finish_reason == "length"
-    assert len(outputs[-1].outputs[0].token_ids) == 60
+    assert len(outputs[-1].outputs[0].token_ids) == 20
 
 
 def short(**arguments: Any) -> SamplingParams:

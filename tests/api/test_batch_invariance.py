@@ -18,6 +18,7 @@ from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu.attention import FIXED_TILE, AttentionBatch, KVCache
 from actorllm.model.linear import Linear, LinearWeight
 from tests.api.prompted import DRAFTS, OTHERS, PROMPT, Stream, streams
+from tests.effort import grid
 from tests.model.driver import TINY_LLAMA
 
 pytestmark = pytest.mark.usefixtures("computed_as_asked")
@@ -41,10 +42,9 @@ def reference() -> Callable[[str, str | None], Stream]:
     return of
 
 
-@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["plain", "drafts"])
-@pytest.mark.parametrize("num_tokens", [24, 2048])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    ("quantization", "depth", "num_tokens", "drafts"), grid([None, "int8"], [1, 2], [24, 2048], [None, DRAFTS])
+)
 def test_no_bit_depends_on_batch_depth_chunks_or_drafts(
     quantization: str | None,
     depth: int,

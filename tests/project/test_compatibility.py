@@ -139,22 +139,23 @@ def test_the_endpoints_of_vllm_and_the_fields_of_their_bodies_have_rows() -> Non
     assert SECTIONS["Fields of /v1/responses"]["max_tokens"] == ("not there", "called `max_output_tokens` in this API")
 
 
-@pytest.mark.parametrize(
-    ("section", "method"), [(section, method) for section, found in VLLM["signatures"].items() for method in found]
-)
-def test_methods_take_the_arguments_of_vllm_in_its_order(section: str, method: str) -> None:
-    if SECTIONS[section][method][0] == "not there":
-        return
-    taker = getattr(getattr(actorllm, section), method)
-    if not callable(taker):
-        return  # a property
-    kinds = {name: p.kind for name, p in inspect.signature(taker).parameters.items() if name not in ("self", "cls")}
-    ours = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    theirs = VLLM["signatures"][section][method]
-    assert ours[: len(theirs["positional"])] == theirs["positional"]
-    for name in theirs["named"]:
-        is_extra = inspect.Parameter.VAR_KEYWORD in kinds.values() and name in REQUEST_ARGUMENTS
-        assert name in kinds or is_extra, name
+METHODS = [(section, method) for section, found in VLLM["signatures"].items() for method in found]
+
+
+def test_methods_take_the_arguments_of_vllm_in_its_order() -> None:
+    for section, method in METHODS:
+        if SECTIONS[section][method][0] == "not there":
+            continue
+        taker = getattr(getattr(actorllm, section), method)
+        if not callable(taker):
+            continue  # a property
+        kinds = {name: p.kind for name, p in inspect.signature(taker).parameters.items() if name not in ("self", "cls")}
+        ours = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        theirs = VLLM["signatures"][section][method]
+        assert ours[: len(theirs["positional"])] == theirs["positional"], f"{section}.{method}"
+        for name in theirs["named"]:
+            is_extra = inspect.Parameter.VAR_KEYWORD in kinds.values() and name in REQUEST_ARGUMENTS
+            assert name in kinds or is_extra, f"{section}.{method}: {name}"
 
 
 def test_arguments_without_a_name_are_those_of_vllm() -> None:
@@ -269,17 +270,15 @@ def test_what_is_not_there_is_accepted_at_the_default_of_vllm() -> None:
                 assert DEFAULTS[section][name] in values, f"{section}: {name}={DEFAULTS[section][name]!r} is vLLM's"
 
 
-@pytest.mark.parametrize(
-    ("section", "method"), [(section, method) for section, found in VLLM["signatures"].items() for method in found]
-)
-def test_methods_said_to_be_the_same_have_the_defaults_of_vllm(section: str, method: str) -> None:
-    taker = getattr(getattr(actorllm, section), method, None)
-    if SECTIONS[section][method][0] != "same" or not callable(taker):
-        return
-    ours = {name: p.default for name, p in inspect.signature(taker).parameters.items()}
-    theirs = {name: value for name, value in VLLM["defaults"]["methods"][section][method].items() if name in ours}
-    told = {name: value for name, value in theirs.items() if not isinstance(value, str) or "." not in value}
-    assert {name: as_json(ours[name]) for name in told} == told
+def test_methods_said_to_be_the_same_have_the_defaults_of_vllm() -> None:
+    for section, method in METHODS:
+        taker = getattr(getattr(actorllm, section), method, None)
+        if SECTIONS[section][method][0] != "same" or not callable(taker):
+            continue
+        ours = {name: p.default for name, p in inspect.signature(taker).parameters.items()}
+        theirs = {name: value for name, value in VLLM["defaults"]["methods"][section][method].items() if name in ours}
+        told = {name: value for name, value in theirs.items() if not isinstance(value, str) or "." not in value}
+        assert {name: as_json(ours[name]) for name in told} == told, f"{section}.{method}"
 
 
 def test_defaults_said_to_be_the_same_are_written_out() -> None:

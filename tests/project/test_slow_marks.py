@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.effort import grid
 
 TESTS = Path(__file__).parents[1]
 
@@ -48,3 +51,14 @@ def test_a_mark_without_a_reason_is_found() -> None:
     marks = ("slow", "slow()", 'slow("long")', 'slow(reason="")', 'slow(reason="long")', "timeout(9)")
     source = "".join(f"@pytest.mark.{mark}\ndef test(): ...\n" for mark in marks)
     assert list(marks_without_reason(source)) == [1, 3, 5, 7]
+
+
+def test_quick_cells_of_a_grid_have_each_pair_of_values() -> None:
+    factors = ("ab", (1, 2, 3), (None, False), "xyz")
+    cells = grid(*factors)
+    assert [cell.values for cell in cells] == list(itertools.product(*factors))
+    quick = [cell.values for cell in cells if not cell.marks]
+    assert len(quick) < len(cells) / 2
+    for first, second in itertools.combinations(range(len(factors)), 2):
+        pairs = {(values[first], values[second]) for values in quick}
+        assert pairs == set(itertools.product(factors[first], factors[second]))

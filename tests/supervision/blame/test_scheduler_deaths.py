@@ -606,7 +606,7 @@ def test_whatever_programs_do_only_the_deadly_fail(make_lives: Callable[..., Liv
     run_state_machine_as_test(
         lambda: Programs(make_lives),
         settings=settings(
-            max_examples=examples(20, 200),
+            max_examples=examples(5, 200),
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
