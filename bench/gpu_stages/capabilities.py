@@ -154,10 +154,15 @@ def attempt(bench: Bench, case: Case, folder: Path, bases: Bases) -> dict[str, A
             row |= measure(bench, case, folder, bases)
     except Exception as problem:
         traceback.print_exc()
-        row |= {"right": False, "problem": f"{type(problem).__name__}: {str(problem)[:300]}"}
+        row |= {"right": False, "problem": one_line(problem)}
     finally:
         logging.getLogger("actorllm").removeHandler(told)
-    return {**row, "told": "; ".join(told.lines)[:400], "seconds": time.monotonic() - began}
+    return {**row, "told": "; ".join(told.lines)[:1200], "seconds": time.monotonic() - began}
+
+
+def one_line(problem: BaseException) -> str:
+    """What has gone wrong, for a cell of a table."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).replace('|', '/').split())[:300]}"
 
 
 class Told(logging.Handler):
@@ -168,8 +173,9 @@ class Told(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        why = f" ({record.exc_info[1]!r:.200})" if record.exc_info else ""
-        self.lines.append(f"{record.getMessage():.300}{why}")
+        error = record.exc_info[1] if record.exc_info else None
+        why = "" if error is None else f" ({one_line(error)})"
+        self.lines.append(" ".join(record.getMessage().split())[:400] + why)
 
 
 @contextlib.contextmanager
@@ -550,7 +556,7 @@ def measure(bench: Bench, case: Case, folder: Path, bases: Bases) -> dict[str, A
                 row["steps"] = timed(bench, case, runner, base)
             except Exception as problem:  # what was compared stays
                 traceback.print_exc()
-                row["problem"] = f"not timed: {type(problem).__name__}: {str(problem)[:200]}"
+                row["problem"] = f"not timed: {one_line(problem)}"
                 row["right"] = False
         return row
 
