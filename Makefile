@@ -38,7 +38,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(or $(strip $(ARGS)),--numprocesses $(JOBS) --dist loadfile)
 
 test-slow: $(STAMP) $(VENV)/triton-3.6 $(VENV)/.ray $(VENV)/.partners
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	ACTORLLM_EXEC=1 $(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
 	  tests/scheduling/test_random_runs.py tests/supervision/blame/test_scheduler_deaths.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py

@@ -7,7 +7,7 @@ as a child of the tests' process. It has the descriptors, the environment, the f
 
 Where anything that a process inherits is not as it was when the tests began, exec it is: another environment, another limit.
 So it is for actors of tests, and for all that tests run as programs of their own: `tests/embedding/`, `tests/cli/`, examples.
-`ACTORLLM_EXEC=1` forks nothing.
+`ACTORLLM_EXEC=1` forks nothing: `make test-slow` sets it.
 
 Run as a program by `Preloaded`: `python -P forking.py <descriptor>`.
 """

@@ -18,6 +18,7 @@ from actorllm.config import BUNDLED_MODELS, ConfigError
 from actorllm.errors import InvalidParameterError
 from actorllm.messages.logit_rules import SamplingRules, rules_of
 from actorllm.text.tokenizer import Tokenizer
+from tests.effort import grid
 from tests.oracle import MARGIN, Account, oracle
 
 VOCAB = 4096
@@ -364,9 +365,7 @@ def test_a_stream_without_what_was_asked_for_is_found(reference: list[RequestOut
 
 
 @pytest.mark.parametrize(
-    ("topology", "depth", "preempt", "chunk"),
-    [("inline", depth, preempt, chunk) for depth in (1, 2) for preempt in (False, True) for chunk in (7, 512)]
-    + [("process", 1, True, 512), ("process", 2, True, 7), ("process", 2, False, 512)],
+    ("topology", "depth", "preempt", "chunk"), grid(["inline", "process"], [1, 2], [False, True], [7, 512])
 )
 def test_tokens_and_logprobs_are_equal(
     reference: list[RequestOutput], topology: str, depth: int, preempt: bool, chunk: int

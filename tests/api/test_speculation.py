@@ -246,6 +246,9 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+SHORT = pytest.mark.slow(reason="the end of a request is in fewer drafts; each rule is held at its full length")
+
+
 def told(outputs: list[Any], number: Callable[[float], Any] = float) -> list[Any]:
     """Everything that a caller sees of the outputs. number: how log-probabilities are compared."""
     return [
@@ -276,7 +279,7 @@ def plain_and_drafting() -> Iterator[tuple[LLM, LLM]]:
 
 
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: next(iter(rules)))
-@pytest.mark.parametrize("max_tokens", [21, 90])
+@pytest.mark.parametrize("max_tokens", [pytest.param(21, marks=SHORT), 90])
 def test_rules_ends_and_probabilities_are_those_without_drafts(
     plain_and_drafting: tuple[LLM, LLM], rules: dict[str, Any], max_tokens: int
 ) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host, running_host, wait_until
+
+
+def light(topology: str) -> str:
+    """Before a program that is about the host: workers in processes of their own import no torch."""
+    return LIGHT_WORKERS if topology == "process" else ""
+
 
 CHILDREN = """
 import multiprocessing, sys
@@ -47,7 +54,8 @@ if __name__ == "__main__":
 )
 def test_each_child_has_an_engine_of_its_own(method: str, topology: str, is_daemon: bool, tmp_path: Path) -> None:
     script = tmp_path / "children.py"
-    script.write_text(f"METHOD, TOPOLOGY, IS_DAEMON = {method!r}, {topology!r}, {is_daemon}\n{CHILDREN}")
+    head = f"METHOD, TOPOLOGY, IS_DAEMON = {method!r}, {topology!r}, {is_daemon}\n"
+    script.write_text(head + light(topology) + CHILDREN)
     host = run_host(str(script))
     assert host.errors == ""
 
@@ -78,7 +86,7 @@ print("tokens", len(llm.generate("Once", params, use_tqdm=False)[0].outputs[0].t
 
 
 def test_an_engine_from_before_a_fork_is_refused_in_the_workers_of_a_server() -> None:
-    host = run_host("-W", "ignore::DeprecationWarning", "-c", PRELOADED)
+    host = run_host("-W", "ignore::DeprecationWarning", "-c", LIGHT_WORKERS + PRELOADED)
     assert host.output.splitlines() == ["codes 0 0", "tokens 3"]
 
 
@@ -126,7 +134,7 @@ llm.shutdown()
 
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_an_engine_from_before_a_fork_is_refused_and_goes_on_where_it_was_made(topology: str) -> None:
-    source = f"TOPOLOGY = {topology!r}\n{FORKED_AROUND_A_START}"
+    source = f"TOPOLOGY = {topology!r}\n{light(topology)}{FORKED_AROUND_A_START}"
     host = run_host("-W", "ignore::DeprecationWarning", "-c", source)
     assert host.output.splitlines() == ["code 0", "tokens 3", "code 0", "code 0", "tokens 3"]
 
@@ -163,7 +171,7 @@ async def ask_own():
 
 def test_gunicorn_with_preload(tmp_path: Path) -> None:
     """An engine that was made before the fork is refused at once; one that the lifespan makes belongs to the worker."""
-    (tmp_path / "served.py").write_text(GUNICORN)
+    (tmp_path / "served.py").write_text(LIGHT_WORKERS + GUNICORN)
     path = tmp_path / "socket"
     options = ("--preload", "--workers", "2", "--worker-class", "uvicorn_worker.UvicornWorker", "--timeout", "60")
     where = ("--bind", f"unix:{path}", "--chdir", str(tmp_path), "--no-control-socket")

@@ -54,7 +54,7 @@ compare(before, "end")
 @pytest.mark.parametrize("program", [ASYNC, BLOCKING, STEPPED], ids=["AsyncLLM", "LLM", "LLMEngine"])
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_nothing_of_the_process_is_changed(program: str, topology: str) -> None:
-    libraries = LIBRARIES if topology == "inline" else ""
+    libraries = LIBRARIES if topology == "inline" else LIGHT_WORKERS
     source = SNAPSHOT + f"TOPOLOGY = {topology!r}\n" + libraries + program
     host = run_host("-c", source)
     assert "CHANGED" not in host.output, host.output

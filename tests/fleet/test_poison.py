@@ -7,6 +7,7 @@ others to one replica, that is one death for all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -36,7 +37,7 @@ class ByPrompt(LeastLoad):
         return named if any(view.number == named for view in views) else super().route(request, views)
 
 
-@pytest.fixture(params=["scheduler", "worker"])
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AsyncLLM, int]]:
     """With the token of a prompt that its processes die of. It has a name, for programs to join."""
     workers = with_workers("DeadlyWorkerActor" if request.param == "worker" else "ScriptedWorkerActor")
@@ -57,12 +58,24 @@ def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     llm.shutdown()
 
 
+CASES = {"one": [0], "two": [0, 0], "three": [0, 0, 0], "attached": [1], "spread": [0, 1, 2]}
+"""Where the deadly ones go first. In one case they are of a program that has joined."""
+QUICK = {("scheduler", "one"), ("scheduler", "attached"), ("scheduler", "spread"), ("worker", "three")}
+
+
+def cases() -> list[Any]:
+    slow = pytest.mark.slow(reason="a fleet of three, and several deaths; the quick cases have each thing once")
+    return [
+        pytest.param(
+            kind, name == "attached", homes, id=f"{kind}-{name}", marks=[] if (kind, name) in QUICK else [slow]
+        )
+        for kind in ("scheduler", "worker")
+        for name, homes in CASES.items()
+    ]
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("is_attached", "homes"),
-    [(False, [0]), (False, [0, 0]), (False, [0, 0, 0]), (True, [1]), (False, [0, 1, 2])],
-    ids=["one", "two", "three", "attached", "spread"],
-)
+@pytest.mark.parametrize(("fleet", "is_attached", "homes"), cases(), indirect=["fleet"])
 async def test_they_fail_alone_and_are_tried_on_one_replica(
     fleet: tuple[AsyncLLM, int], is_attached: bool, homes: list[int]
 ) -> None:

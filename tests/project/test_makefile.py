@@ -33,16 +33,22 @@ def commands(*arguments: str) -> list[str]:
     ).stdout.splitlines()
 
 
-@pytest.mark.parametrize(("target", "kind"), [("test", '"not slow"'), ("test-slow", "slow")])
-def test_arguments_reach_pytest(target: str, kind: str) -> None:
-    assert commands(target, "ARGS=-k word") == [f"venv/bin/python -m pytest -m {kind} -k word"]
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("test", 'venv/bin/python -m pytest -m "not slow"'),
+        ("test-slow", "ACTORLLM_EXEC=1 venv/bin/python -m pytest -m slow"),
+    ],
+)
+def test_arguments_reach_pytest(target: str, command: str) -> None:
+    assert commands(target, "ARGS=-k word") == [f"{command} -k word"]
 
 
 def test_without_arguments_everything_runs_in_two_processes() -> None:
     shared = "--numprocesses 2 --dist loadfile"
     assert [line.strip() for line in commands("test")] == [f'venv/bin/python -m pytest -m "not slow" {shared}']
     tests, *others = [line.strip() for line in commands("test-slow")]
-    assert tests == "venv/bin/python -m pytest -m slow"
+    assert tests == "ACTORLLM_EXEC=1 venv/bin/python -m pytest -m slow"
     assert any("tests/clients/run.py --cases 10000" in line for line in others)
     assert any("actorllm_kernels.gates" in line for line in others)
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from actorllm.errors import CorruptLinkError
 from actorllm.fleet.nodes.frames import BEAT, BEAT_BODY, BULK, CHUNK_BYTES, HEADER, MORE, ORDERED, URGENT, FrameParser
+from tests.effort import examples
 from tests.fleet.nodes import hostile_frames
 from tests.fleet.nodes.hostile_frames import frames_of, received
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 4 * CHUNK_BYTES), max_size=12))
 def test_messages_come_out_whole_however_the_bytes_are_cut(seed: int, places: list[int]) -> None:
     messages = hostile_frames.traffic(random.Random(seed), is_long=seed % 4 == 0)
