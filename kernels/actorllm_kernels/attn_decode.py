@@ -205,6 +205,7 @@ def attn_decode_kernel(
     QUERIES: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SKIPPED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
@@ -308,6 +309,8 @@ def attn_decode_kernel(
             is_seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
+            if SKIPPED > 0:
+                is_seen = is_seen & (key[None, :] >= SKIPPED)
             scores = tl.where(is_seen, scores, LOWEST)
             higher = tl.maximum(highest, tl.max(scores, 1))
             # a row that has seen nothing yet has `higher` at LOWEST, and counts what it may not see: hence the second where
@@ -410,6 +413,7 @@ def attn_decode(
     scale: float,
     *,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -428,7 +432,7 @@ def attn_decode(
     with the same window, programs and tile (see `division`). arrivals: int32 [num_rows * num_kv_heads], 0 between launches.
     partials: float32 [2 * programs, q_len * num_heads /
     num_kv_heads, head_dim]; partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the
-    softmax and add nothing.
+    softmax and add nothing. skipped: keys at the beginning of every sequence that no token sees, fewer than a tile has.
 
     rope: float32 [max_positions, head_dim / 2], cosines and sines. With them q is [num_rows, (num_heads + 2 * num_kv_heads) *
     head_dim]: query, key and value of one new token per row, as the product left them. The new keys and values are written to
@@ -490,6 +494,7 @@ def attn_decode(
         QUERIES=queries,
         PARTS=max(1, min(8, MERGED_AT_ONCE // (queries * dim_block))),
         WINDOW=window,
+        SKIPPED=skipped,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         IS_FLOAT8=is_float8,

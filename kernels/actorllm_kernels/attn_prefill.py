@@ -48,6 +48,7 @@ def attend(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SKIPPED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -93,6 +94,8 @@ def attend(
             is_seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
+            if SKIPPED > 0:
+                is_seen = is_seen & (key[None, :] >= SKIPPED)
             scores = tl.where(is_seen, scores, LOWEST)
         higher = tl.maximum(highest, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
@@ -131,6 +134,7 @@ def attn_prefill_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr,
+    SKIPPED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
@@ -167,7 +171,8 @@ def attn_prefill_kernel(
     if UPCAST:
         q = q.to(tl.float32)
 
-    # Tiles of keys: from `left` on masked by the window, from `inner` on not at all, from `diagonal` on by the order.
+    # Tiles of keys: from `left` on masked by the window or by what is skipped, from `inner` on not at all, from `diagonal` on by
+    # the order.
     end = tl.minimum(start + TOKENS, count)
     last = (history + end + TILE - 1) // TILE
     diagonal = (history + start + 1) // TILE
@@ -178,6 +183,8 @@ def attn_prefill_kernel(
         inner = (tl.maximum(history + end - WINDOW, 0) + TILE - 1) // TILE
         diagonal = tl.maximum(diagonal, left)
         inner = tl.minimum(tl.maximum(inner, left), diagonal)
+    if SKIPPED > 0:
+        inner = tl.maximum(inner, tl.minimum(1, diagonal))  # the keys that are skipped are in the first tile
 
     table = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * table_stride
     position = history + token
@@ -187,21 +194,21 @@ def attn_prefill_kernel(
     if BY_TMA:  # one loop: the compiler does not take two
         acc, total, highest = attend(
             acc, total, highest, q, position, left, last, keys, values, table, head, key_stride, value_stride, scale_log2,
-            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, True, True,
+            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SKIPPED, SOFTCAP, IS_FLOAT8, UPCAST, True, True,
         )  # fmt: skip
     else:
-        if WINDOW > 0:
+        if WINDOW + SKIPPED > 0:
             acc, total, highest = attend(
                 acc, total, highest, q, position, left, inner, keys, values, table, head, key_stride, value_stride,
-                scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
+                scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SKIPPED, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
             )  # fmt: skip
         acc, total, highest = attend(
             acc, total, highest, q, position, inner, diagonal, keys, values, table, head, key_stride, value_stride,
-            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, False,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SKIPPED, SOFTCAP, IS_FLOAT8, UPCAST, False, False,
         )  # fmt: skip
         acc, total, highest = attend(
             acc, total, highest, q, position, diagonal, last, keys, values, table, head, key_stride, value_stride,
-            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SKIPPED, SOFTCAP, IS_FLOAT8, UPCAST, False, True,
         )  # fmt: skip
     if IS_FLOAT8:
         acc = acc * 256.0
@@ -256,6 +263,7 @@ def attn_prefill(
     scale: float,
     *,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     block_m: int | None = None,
@@ -310,6 +318,7 @@ def attn_prefill(
         DIM_BLOCK=triton.next_power_of_2(dim),
         PAGE=page,
         WINDOW=window,
+        SKIPPED=skipped,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         IS_FLOAT8=is_float8,

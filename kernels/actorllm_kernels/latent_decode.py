@@ -47,6 +47,7 @@ def attend_latents(
     ROTARY_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    SKIPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
@@ -76,11 +77,15 @@ def attend_latents(
         scores = tl.dot(q_rotary, rotary, scores, input_precision="ieee") * scale_log2
         if IS_MASKED:
             is_seen = (t * TILE + n)[None, :] <= position[:, None]
+            if SKIPPED > 0:
+                is_seen = is_seen & ((t * TILE + n)[None, :] >= SKIPPED)
             scores = tl.where(is_seen, scores, LOWEST)
         higher = tl.maximum(highest, tl.max(scores, 1))
         p = tl.exp2(
             scores - higher[:, None]
-        )  # of a row that has seen no key, here or before, it would be 1: there is none
+        )  # of a row that has seen no key, here or before, it would be 1: only where some are skipped
+        if IS_MASKED and SKIPPED > 0:
+            p = tl.where(is_seen, p, 0.0)
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
@@ -114,6 +119,7 @@ def latent_decode_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SKIPPED: tl.constexpr,
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -172,7 +178,7 @@ def latent_decode_kernel(
         acc = tl.zeros([BLOCK_M, RANK_BLOCK], tl.float32)
         acc, total, highest = attend_latents(
             acc, total, highest, q, q_rotary, position, place - begin, place - begin + count, latents_ptr, table, block_stride,
-            scale_log2, RANK, RANK_BLOCK, ROTARY, ROTARY_BLOCK, PAGE, TILE, UPCAST, True,
+            scale_log2, RANK, RANK_BLOCK, ROTARY, ROTARY_BLOCK, PAGE, TILE, SKIPPED, UPCAST, True,
         )  # fmt: skip
 
         y = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -254,6 +260,7 @@ def latent_decode(
     partial_lse: torch.Tensor,
     scale: float,
     *,
+    skipped: int = 0,
     programs: int,
     tile: int,
     pdl: bool = False,
@@ -269,6 +276,7 @@ def latent_decode(
         out: [num_rows, num_heads, rank].
         partials, partial_lse: float32 [2 * programs, group, rank], and without the last dimension.
         scale: of scores.
+        skipped: rows at the beginning of every sequence that no token sees, fewer than a tile has.
         programs, tile: `heads_together(num_heads).division`.
 
     Raises ValueError for a tile that no block is a multiple of, and for rows that are too wide.
@@ -305,6 +313,7 @@ def latent_decode(
         NUM_GROUPS=num_heads // group,
         GROUP=group,
         PAGE=page,
+        SKIPPED=skipped,
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         QUERIES=queries,
         PARTS=max(1, min(8, MERGED_AT_ONCE // (queries * blocks["RANK_BLOCK"]))),

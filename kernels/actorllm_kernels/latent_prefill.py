@@ -39,6 +39,7 @@ def latent_prefill_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SKIPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -73,14 +74,20 @@ def latent_prefill_kernel(
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK_BLOCK], tl.float32)
-    acc, total, highest = attend_latents(
-        acc, total, highest, q, q_rotary, position, 0, diagonal, latents_ptr, table, block_stride, scale_log2, RANK, RANK_BLOCK,
-        ROTARY, ROTARY_BLOCK, PAGE, TILE, UPCAST, False,
-    )  # fmt: skip
-    acc, total, highest = attend_latents(
-        acc, total, highest, q, q_rotary, position, diagonal, last, latents_ptr, table, block_stride, scale_log2, RANK, RANK_BLOCK,
-        ROTARY, ROTARY_BLOCK, PAGE, TILE, UPCAST, True,
-    )  # fmt: skip
+    if SKIPPED > 0:  # one loop, in which every tile is masked: a third one would not fit into registers
+        acc, total, highest = attend_latents(
+            acc, total, highest, q, q_rotary, position, 0, last, latents_ptr, table, block_stride, scale_log2, RANK, RANK_BLOCK,
+            ROTARY, ROTARY_BLOCK, PAGE, TILE, SKIPPED, UPCAST, True,
+        )  # fmt: skip
+    else:
+        acc, total, highest = attend_latents(
+            acc, total, highest, q, q_rotary, position, 0, diagonal, latents_ptr, table, block_stride, scale_log2, RANK,
+            RANK_BLOCK, ROTARY, ROTARY_BLOCK, PAGE, TILE, SKIPPED, UPCAST, False,
+        )  # fmt: skip
+        acc, total, highest = attend_latents(
+            acc, total, highest, q, q_rotary, position, diagonal, last, latents_ptr, table, block_stride, scale_log2, RANK,
+            RANK_BLOCK, ROTARY, ROTARY_BLOCK, PAGE, TILE, SKIPPED, UPCAST, True,
+        )  # fmt: skip
     y = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + first_head * RANK + head[:, None] * RANK + c[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -103,6 +110,7 @@ def latent_prefill(
     out: torch.Tensor,
     scale: float,
     *,
+    skipped: int = 0,
     block_m: int | None = None,
     tile: int | None = None,
 ) -> None:
@@ -110,7 +118,7 @@ def latent_prefill(
 
     Arguments:
         q: [num_tokens, num_heads, width], of which tokens [starts[i], starts[i + 1]) are the last of sequence i.
-        latents, rows, table, seq_lens, scale: as of `latent_decode`.
+        latents, rows, table, seq_lens, scale, skipped: as of `latent_decode`.
         starts: int32 [num_rows + 1].
         tiles: `query_tiles` for the tokens of `heads_of_prompts`, on the device.
         out: [num_tokens, num_heads, rank].
@@ -147,6 +155,7 @@ def latent_prefill(
         NUM_GROUPS=num_heads // group,
         GROUP=group,
         PAGE=page,
+        SKIPPED=skipped,
         UPCAST=q.device.type == "cpu",
         **blocks_of(rank, width - rank),
         **config,

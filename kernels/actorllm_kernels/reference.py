@@ -295,13 +295,15 @@ def attention(
     scale: float,
     *,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last tokens of one sequence over all of it: [num_new, num_heads, head_dim], as q.
 
     keys, values: [num_tokens, num_kv_heads, head_dim]. window: how many keys a token sees, itself included (0: all).
-    softcap: scores become softcap * tanh(scores / softcap). sinks: [num_heads] logits that take part in the softmax only.
+    skipped: keys at the beginning that no token sees. softcap: scores become softcap * tanh(scores / softcap).
+    sinks: [num_heads] logits that take part in the softmax only.
     """
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -313,6 +315,7 @@ def attention(
     is_seen = key <= position
     if window:
         is_seen &= key > position - window
+    is_seen &= key >= skipped
     scores = scores.masked_fill(~is_seen, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), 2)
@@ -344,13 +347,16 @@ def latent_tokens(
     return torch.cat((rmsnorm(latent, norm, eps), turned), 1)
 
 
-def latent_attention(q: torch.Tensor, latents: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, rank: int, scale: float, *, skipped: int = 0
+) -> torch.Tensor:
     """The last tokens of one sequence over all of it: [num_new, num_heads, rank].
 
     q: [num_new, num_heads, width], absorbed; latents: [num_tokens, width], of which the first `rank` numbers are values as well.
+    skipped: as of `attention`.
     """
     rows = latents.unsqueeze(1)
-    return attention(q, rows, rows, scale)[..., :rank]
+    return attention(q, rows, rows, scale, skipped=skipped)[..., :rank]
 
 
 # Logits beside the draw ---------------------------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def _attn_decode(
     has_sinks: bool = False,
     kind: torch.dtype = BF16,
     packed: str = "",
+    skipped: int = 0,
 ) -> None:
     """packed: "norm" or "rope", for rows of queries, key and value that are yet to be normed or rotated; "": queries."""
     out, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
@@ -158,6 +159,7 @@ def _attn_decode(
         partials[..., 0],
         0.1,
         window=window,
+        skipped=skipped,
         softcap=softcap,
         sinks=sinks,
         rope=(_meta(1000, dim // 2, dtype=F32),) * 2 if packed else None,
@@ -203,6 +205,9 @@ for shape, packed in (
 SHIPPED["attn_decode-256-64x8x64-window-sinks-rope-pdl"] = partial(
     _attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True, packed="rope"
 )
+for packed in ("", "rope"):  # of a head that drafts
+    name = f"attn_decode-256-32x8x128-skipped{packed and '-'}{packed}-pdl"
+    SHIPPED[name] = partial(_attn_decode, 256, 32, 8, 128, packed=packed, skipped=1)
 
 
 def _attn_prefill(
@@ -214,6 +219,7 @@ def _attn_prefill(
     has_sinks: bool = False,
     by_tma: bool = False,
     kind: torch.dtype = BF16,
+    skipped: int = 0,
 ) -> None:
     out, rows = _meta(1024, num_heads, dim), _meta(3, dtype=I32)
     cache = _meta(100, 2, num_kv_heads, PAGE, dim, dtype=kind)
@@ -231,6 +237,7 @@ def _attn_prefill(
         out,
         0.1,
         window=window,
+        skipped=skipped,
         softcap=softcap,
         sinks=sinks,
     )
@@ -241,6 +248,7 @@ for shape in ((32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256),
 for shape in ((32, 8, 128), (32, 8, 64), (8, 4, 256)):
     SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}-float8"] = partial(_attn_prefill, *shape, kind=CODES)
 SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
+SHIPPED["attn_prefill-32x8x128-skipped"] = partial(_attn_prefill, 32, 8, 128, skipped=1)
 SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
 SHIPPED["attn_prefill-64x8x64-window-sinks"] = partial(_attn_prefill, 64, 8, 64, 128, 0.0, True)
 
@@ -265,7 +273,9 @@ def _latent_rope_kv(num_tokens: int, num_heads: int, plain: int, _value: int, ra
     )
 
 
-def _latent_decode(num_rows: int, num_heads: int, _plain: int, _value: int, rank: int, rotary: int) -> None:
+def _latent_decode(
+    num_rows: int, num_heads: int, _plain: int, _value: int, rank: int, rotary: int, skipped: int = 0
+) -> None:
     q, rows, device = _meta(num_rows, num_heads, rank + rotary), _meta(num_rows, dtype=I32), torch.device("meta")
     heads = heads_together(num_heads, device)
     partials = _meta(2000, heads.group, rank, dtype=F32)
@@ -282,13 +292,14 @@ def _latent_decode(num_rows: int, num_heads: int, _plain: int, _value: int, rank
         partials,
         partials[..., 0],
         0.1,
+        skipped=skipped,
         programs=heads.division.programs,
         tile=heads.division.tile,
         pdl=True,
     )
 
 
-def _latent_prefill(num_heads: int, _plain: int, _value: int, rank: int, rotary: int) -> None:
+def _latent_prefill(num_heads: int, _plain: int, _value: int, rank: int, rotary: int, skipped: int = 0) -> None:
     rows = _meta(3, dtype=I32)
     latent_prefill(
         _meta(1024, num_heads, rank + rotary),
@@ -300,6 +311,7 @@ def _latent_prefill(num_heads: int, _plain: int, _value: int, rank: int, rotary:
         _meta(32, 2, dtype=I32),
         _meta(1024, num_heads, rank),
         0.1,
+        skipped=skipped,
     )
 
 
@@ -308,6 +320,8 @@ for of_heads in (DEEPSEEK_LITE, DEEPSEEK):
     SHIPPED[f"latent_rope_kv-32-{words}-pdl"] = partial(_latent_rope_kv, 32, *of_heads)
     SHIPPED[f"latent_decode-256-{words}-pdl"] = partial(_latent_decode, 256, *of_heads)
     SHIPPED[f"latent_prefill-{words}"] = partial(_latent_prefill, *of_heads)
+SHIPPED[f"latent_decode-256-{words}-skipped-pdl"] = partial(_latent_decode, 256, *DEEPSEEK, skipped=1)
+SHIPPED[f"latent_prefill-{words}-skipped"] = partial(_latent_prefill, *DEEPSEEK, skipped=1)
 
 
 def _skinny_gemm(num_rows: int, num_outputs: int, num_inputs: int, what: str) -> None:

@@ -76,6 +76,7 @@ def run_decode(
     dtype: torch.dtype = torch.float32,
     q_len: int = 1,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
     packed: str = "",
@@ -111,6 +112,7 @@ def run_decode(
         partial_lse,
         scale,
         window=window,
+        skipped=skipped,
         softcap=softcap,
         sinks=sinks,
         programs=programs,
@@ -130,6 +132,7 @@ def run_decode(
             *cache.sequence(i),
             scale,
             window=window,
+            skipped=skipped,
             softcap=softcap,
             sinks=None if sinks is None else sinks.double(),
         )
@@ -144,6 +147,7 @@ def run_prefill(
     dim: int = 64,
     dtype: torch.dtype = torch.float32,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
     block_m: int = 32,
@@ -171,6 +175,7 @@ def run_prefill(
         out,
         scale,
         window=window,
+        skipped=skipped,
         softcap=softcap,
         sinks=sinks,
         block_m=block_m,
@@ -183,6 +188,7 @@ def run_prefill(
             *cache.sequence(i),
             scale,
             window=window,
+            skipped=skipped,
             softcap=softcap,
             sinks=None if sinks is None else sinks.double(),
         )
@@ -197,6 +203,7 @@ def run_latent_decode(
     group: int = 2,
     rank: int = 48,
     rotary: int = 16,
+    skipped: int = 0,
     dtype: torch.dtype = torch.float32,
     page: int = 32,
     tile: int = 16,
@@ -224,6 +231,7 @@ def run_latent_decode(
         partials,
         partial_lse,
         scale,
+        skipped=skipped,
         programs=programs,
         tile=tile,
     )
@@ -233,7 +241,8 @@ def run_latent_decode(
             assert not out[i].any()
             continue
         rows, _ = cache.sequence(i)
-        assert_close(out[i : i + 1], reference.latent_attention(q[i : i + 1].double(), rows[:, 0], rank, scale))
+        query = q[i : i + 1].double()
+        assert_close(out[i : i + 1], reference.latent_attention(query, rows[:, 0], rank, scale, skipped=skipped))
 
 
 def run_latent_prefill(
@@ -242,6 +251,7 @@ def run_latent_prefill(
     num_heads: int = 4,
     rank: int = 48,
     rotary: int = 16,
+    skipped: int = 0,
     dtype: torch.dtype = torch.float32,
     block_m: int = 32,
     page: int = 32,
@@ -264,12 +274,14 @@ def run_latent_prefill(
         torch.from_numpy(query_tiles(counts, seq_lens, tokens_of_program)),
         out,
         scale,
+        skipped=skipped,
         block_m=block_m,
         tile=tile,
     )
     for i in range(len(chunks)):
         tokens, (rows, _) = slice(starts[i], starts[i + 1]), cache.sequence(i)
-        assert_close(out[tokens], reference.latent_attention(q[tokens].double(), rows[:, 0], rank, scale))
+        queries = q[tokens].double()
+        assert_close(out[tokens], reference.latent_attention(queries, rows[:, 0], rank, scale, skipped=skipped))
 
 
 def run_product(

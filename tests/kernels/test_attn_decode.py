@@ -51,6 +51,14 @@ def test_variants(q_len: int, window: int, softcap: float, has_sinks: bool, prog
     run(lens, programs, q_len=q_len, window=window, softcap=softcap, has_sinks=has_sinks, group=3)
 
 
+@pytest.mark.parametrize("packed", ["", "rope"])
+def test_the_first_keys_are_skipped(packed: str) -> None:
+    """As of a head that drafts, which knows nothing of the first token; some programs see that one only."""
+    for programs in (1, 7, 40):
+        run([0, 2, TILE, TILE + 1, 97], programs, skipped=1, packed=packed)
+    run([18, 40], 3, skipped=3, window=20, packed=packed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("q_len", "dim", "window", "has_sinks"), [(1, 64, 0, False), (1, 80, 20, True), (4, 128, 0, True)]

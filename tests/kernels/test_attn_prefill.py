@@ -36,6 +36,11 @@ def test_variants(window: int, softcap: float, has_sinks: bool) -> None:
     run(CHUNKS, window=window, softcap=softcap, has_sinks=has_sinks)
 
 
+@pytest.mark.parametrize("window", [0, 20])
+def test_the_first_keys_are_skipped(window: int) -> None:
+    run([(4, 5), (32, 33), (16, 48), (7, 71), (40, 41), (1, 2)], skipped=1, window=window)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "window", "has_sinks"), [(64, 0, False), (80, 20, True)])
 def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, dim: int, window: int, has_sinks: bool) -> None:

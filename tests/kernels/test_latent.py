@@ -42,6 +42,12 @@ def test_chunks_of_prompts(num_heads: int, block_m: int, dtype: torch.dtype) -> 
     run_latent_prefill([(1, 1), (1, 65), (12, 33), (20, 20)], num_heads=num_heads, block_m=block_m, dtype=dtype)
 
 
+def test_the_first_rows_are_skipped() -> None:
+    for programs in (1, 7):
+        run_latent_decode([0, 2, 16, 17, 97], programs, skipped=1)
+    run_latent_prefill([(4, 5), (32, 33), (16, 48), (40, 41), (1, 2)], skipped=1)
+
+
 def test_heads_that_do_not_fit_into_one_program() -> None:
     run_latent_prefill([(2, 2), (3, 40)], num_heads=32, block_m=16)
 

@@ -368,6 +368,7 @@ def attn_decode(
     partial_lse: torch.Tensor,
     scale: float,
     *,
+    skipped: int = 0,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 1e-6,
@@ -381,7 +382,7 @@ def attn_decode(
         qknorm_rope_kv(packed, last, slots, *rope, q, keys, values, norms, eps)
     for i, (slot, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         if length:
-            _attend(q[i : i + 1], keys, values, table[slot], length, out[i : i + 1], scale, **how)
+            _attend(q[i : i + 1], keys, values, table[slot], length, out[i : i + 1], scale, skipped=skipped, **how)
         else:
             out[i] = 0
 
@@ -397,12 +398,14 @@ def attn_prefill(
     tiles: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    *,
+    skipped: int = 0,
     **how: Any,
 ) -> None:
     edges = starts.tolist()
     for slot, length, a, b in zip(rows.tolist(), seq_lens.tolist(), edges, edges[1:], strict=False):
         if a < b:
-            _attend(q[a:b], keys, values, table[slot], length, out[a:b], scale, **how)
+            _attend(q[a:b], keys, values, table[slot], length, out[a:b], scale, skipped=skipped, **how)
 
 
 def _attend(
@@ -415,6 +418,7 @@ def _attend(
     scale: float,
     *,
     window: int = 0,
+    skipped: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     **_: Any,
@@ -436,12 +440,16 @@ def _attend(
     is_seen = key <= position
     if window:
         is_seen = is_seen & (key > position - window)
+    if skipped:
+        is_seen = is_seen & (key >= skipped)
     scores = scores.masked_fill(~is_seen, -math.inf)
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(q), 1)
         weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
+    if skipped:  # a token may see nothing
+        weights = weights.nan_to_num(0.0)
     attended = torch.einsum("hgtk,hkd->hgtd", weights, v.float())
     out.copy_(attended.permute(2, 0, 1, 3).reshape(len(q), num_heads, dim))
 
@@ -480,11 +488,13 @@ def latent_decode(
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
     scale: float,
+    *,
+    skipped: int = 0,
     **how: Any,
 ) -> None:
     for i, (slot, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         if length:
-            _attend_latents(q[i : i + 1], latents, table[slot], length, out[i : i + 1], scale)
+            _attend_latents(q[i : i + 1], latents, table[slot], length, out[i : i + 1], scale, skipped)
         else:
             out[i] = 0
 
@@ -499,21 +509,29 @@ def latent_prefill(
     tiles: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    *,
+    skipped: int = 0,
     **how: Any,
 ) -> None:
     edges = starts.tolist()
     for slot, length, a, b in zip(rows.tolist(), seq_lens.tolist(), edges, edges[1:], strict=False):
         if a < b:
-            _attend_latents(q[a:b], latents, table[slot], length, out[a:b], scale)
+            _attend_latents(q[a:b], latents, table[slot], length, out[a:b], scale, skipped)
 
 
 def _attend_latents(
-    q: torch.Tensor, latents: torch.Tensor, blocks: torch.Tensor, length: int, out: torch.Tensor, scale: float
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    out: torch.Tensor,
+    scale: float,
+    skipped: int,
 ) -> None:
     """As `_attend`: one head of keys, whose first numbers are the values."""
     pages = latents.unsqueeze(1)
     attended = torch.empty_like(q)
-    _attend(q, pages, pages, blocks, length, attended, scale)
+    _attend(q, pages, pages, blocks, length, attended, scale, skipped=skipped)
     out.copy_(attended[..., : out.shape[2]])
 
 
