@@ -17,61 +17,19 @@ from actorllm.errors import CorruptModelError, ModelError, UnsupportedModelError
 from actorllm.model.cpu.draft_heads import drafter
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
 from actorllm.types.weight_version import WeightSource
-from tests.model.cpu.draft_head_oracle import SHAPE, Oracle, mtp_tensors, save_deepseek, save_eagle, save_eagle3
+from tests.model.cpu.draft_head_oracle import (
+    HEADS,
+    OTHER,
+    PROMPT,
+    SHAPE,
+    Oracle,
+    save_deepseek,
+    save_eagle,
+    save_eagle3,
+    save_target,
+)
 from tests.model.driver import Driver
 from tests.model.hf.decoders import MODELS
-
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
-OTHER = [*PROMPT[:16], 50, 51, 52, 53]
-
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("eagle", {}),
-    "eagle of two layers": ("eagle", {"num_layers": 2}),
-    "eagle3": ("eagle3", {}),
-    "eagle3 with its switches": (
-        "eagle3",
-        {
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "fc_norm": True,
-            "norm_output": True,
-            "eagle_aux_hidden_state_layer_ids": [1, 6],
-        },
-    ),
-    "eagle3 of speculators": ("eagle3", {"speculators": True, "norm_before_residual": True, "qk_norm": True}),
-    "mtp": ("mtp", {}),
-    "mtp of DeepSeek": ("mtp", {"architecture": "deepseek-v3"}),
-}
-
-
-def save_target(folder: Path, method: str, seed: int = 5) -> Any:
-    """The target of a head, as transformers has it."""
-    import transformers
-
-    torch.manual_seed(seed)
-    shape = {name: value for name, value in SHAPE.items() if name not in ("dtype", "rope_theta", "head_dim")}
-    if method == "mtp":
-        target = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
-    else:
-        target = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            if parameter.dim() > 1:
-                gain = 3.0 if "lm_head" in name or "embed" in name else 1.0
-                parameter.normal_(0.0, gain / parameter.shape[1] ** 0.5)
-    target.eval().save_pretrained(folder)
-    tree = json.loads((folder / "config.json").read_text())
-    if method == "mtp":
-        tree |= {
-            "architectures": ["MiMoForCausalLM"],
-            "num_nextn_predict_layers": 1,
-            "attention_bias": True,
-            "head_dim": 12,
-        }
-        (folder / "config.json").write_text(json.dumps(tree))
-        tensors = load_file(folder / "model.safetensors") | mtp_tensors(tree, seed)
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return target
 
 
 class Case:

@@ -7,11 +7,11 @@ import torch
 from actorllm.config import EngineConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
-from actorllm.model.cpu.draft_heads.head_shape import read_head
 from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.draft_passes import DraftingModel
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.registry import Plan
+from actorllm.model.speculation.head_shape import read_head
 from actorllm.types.speculation import DRAFT_MODEL, NGRAM, SUFFIX, WITH_MODEL
 
 

@@ -27,12 +27,12 @@ from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache, zero_pages
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads.head import DraftHead
-from actorllm.model.cpu.draft_heads.head_shape import HeadShape
 from actorllm.model.cpu.draft_passes import I64, DraftingModel, decode_inputs, newest_of
 from actorllm.model.cpu.latent import LatentCache
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.quantization import open_weights
+from actorllm.model.speculation.head_shape import HeadShape
 from actorllm.model.speculation.histories import Histories
 from actorllm.types.weight_version import FIRST_WEIGHTS, WeightSource
 
