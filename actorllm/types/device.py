@@ -170,7 +170,7 @@ OWN_RULES = {
         quantizes=True,
         adapts=True,
         drafts=True,
-        drafting_models=("draft_model",),
+        drafting_models=("draft_model", "eagle", "eagle3", "mtp"),
         has_own_memory=True,
         title="CUDA",
     ),

@@ -68,10 +68,6 @@ not_on_a_gpu = pytest.mark.parametrize(
     [
         ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto', 'bfloat16' or 'float16'"),
         ({"block_size": 16}, "block_size=16: on CUDA it must be a multiple of 64, .*; use that"),
-        (
-            {"speculative_config": {"method": "eagle3", "model": "storyteller-draft", "num_speculative_tokens": 2}},
-            r"speculative_config \(method='eagle3'\) is not supported on CUDA yet; use .*'ngram' or 'suffix'",
-        ),
     ],
 )
 

@@ -150,6 +150,8 @@ class AttentionShape:
     """Those that occur; 0: all keys."""
     latent: LatentShape | None = None
     """Of a cache of latents. `num_kv_heads` is then 1, and `head_dim` the numbers that it holds of a token."""
+    skipped: int = 0
+    """Tokens at the beginning of every sequence that no token sees: a head that drafts knows nothing of them."""
 
     @property
     def group(self) -> int:
@@ -270,6 +272,7 @@ class PagedAttention:
                 self._partial_lse,
                 scale,
                 window=window,
+                skipped=self.shape.skipped,
                 softcap=softcap,
                 sinks=sinks,
                 rope=rope,
@@ -294,6 +297,7 @@ class PagedAttention:
                 out[first:],
                 scale,
                 window=window,
+                skipped=self.shape.skipped,
                 softcap=softcap,
                 sinks=sinks,
             )
@@ -337,6 +341,7 @@ class PagedAttention:
                 self._partials,
                 self._partial_lse,
                 scale,
+                skipped=self.shape.skipped,
                 programs=self.division.programs,
                 tile=self.division.tile,
                 pdl=pdl,
@@ -354,6 +359,7 @@ class PagedAttention:
                 chunks.tiles,
                 out[first:],
                 scale,
+                skipped=self.shape.skipped,
             )
 
 
@@ -483,13 +489,38 @@ class Activations:
         """Of the products of adapters, for all tokens; None: there are no adapters."""
         self.experts: ExpertActivations | None = None
         """For all tokens; None: there are no experts."""
+        self.tapped: torch.Tensor | None = None
+        """Streams behind some layers, side by side; None: nothing reads them (`DeviceDecoder.taps`)."""
+        self.joined: HeadActivations | None = None
+        """Of a head that drafts; None: of any other model."""
 
     def first(self, num_tokens: int) -> Activations:
         """The same for fewer tokens, in the same memory."""
         part = object.__new__(Activations)
         part.num_tokens, part.hidden, part.experts = num_tokens, self.hidden, self.experts
         part.latent = None if self.latent is None else self.latent.first(num_tokens)
+        part.tapped = None if self.tapped is None else self.tapped[:num_tokens]
+        part.joined = None if self.joined is None else self.joined.first(num_tokens)
         for name in ("h", "x", "delta", "qkv", "q", "out", "squares", "gate_up", "middle"):
+            setattr(part, name, getattr(self, name)[:num_tokens])
+        return part
+
+
+class HeadActivations:
+    """What a head that drafts computes of so many tokens beside its layers."""
+
+    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.both = torch.empty(num_tokens, 2 * hidden_size, dtype=dtype, device=device)
+        """Of each token its embedding and what the pass is given, side by side."""
+        self.given = torch.empty(num_tokens, hidden_size, dtype=dtype, device=device)
+        self.places = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        """Of decode rows, where what they are given is kept."""
+        self.is_first = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+
+    def first(self, num_tokens: int) -> HeadActivations:
+        """The same for fewer tokens, in the same memory."""
+        part = object.__new__(HeadActivations)
+        for name in ("both", "given", "places", "is_first"):
             setattr(part, name, getattr(self, name)[:num_tokens])
         return part
 
@@ -498,6 +529,12 @@ class DeviceDecoder:
     """See the module docstring."""
 
     needs_trial = False
+    taps: tuple[int, ...] = ()
+    """Behind how many layers the stream is kept for a head that drafts; said before `allocate`."""
+    tapped_forward: torch.Tensor | None = None
+    """What was kept of the tokens of the last `forward`."""
+    norm: torch.Tensor | None
+    """Behind the layers, in float32."""
 
     def __init__(
         self,
@@ -516,40 +553,23 @@ class DeviceDecoder:
         form: of the linear layers (`quantized.device_form`). slots: empty ones, which these layers are to have; None: no adapters.
         prompts: empty ones, which these layers are to have; None: rows of prompts have the same products as decode rows.
         """
-        if config.latent is None:
-            check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
         tensors = DecoderTensors(config, weights, self.collectives.ranks, form)
-        workspaces = Workspaces(weights.dtype, device.torch_device)
         inner = self.collectives.ranks.part(config.intermediate_size)
-        self.config = config = replace(  # of this rank
+        config = replace(  # of this rank
             config,
             num_heads=tensors.share.num_heads,
             num_kv_heads=tensors.share.num_kv_heads,
             intermediate_size=inner.stop - inner.start,
         )
-        self.device = device
-        self.dtype = weights.dtype
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        windows = tuple(window or 0 for window in config.windows)
-        self.shape = AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, tuple(dict.fromkeys(windows))
-        )
-        if config.latent is not None:
-            self.shape = replace(self.shape, num_kv_heads=1, head_dim=config.latent.width, latent=config.latent)
-
-        def rope(parameters: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-            angles = rotation_angles(config.rotary_dim, parameters, config.max_position_embeddings, max_positions)
-            length = rotation_length(parameters)
-            return (angles.cos() * length).to(device.torch_device), (angles.sin() * length).to(device.torch_device)
-
-        whole = windowed = rope(config.rope)
+        self._begin(config, weights.dtype, device, slots)
+        workspaces = Workspaces(weights.dtype, device.torch_device)
+        whole = windowed = self._rope(config.rope, max_positions)
         if config.window_rope is not None:
-            windowed = rope(config.window_rope)
+            windowed = self._rope(config.window_rope, max_positions)
         self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
         self.embedding = self.vocabulary.padded(tensors.embedding())
-        self._slots, self._prompts = slots, prompts
-        self._scratch = SplitScratch.empty(device.torch_device)
+        self._prompts = prompts
 
         def product(index: int, name: str, weight: LinearWeight) -> DeviceLinear:
             base = linear(weight, workspaces)
@@ -557,19 +577,9 @@ class DeviceDecoder:
                 base = prompts.of(base)
             return base if slots is None else slots.adapt(base, tensors.targets(index)[name], self._scratch)
 
-        def experts(tensors: ExpertTensors) -> DeviceExperts:
-            assert config.experts is not None
-            return DeviceExperts(config.experts, tensors, config.activation, workspaces, self._scratch)
-
-        def latent(tensors: LatentTensors) -> DeviceLatent:
-            assert config.latent is not None
-            return DeviceLatent(
-                config.latent, config.num_heads, tensors, lambda weight: linear(weight, workspaces), workspaces
-            )
-
         self.layers = [
-            DeviceLayer(tensors.layer(i), window, windowed if window else whole, partial(product, i), experts, latent)
-            for i, window in enumerate(windows)
+            self._layer(tensors.layer(i), window or 0, windowed if window else whole, partial(product, i), workspaces)
+            for i, window in enumerate(config.windows)
         ]
         self.norm = tensors.norm().float()
         self.lm_head: DeviceLinear | None = None
@@ -588,8 +598,57 @@ class DeviceDecoder:
         forms = {form for layer in self.layers for form in layer.forms}
         forms |= {f"{part.out_features} x {part.in_features}, {part.form}" for part in heads}
         self.forms = tuple(sorted(forms))
+
+    def _begin(
+        self, config: DecoderConfig, dtype: torch.dtype, device: Device, slots: DeviceSlots | None = None
+    ) -> None:
+        """Take over what the shape says. config: of this rank. slots: of adapters."""
+        if config.latent is None:
+            check_head_size(config.head_dim)
+        self.config, self.device, self.dtype = config, device, dtype
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        windows = tuple(dict.fromkeys(window or 0 for window in config.windows))
+        self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, windows)
+        if config.latent is not None:
+            self.shape = replace(self.shape, num_kv_heads=1, head_dim=config.latent.width, latent=config.latent)
+        self._scratch = SplitScratch.empty(device.torch_device)
+        self._slots = slots
+        self._prompts: PromptProducts | None = None
         self._activations: Activations
         self._attention: PagedAttention
+
+    def _rope(
+        self, parameters: Mapping[str, Any], max_positions: int, shift: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of every position. shift: so many tokens stand before the one at position 0."""
+        config, on = self.config, self.device.torch_device
+        angles = rotation_angles(config.rotary_dim, parameters, config.max_position_embeddings, max_positions)
+        if shift:
+            angles = angles[(torch.arange(max_positions) - shift).clamp(min=0)]
+        length = rotation_length(parameters)
+        return (angles.cos() * length).to(on), (angles.sin() * length).to(on)
+
+    def _layer(
+        self,
+        tensors: LayerTensors,
+        window: int,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        product: Callable[[str, LinearWeight], DeviceLinear],
+        workspaces: Workspaces,
+    ) -> DeviceLayer:
+        config = self.config
+
+        def experts(tensors: ExpertTensors) -> DeviceExperts:
+            assert config.experts is not None
+            return DeviceExperts(config.experts, tensors, config.activation, workspaces, self._scratch)
+
+        def latent(tensors: LatentTensors) -> DeviceLatent:
+            assert config.latent is not None
+            return DeviceLatent(
+                config.latent, config.num_heads, tensors, lambda weight: linear(weight, workspaces), workspaces
+            )
+
+        return DeviceLayer(tensors, window, rope, product, experts, latent)
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
@@ -610,12 +669,17 @@ class DeviceDecoder:
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
-        return self._run(self._new_activations(len(tokens.ids)), tokens, cache, state, pdl=pdl)
+        made = self._new_activations(len(tokens.ids))
+        self.tapped_forward = made.tapped
+        return self._run(made, tokens, cache, state, pdl=pdl)
 
     def _new_activations(self, num_tokens: int) -> Activations:
         made = Activations(num_tokens, self.config, self.dtype, self.device.torch_device)
         if self._slots is not None:
             made.hidden = self._slots.hidden(num_tokens)
+        if self.taps:
+            size = len(self.taps) * self.hidden_size
+            made.tapped = torch.empty(num_tokens, size, dtype=self.dtype, device=self.device.torch_device)
         shape = self.config.experts
         if shape is not None:
             part = self.collectives.ranks.part(shape.intermediate_size)
@@ -633,8 +697,12 @@ class DeviceDecoder:
         return made
 
     def states(self, num_tokens: int) -> torch.Tensor:
-        """Where `mixed` leaves the hidden states of so many tokens."""
+        """Where `decode` and `mixed` leave the hidden states of so many tokens."""
         return self._activations.first(num_tokens).h
+
+    def tapped(self, num_tokens: int) -> torch.Tensor | None:
+        """Where these leave what `taps` ask for, [num_tokens, len(taps) * hidden_size]; None: there are none."""
+        return self._activations.first(num_tokens).tapped
 
     def mixed(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> None:
         """`forward`, in the memory of decode steps, so that it can be recorded. No more tokens than `allocate` was told of."""
@@ -657,11 +725,13 @@ class DeviceDecoder:
 
     def select(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         chosen = hidden.index_select(0, rows)
+        assert self.norm is not None
         ops.rmsnorm(chosen, self.norm, self.config.rms_norm_eps, chosen)
         return chosen
 
     def logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         final = self._activations.x[: len(hidden)]
+        assert self.norm is not None
         ops.rmsnorm(hidden, self.norm, self.config.rms_norm_eps, final)
         self.logits_of_final(final, logits)
 
@@ -689,13 +759,15 @@ class DeviceDecoder:
     def _run_layers(
         self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool
     ) -> torch.Tensor:
-        config, eps = self.config, self.config.rms_norm_eps
-        self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
-        if tokens.embedded is not None:
-            a.h.index_copy_(0, *tokens.embedded)
-        stream = ResidualStream(a, eps, pdl, self.collectives, self._scratch)
+        stream = ResidualStream(a, self.config.rms_norm_eps, pdl, self.collectives, self._scratch)
+        joined = self._enter(a, tokens, pdl=pdl)
         for index, layer in enumerate(self.layers):
-            stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
+            self._tap(a, index, stream)
+            if joined is None:
+                stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
+            else:
+                layer.qkv(joined, a.qkv)
+                joined = None
             self._attend(a, layer, tokens, cache.layers[index], state, pdl=pdl)
             stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
             if layer.experts is not None:
@@ -704,11 +776,27 @@ class DeviceDecoder:
             assert layer.gate_up is not None
             assert layer.down is not None
             stream.normed_product(
-                layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation, then=layer.down
+                layer.mlp_norm, layer.gate_up, a.middle, activation=self.config.activation, then=layer.down
             )
             stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
+        self._tap(a, len(self.layers), stream)
         return a.h
+
+    def _enter(self, a: Activations, tokens: StepTokens, *, pdl: bool) -> torch.Tensor | None:
+        """Fill the residual stream. Returns what the first layer reads in the place of its norm of that; None: nothing else."""
+        self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
+        if tokens.embedded is not None:
+            a.h.index_copy_(0, *tokens.embedded)
+        return None
+
+    def _tap(self, a: Activations, num_layers: int, stream: ResidualStream) -> None:
+        """Keep the stream behind so many layers, where it is asked for."""
+        for place, tap in enumerate(self.taps):
+            if tap == num_layers:
+                assert a.tapped is not None
+                stream.settle()
+                ops.copy(a.h, a.tapped[:, place * self.hidden_size : (place + 1) * self.hidden_size])
 
     def _attend(
         self,

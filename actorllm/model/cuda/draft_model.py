@@ -78,20 +78,7 @@ class DeviceDraftModel:
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what a plan of the target says of requests and blocks, and compute its prompts."""
-        mine = replace(
-            plan,
-            new_rows=self._rows_of(plan),
-            new_tokens=np.maximum(plan.new_tokens, 0),  # a position whose prompt is an embedding has some token
-            new_stop_ids=NO_I32,
-            new_rules=NO_I32,
-            new_rule_numbers=np.zeros(0, np.float32),
-            new_processed=NO_U8,
-            new_salts=NO_U8,
-            embeds=NO_U8,
-            decode_slots=NO_I32,
-            late_slots=NO_I32,
-            max_drafts=0,
-        )
+        mine = self._plan_of(plan)
         if mine.prefill_slots.size:
             self.runner.execute(mine)  # what it samples is of no use: the target has sampled there
         else:
@@ -104,6 +91,23 @@ class DeviceDraftModel:
             self.computed[slots] = columns.num_computed[slots]
             self._drafted[slots] = 0
 
+    def _plan_of(self, plan: StepPlan, **differences: Any) -> StepPlan:
+        """What a plan of the target says to this model."""
+        mine: dict[str, Any] = {
+            "new_rows": self._rows_of(plan),
+            "new_tokens": np.maximum(plan.new_tokens, 0),  # a position whose prompt is an embedding has some token
+            "new_stop_ids": NO_I32,
+            "new_rules": NO_I32,
+            "new_rule_numbers": np.zeros(0, np.float32),
+            "new_processed": NO_U8,
+            "new_salts": NO_U8,
+            "embeds": NO_U8,
+            "decode_slots": NO_I32,
+            "late_slots": NO_I32,
+            "max_drafts": 0,
+        }
+        return replace(plan, **(mine | differences))
+
     def _rows_of(self, plan: StepPlan) -> NDArray[np.uint8]:
         """The new rows without what concerns the target alone."""
         if not plan.new_rows.size:
@@ -115,6 +119,15 @@ class DeviceDraftModel:
             new["temperature"] = 0
         return new.view(np.uint8)
 
+    def catch_up(self, batch: PersistentBatch, histories: Histories, unknown: I32) -> None:
+        """Bring decode rows forward that have waited for long. Called before each step of the target.
+
+        This model does so when it drafts.
+
+        unknown: slots whose newest token is still being sampled.
+        """
+        return
+
     def draft(self, batch: PersistentBatch, histories: Histories, slots: I32, wanted: I32) -> list[list[int]]:
         """As `speculation.speculator.BatchDrafter`: what the model samples behind the known tokens of each row."""
         lags = batch.columns.num_known[slots] - self.computed[slots]
@@ -122,6 +135,8 @@ class DeviceDraftModel:
         self._stand_where(batch, histories, slots, lags, counts)
         rows = np.flatnonzero(counts == lags)  # those that get to their newest token
         single, several = slots[(lags == 1) & (counts == 1)], (counts > 0) & (lags > 1)
+        if counts.any():
+            self._feed(single, slots[several], counts[several])
         self.computed[slots] += counts
         self._drafted[slots] = 0
         found: list[list[int]] = [[] for _ in slots]
@@ -142,14 +157,17 @@ class DeviceDraftModel:
                 found[row_of[slot]].append(token)
         return found
 
+    def _feed(self, single: I32, several: I32, counts: I32) -> None:
+        """Something beside the tokens of the first pass. counts: of tokens of `several`; `single` have one each."""
+        return
+
     def observe(self, slots: I32, num_drafted: I32, num_accepted: I32) -> None:
         """The last draft of a row has not been through this model."""
         kept = np.minimum(num_accepted, self._drafted[slots])
         self.computed[slots] += np.where(num_drafted > 0, kept, 0).astype(np.int32)
         self._drafted[slots] = 0
 
-    @staticmethod
-    def _counts(histories: Histories, slots: I32, lags: I32) -> I32:
+    def _counts(self, histories: Histories, slots: I32, lags: I32) -> I32:
         """How many tokens of each row go through the model in its first step."""
         counts = np.ones(len(slots), np.int32)
         room = CATCH_UP_TOKENS

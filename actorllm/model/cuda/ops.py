@@ -270,3 +270,37 @@ def row_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
 def finite_rows(x: torch.Tensor, is_finite: torch.Tensor) -> None:
     """x: [num_rows, size]; is_finite: int32 [num_rows], 1 where all numbers of a row are."""
     is_finite.copy_(torch.isfinite(x.sum(1, dtype=torch.float32)))
+
+
+@launchable
+def take_rows(kept: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, taken: torch.Tensor) -> None:
+    """taken: of each row what is kept for its slot.
+
+    Arguments:
+        kept: [1 + num_slots, size], whose first row is for rows of no slot.
+        rows: int32 [num_rows], slots or -1.
+        places: int64 [num_rows], written: where each is kept.
+        taken: [num_rows, size], written.
+    """
+    torch.add(rows, 1, out=places)
+    torch.index_select(kept, 0, places, out=taken)
+
+
+@launchable
+def keep_rows(x: torch.Tensor, places: torch.Tensor, kept: torch.Tensor) -> None:
+    """kept[places] = x."""
+    kept.index_copy_(0, places, x)
+
+
+@launchable
+def blank_first(x: torch.Tensor, positions: torch.Tensor, last: int, is_first: torch.Tensor) -> None:
+    """x = 0 where the position is at most `last`. is_first: bool [num_rows], written."""
+    torch.le(positions, last, out=is_first)
+    x.masked_fill_(is_first.unsqueeze(1), 0)
+
+
+@launchable
+def spread(narrow: torch.Tensor, ids: torch.Tensor, rest: float, wide: torch.Tensor) -> None:
+    """wide[:, ids] = narrow, and `rest` elsewhere."""
+    wide.fill_(rest)
+    wide.index_copy_(1, ids, narrow)

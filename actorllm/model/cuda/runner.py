@@ -28,7 +28,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from actorllm.errors import ConfigError, EngineError, ModelError, UnsupportedMod
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model.adapters.store import Adapters
-from actorllm.model.cuda import experimental, ops
+from actorllm.model.cuda import experimental, head_drafter, ops
 from actorllm.model.cuda.adapters import DeviceSlots
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
@@ -57,6 +57,8 @@ from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.draft_model import DeviceDraftModel, draft_engine
 from actorllm.model.cuda.drafts import SampledRows, add_masks, edits_of, num_draft_slots, right_runs, sampled_rows
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
+from actorllm.model.cuda.head import DeviceHead
+from actorllm.model.cuda.head_drafter import DeviceHeadDrafter, consecutive
 from actorllm.model.cuda.latent import check_latent
 from actorllm.model.cuda.mixed import SIZES as MIXED_SIZES
 from actorllm.model.cuda.mixed import MixedSteps, rows_of_tokens, supports
@@ -83,11 +85,12 @@ from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
+from actorllm.model.speculation.head_shape import HeadShape, read_head
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Speculation
 from actorllm.types.quantization import FP8
-from actorllm.types.speculation import DRAFT_MODEL, NGRAM, SUFFIX
+from actorllm.types.speculation import DRAFT_MODEL, HEADS, NGRAM, SUFFIX, WITH_MODEL
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -187,7 +190,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     batch: DeviceBatch
     launches_ahead = True
     profiled = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
-    _owned = (
+    _owned: ClassVar[tuple[str, ...]] = (
         "model",
         "graphs",
         "mixed",
@@ -239,6 +242,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._draft_runner: CudaRunner | None = None
         """Of the model that drafts."""
         self._draft_model: DeviceDraftModel | None = None
+        self._heads: DeviceHeadDrafter | None = None
+        """The same, where it reads states of this model."""
+        self._states: torch.Tensor | None = None
+        """Of the step that was launched last, where they are not in the memory of decode steps."""
         self._newest: CudaHandle | None = None
         """The step that was executed last, until it is finished: then there is none under way."""
 
@@ -247,6 +254,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         with self.device.active():
             self._rows_of_size.clear()
             self._loaded_rows = self._label_head = self._speculator = self._draft_model = self._newest = None
+            self._heads = None
             drafting, self._draft_runner = self._draft_runner, None
             if drafting is not None:
                 drafting.close()
@@ -275,12 +283,14 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _load_drafter(self, speculation: Speculation) -> None:
         """Make what drafts. Raises ModelError, ConfigError."""
-        if speculation.method == DRAFT_MODEL:
-            if not isinstance(self.model_config, DecoderConfig):
-                raise UnsupportedModelError(
-                    f"speculative_config (method={DRAFT_MODEL!r}) is not supported for {self.config.model.architecture} yet, which "
-                    f"runs through transformers; use {NGRAM!r} or {SUFFIX!r}"
-                )
+        if speculation.method in WITH_MODEL and not isinstance(self.model_config, DecoderConfig):
+            raise UnsupportedModelError(
+                f"speculative_config (method={speculation.method!r}) is not supported for {self.config.model.architecture} yet, "
+                f"which runs through transformers; use {NGRAM!r} or {SUFFIX!r}"
+            )
+        if speculation.method in HEADS:
+            self._load_head()
+        elif speculation.method == DRAFT_MODEL:
             config, shape = draft_engine(self.config)
             self._draft_runner = CudaRunner(
                 config, self.rank, show_progress=self._show_progress, device=self.device, plan=shape
@@ -292,6 +302,31 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             is_greedy = speculation.draft_sample_method == "greedy"
             self._draft_model = DeviceDraftModel(self._draft_runner, is_greedy=is_greedy)
         self._speculator = Speculator(speculation, self.model_config.vocab_size, self._draft_model)
+
+    def _load_head(self) -> None:
+        """Make the head that drafts. Raises ModelError."""
+        speculation, target = self.config.speculation, self.model
+        assert speculation is not None
+        assert isinstance(self.model_config, DecoderConfig)
+        assert isinstance(target, DeviceDecoder)
+
+        def without_weights(device: Device) -> DeviceModel:
+            return self._twin(device)._without_weights()
+
+        shape = read_head(self.config, self.model_config)
+        target.taps = shape.taps
+        runner = HeadRunner(
+            self.config, shape, target, without_weights, show_progress=self._show_progress, device=self.device
+        )
+        self._draft_runner = runner
+        try:
+            runner.load()
+        except ModelError as error:
+            raise type(error)(f"speculative_config: the head that drafts: {error}") from error
+        ranges = speculation.num_speculative_tokens_per_batch_size
+        most_rows = max((last for _, last, drafts in ranges if drafts), default=0)
+        is_greedy = speculation.draft_sample_method == "greedy"
+        self._draft_model = self._heads = DeviceHeadDrafter(runner, is_greedy=is_greedy, most_rows=most_rows)
 
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
@@ -408,12 +443,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             # A module of transformers wants values.
             logger.info("some kernels are compiled when they are first launched", exc_info=True)
 
+    def _twin(self, device: Device) -> CudaRunner:
+        """A runner of the same model on another device."""
+        return CudaRunner(self.config, self.rank, device=device, plan=self.model_config)
+
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Make the launches of every kind of step, on tensors without memory."""
         device = MetaDevice(uses_pdl=self.device.uses_pdl)
         with target(architecture_of(self.device.torch_device)):
-            twin = CudaRunner(self.config, self.rank, device=device, plan=self.model_config)
+            twin = self._twin(device)
             twin.collectives = self.collectives.silent()
             twin.model = twin._without_weights()
             twin._allocate(REHEARSED_BLOCKS)
@@ -964,6 +1003,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 self._launch_prefill(handle)
             elif inputs.num_decodes:
                 self._launch_decode(handle)
+            if self._heads is not None and len(inputs.token_ids):
+                self._heads.follow(inputs, self._seen(inputs))
             self.batch.advance(inputs)
             if not (handle.late_slots.size or handle.waits_for_tokens):
                 self._choose(handle, None)
@@ -993,6 +1034,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         speculator.apply(plan, self.batch.known_tokens)
         if self._draft_model is not None:
             self._draft_model.apply(plan)
+            unknown = NO_I32 if self._newest is None else self._newest.sampling.slots
+            self._draft_model.catch_up(self.batch, speculator.histories, unknown)
         slots = self.batch.decode_slots
         if not plan.max_drafts or not slots.size:
             return None
@@ -1045,6 +1088,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def _launch_decode(self, handle: CudaHandle) -> None:
         inputs, sampling = handle.inputs, handle.sampling
         size = handle.size = self.graphs.size_for(inputs.num_decodes)
+        self._states = None
         self._load_rows(inputs.token_slots, inputs.decode_version, size)
         handle.rows = self._decode_rows.rows[:size]
         part = _PART_OF[sampling.how]
@@ -1084,9 +1128,20 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             if sampling.how is Way.LOGITS:
                 self.sampler.from_logits(handle.rows)
 
+    def _seen(self, inputs: StepInputs) -> torch.Tensor:
+        """What a head reads of the step that was launched last."""
+        assert self._heads is not None
+        assert isinstance(self.model, DeviceDecoder)
+        count = len(inputs.token_ids)
+        if self._states is not None:
+            return self._heads.states_of(self._states, self.model.tapped_forward)
+        tapped = self.model.tapped(count)
+        return self._heads.states_of(self.model.states(count), tapped)
+
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of a step with prompts, and whether those of the prompts' tokens are finite: int32."""
         size = self.mixed.size_for(inputs) if self.mixed is not None and self.graphs.is_on else None
+        self._states = None
         if size is not None:
             assert self.mixed is not None
             step = self.mixed.load(size, inputs)
@@ -1095,6 +1150,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             return step.states, step.is_finite[inputs.num_decodes : len(inputs.token_ids)].clone()
         tokens = self._tokens(inputs)
         states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
+        self._states = None if self._heads is None else states
         is_finite = torch.isfinite(states.sum(1, dtype=torch.float32)).int()
         ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
         return states, is_finite[inputs.num_decodes :]
@@ -1429,6 +1485,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             )
             self._load_rows(slots, -1, size)
             self.graphs.run(GraphPart.FORWARD.of_step(inputs.adapter_ids is not None), size)
+            if self._heads is not None:
+                assert isinstance(self.model, DeviceDecoder)
+                seen = self._heads.states_of(self.model.states(len(bad)), self.model.tapped(len(bad)))
+                self._heads.again(slots, columns.num_computed[slots].astype(np.int64), seen)
             columns.num_computed[slots] += 1
             self._choose(again, handle.late)
             assert again.download is not None
@@ -1463,3 +1523,126 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             or bool((is_filtered & (columns.temperature[slots] > 0)).any())
         )
         return Way.LOGITS if needs_logits else Way.HEAD
+
+
+class HeadRunner(CudaRunner):
+    """The runner of a head that drafts (`head_drafter`): its cache, its state table and its graphs are as those of a model.
+
+    Arguments:
+        config: of the engine.
+        shape: of the head.
+        target: the model that it drafts for.
+        target_without_weights: makes the same on the meta device (`rehearse`).
+    """
+
+    _owned = (*CudaRunner._owned, "states", "block_states", "_target", "_target_without_weights")
+    states: torch.Tensor
+    block_states: torch.Tensor
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: HeadShape,
+        target: DeviceDecoder,
+        target_without_weights: Callable[[Device], DeviceModel],
+        *,
+        show_progress: bool | None = None,
+        device: Device,
+    ) -> None:
+        assert config.speculation is not None
+        self.head_shape = shape
+        self._target, self._target_without_weights = target, target_without_weights
+        self._whole_config = config
+        self.room = head_drafter.WAITING_TOKENS + 1 + config.speculation.num_speculative_tokens
+        model = replace(shape.model, logits_processors=())
+        super().__init__(
+            replace(config, model=model, speculation=None, lora=None),
+            show_progress=show_progress,
+            device=device,
+            plan=replace(shape.layers, vocab_size=target.vocab_size),
+        )
+
+    @property
+    def drafting_head(self) -> DeviceHead:
+        assert isinstance(self.model, DeviceHead)
+        return self.model
+
+    def _load(self) -> DeviceModel:
+        model, form = self.config.model, device_form(self.config.model)
+        with open_on_device(model, form, self.dtype, self._show_progress, self.device.torch_device) as weights:
+            return DeviceHead(self.head_shape, weights, self._target, model.max_model_len, self.device, form)
+
+    def _twin(self, device: Device) -> CudaRunner:
+        target = self._target_without_weights(device)
+        assert isinstance(target, DeviceDecoder)
+        return HeadRunner(self._whole_config, self.head_shape, target, self._target_without_weights, device=device)
+
+    def _without_weights(self) -> DeviceModel:
+        form, length = device_form(self.config.model), self.config.model.max_model_len
+        return DeviceHead(self.head_shape, MetaWeights(self.dtype), self._target, length, self.device, form)
+
+    @property
+    def block_bytes(self) -> int:
+        return super().block_bytes + self.head_shape.state_size * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def _allocate(self, num_blocks: int) -> None:
+        for name in ("states", "block_states"):  # those of the profile go before there are others
+            vars(self).pop(name, None)
+        scheduler, size, on = self.config.scheduler, self.head_shape.state_size, self.device.torch_device
+        num_slots = scheduler.max_num_seqs
+        with self.device.active():
+            self.drafting_head.make_room(num_slots, scheduler.max_num_batched_tokens + num_slots * self.room)
+            self.states = torch.zeros(num_slots * self.room, size, dtype=self.dtype, device=on)
+            self.block_states = torch.zeros(num_blocks, size, dtype=self.dtype, device=on)
+        super()._allocate(num_blocks)
+
+    def _zero(self, block_ids: I32) -> None:
+        super()._zero(block_ids)
+        if block_ids.size:
+            with self._on_device():
+                self.block_states.index_fill_(0, self.device.upload(block_ids.astype(np.int64)), 0)
+
+    def _copy(self, sources: I32, targets: I32) -> None:
+        super()._copy(sources, targets)
+        if targets.size:
+            to, where = self.device.upload(np.stack((targets, sources)).astype(np.int64)).unbind(0)
+            self.block_states.index_copy_(0, to, self.block_states.index_select(0, where))
+
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next pass is given of each row comes from its last token."""
+        states, is_finite = super()._forward(inputs)
+        where, slots = self.device.upload_parts(
+            inputs.result_tokens.astype(np.int64), inputs.result_slots.astype(np.int64) + 1
+        )
+        self.drafting_head.keep(states, where, slots)
+        return states, is_finite
+
+    @torch.inference_mode()
+    def warm_prefill(self) -> None:
+        """With what makes of states of the target what a pass is given."""
+        super().warm_prefill()
+        states = torch.zeros(1, self.head_shape.state_size, dtype=self.dtype, device=self.device.torch_device)
+        self.drafting_head.combined(states)
+
+    @torch.inference_mode()
+    def follow(self, slots: I32, firsts: I32, counts: I32, ids: NDArray[np.int64], before: torch.Tensor) -> None:
+        size = self.batch.block_size
+        rows = np.repeat(slots, counts)
+        positions = consecutive(firsts, counts)
+        kv_slots = self.batch.block_tables[0][rows, positions // size].astype(np.int64) * size + positions % size
+        chunks = self._attention.chunks(slots, counts, firsts + counts)
+        uploaded = self.device.upload_parts(ids, positions, kv_slots)
+        ops.copy(self.drafting_head.combined(before), self.drafting_head.fed[: len(ids)])
+        tokens = StepTokens(uploaded[0], uploaded[1], uploaded[2], None, chunks)
+        states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
+        ops.kv_clear(self._pool.pool, uploaded[2], torch.isfinite(states.sum(1, dtype=torch.float32)).int())
+
+    @torch.inference_mode()
+    def forget(self, slots: I32, firsts: I32, counts: I32) -> None:
+        size = self.batch.block_size
+        rows, positions = np.repeat(slots, counts), consecutive(firsts, counts)
+        kv_slots = self.batch.block_tables[0][rows, positions // size].astype(np.int64) * size + positions % size
+        ops.kv_clear(
+            self._pool.pool, self.device.upload(kv_slots), self.device.upload(np.zeros(len(kv_slots), np.int32))
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
@@ -17,17 +18,21 @@ from actorllm.messages import POOLING_CODES
 from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
+from actorllm.model.cuda.decoder import DeviceDecoder
 from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
 from actorllm.model.cuda.rehearsal import MetaDevice
-from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.runner import CudaRunner, HeadRunner
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.parallel import Ranks
+from actorllm.model.speculation.head_shape import read_head
 from actorllm_kernels import configs, gates
 from actorllm_kernels.compiled import Compiled, facts
 from actorllm_kernels.launches import Launch, recording
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.mixtures import DEEPSEEK_V2, DEEPSEEK_V3
-from tests.model.cuda.twins import DeviceDriver, prompt
+from tests.model.cuda.twins import TINY, DeviceDriver, prompt
+from tests.model.driver import int32
 
 
 class PretendedDevice(MetaDevice):
@@ -179,6 +184,52 @@ def test_a_model_that_pools_launches_what_was_rehearsed(folder: Callable[..., Pa
         runner.check_itself()
     assert rehearsed
     assert keys - rehearsed == set()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_that_drafts_launches_what_was_rehearsed(
+    folder: Callable[..., Path], tmp_path: Path, keys: set[Key], method: str
+) -> None:
+    """Its prompts, first passes with one token of a row and with several, and further passes."""
+    own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if method == "eagle3":
+        own |= {"draft_vocab_size": 100, "fc_norm": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(TINY | own))
+    config = config_of(
+        folder(max_position_embeddings=512),
+        dtype="bfloat16",
+        block_size=64,
+        max_num_seqs=40,
+        speculative_config={"method": method, "model": str(head), "num_speculative_tokens": 3},
+    )
+    device = PretendedDevice(uses_pdl=True)
+    target = CudaRunner(config, device=device)
+    target.model = target._without_weights()
+    assert isinstance(target.model, DeviceDecoder)
+    assert isinstance(target.model_config, DecoderConfig)
+    shape = read_head(config, target.model_config)
+    runner = HeadRunner(
+        config, shape, target.model, lambda device: target._twin(device)._without_weights(), device=device
+    )
+    with configs.target("sm_90"), torch.inference_mode():
+        runner.rehearse()
+        rehearsed = set(keys)
+        runner.model = runner._without_weights()
+        runner._allocate(100)
+        driver = DeviceDriver(runner, num_blocks=100)
+        for slot, length in enumerate((20, 90, 1)):
+            driver.add(slot, prompt(length, slot))
+        runner.execute(driver.plan({0: 20}, []))
+        ids = np.arange(89)
+        states = torch.zeros(89, shape.state_size, dtype=torch.bfloat16, device="meta")
+        runner.follow(int32([1]), int32([1]), int32([89]), ids, states)
+        for plan in (driver.plan({1: 4}, [0]), driver.plan({1: 86, 2: 1}, [0]), driver.plan({}, [1, 0, 2])):
+            runner.execute(plan)
+    assert rehearsed
+    assert keys - rehearsed == set()
+    assert any(("SKIPPED", 1) in key for key in rehearsed)
 
 
 def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from actorllm.model.cuda.proof.self_check import Copies, difference
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.mixtures import DEEPSEEK_V3
+from tests.model.cuda.twins import TINY
 from tests.model.quantization.layouts import save_both
 
 
@@ -217,6 +218,31 @@ def test_rows_of_padding_do_not_tighten_what_is_allowed() -> None:
     noise[0, 0] = 0.5
     assert "is off by 0.5" in str(difference(expected + noise, expected, "out", 3e-2))
     assert difference(expected + 1e-2, expected, "out", 3e-2) is not None  # padding is 0
+
+
+def test_kernels_of_a_head_are_checked_as_it_launches_them(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention of a head is a build of its own."""
+    attend, seen = ops.OPERATIONS["attn_decode"].on_host, []
+
+    def wrong(*args: Any, skipped: int = 0, **kwargs: Any) -> None:
+        attend(*args, skipped=skipped, **kwargs)
+        seen.append(skipped)
+        if skipped:
+            args[9].mul_(2)
+
+    wrong.__signature__ = __import__("inspect").signature(attend)  # type: ignore[attr-defined]
+    monkeypatch.setattr(ops.OPERATIONS["attn_decode"], "launcher", wrong)
+    head = tmp_path / "head"
+    head.mkdir()
+    own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 100}
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (head / "config.json").write_text(json.dumps(TINY | own | taps))
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    start(folder, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=64, speculative_config=drafts)
+    assert ops.replaced() == ["attn_decode"]
+    assert {0, 1} <= set(seen), "the target's was right"
 
 
 @pytest.mark.parametrize(("found", "expected", "output", "is_right"), [
