@@ -130,11 +130,6 @@ class CudaRules(BackendRules):
         if reason is None and options.get("enable_lora") and options.get("model_impl") == "transformers":
             told = f"enable_lora=True: there are no adapters on {self.title} with model_impl='transformers' yet"
             return f"{told}; leave one of them out"
-        if reason is None and options.get("speculative_config") is not None:
-            ranks = options.get("tensor_parallel_size")
-            if ranks not in (None, 1):
-                told = f"speculative_config is not supported on {self.title} with tensor_parallel_size={ranks!r}"
-                return f"{told} yet; leave one of them out"
         return self._why_not_quantized(options) if reason is None else reason
 
     def _why_not_quantized(self, options: Mapping[str, Any]) -> str | None:

@@ -58,6 +58,7 @@ from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, Step
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation import costs
+from actorllm.model.speculation.agreed import agreed_drafts, firsts
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
@@ -878,19 +879,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if not self.ranks.rank:
             room = self.batch.draft_room(self.config.model.max_model_len)
             drafts = speculator.of_plan(plan, self.batch, room, most, self.tell_drafts)
-        return drafts if self.ranks.size == 1 else self._agreed_drafts(drafts, most)
-
-    def _agreed_drafts(self, drafts: Drafts | None, most: int) -> Drafts | None:
-        """Those of the first rank, on every rank. most: of a row."""
-        told = np.zeros((len(self.batch.decode_slots), 1 + max(0, most)), np.int32)  # how many, and which
-        if drafts is not None:
-            told[:, 0] = drafts.counts
-            told[:, 1:][_firsts(drafts.counts, told.shape[1] - 1)] = drafts.tokens
-        told = self.ranks.agree(told)
-        counts = told[:, 0].copy()
-        if not counts.any():
-            return None
-        return Drafts(counts, told[:, 1:][_firsts(counts, told.shape[1] - 1)])
+        return drafts if self.ranks.size == 1 else agreed_drafts(self.ranks, drafts, len(slots), most)
 
     def _has_finite_drafts(self, states: torch.Tensor, inputs: StepInputs) -> bool:
         """Whether the drafts have finite states. If not, what they have stored is cleared: it is in the way of the rows.
@@ -1096,7 +1085,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         told = np.zeros((len(handle.sampling.slots), 2 + int(drafts.counts.max())), np.int32)  # how many, and which
         if not self.ranks.rank:
             told[:, 0] = runs if runs.size else 1
-            told[:, 1:][_firsts(told[:, 0], told.shape[1] - 1)] = tokens
+            told[:, 1:][firsts(told[:, 0], told.shape[1] - 1)] = tokens
         told = self.ranks.agree(told)
         counts = told[:, 0].copy()
         if self.ranks.rank:
@@ -1104,7 +1093,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 rows = np.flatnonzero(counts[: len(slots)] > position)
                 self.batch.accept(slots[rows])
                 self._store(slots[rows], told[rows, 1 + position])
-        return told[:, 1:][_firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
+        return told[:, 1:][firsts(counts, told.shape[1] - 1)], counts if (counts > 1).any() else NO_I32
 
     def _run_logprobs(self, raw: torch.Tensor, slots: I32, rows: NDArray[np.intp], tokens: I32) -> list[LogprobSpan]:
         """Those of one position of several rows, of which some want them."""
@@ -1228,9 +1217,3 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             how = SamplingColumns.of_slots(columns, part)
             chunks.append((start, start + len(part), how))
         return chunks
-
-
-def _firsts(counts: I32, width: int) -> NDArray[np.bool_]:
-    """[num_rows, width]: the first ones of each row, so many as it counts."""
-    mask: NDArray[np.bool_] = np.arange(width) < counts[:, None]
-    return mask

@@ -85,6 +85,7 @@ from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
+from actorllm.model.speculation.agreed import agreed_drafts
 from actorllm.model.speculation.head_shape import HeadShape, read_head
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.weights import Weights
@@ -1039,12 +1040,17 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         slots = self.batch.decode_slots
         if not plan.max_drafts or not slots.size:
             return None
-        room = self.batch.draft_room(self.config.model.max_model_len)
-        if self.processors is not None:  # what they remember cannot be tried
-            room[[self.processors.concerns(slots[row : row + 1]) for row in range(len(slots))]] = 0
         most = min(plan.max_drafts, self._num_draft_slots // len(slots))
-        # Tokens that are not known yet are those behind which drafts would stand.
-        return speculator.of_plan(plan, self.batch, room, most if self._newest is None else 0, self.tell_drafts)
+        drafts: Drafts | None = None
+        if not self.collectives.rank:
+            room = self.batch.draft_room(self.config.model.max_model_len)
+            if self.processors is not None:  # what they remember cannot be tried
+                room[[self.processors.concerns(slots[row : row + 1]) for row in range(len(slots))]] = 0
+            # Tokens that are not known yet are those behind which drafts would stand.
+            known = most if self._newest is None else 0
+            drafts = speculator.of_plan(plan, self.batch, room, known, self.tell_drafts)
+        # Another rank need not have finished the step before: it knows how many tokens there are, and the first one which.
+        return drafts if self.collectives.size == 1 else agreed_drafts(self.ranks, drafts, len(slots), most)
 
     def _with_drafts(self, inputs: StepInputs, sampling: SamplingRows[Way], drafts: Drafts) -> SampledRows:
         """Give each draft of a step a row of the state table."""
@@ -1414,6 +1420,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         assert drafts is not None
         assert self._speculator is not None
         runs = right_runs(rows, drafts, tokens, is_void, handle.late)
+        if self.collectives.size > 1:
+            runs = self.ranks.agree(runs)  # the first one has the masks
         tokens[is_void] = 0
         table = np.zeros((len(slots), int(runs.max())), np.int32)
         table[:, 0] = tokens[rows.firsts]

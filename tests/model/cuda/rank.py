@@ -1,6 +1,6 @@
 """One of two ranks, as a program: its runner on the host's tensors must answer what the CPU's answers with one rank.
 
-python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | experts | whole-experts | quantized OPTIONS]
+python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | drafts | experts | whole-experts | quantized OPTIONS]
 
 OPTIONS: arguments of an engine, as JSON.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,14 @@ from actorllm.model.cuda.linear import DeviceDense
 from actorllm.model.cuda.quantized import DeviceQuantized
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.quantization import form_of
+from tests.api.knowing_drafter import STREAMS
 from tests.model.cuda.adapted import LORA, fill, follow_adapters
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.dequantized import DequantizedByRank, follow
 from tests.model.cuda.mixtures import follow as follow_experts
 from tests.model.cuda.rules import rules_of
-from tests.model.cuda.twins import Twins, prompt
-from tests.model.driver import int32
+from tests.model.cuda.twins import DeviceDriver, Twins, prompt
+from tests.model.driver import Driver, int32
 
 
 class RankTwins(Twins):
@@ -54,6 +56,10 @@ def main(folder: Path, rendezvous: str, rank: int, what: str = "", given: str = 
     options: dict[str, Any] = LORA if what == "adapters" else {"enable_expert_parallel": what == "whole-experts"}
     options |= json.loads(given)
     config = config_of(folder, block_size=64, **options)
+    if what == "drafts":
+        draft(folder, rendezvous, rank)
+        print("done")
+        return
     runner = CudaRunner(
         dataclasses.replace(config, world_size=2, rendezvous=rendezvous),
         rank,
@@ -92,6 +98,53 @@ def main(folder: Path, rendezvous: str, rank: int, what: str = "", given: str = 
     spoilt(runner)
     runner.close()
     print("done")
+
+
+def draft(folder: Path, rendezvous: str, rank: int) -> None:
+    """Streams of a runner alone, without drafts; only the first of two ranks knows them."""
+    prompts = {0: prompt(70, 1), 1: prompt(5, 2), 3: prompt(61, 3)}
+    sampling: dict[int, dict[str, Any]] = {
+        0: {},
+        1: {"temperature": 0.9, "seed": 5},
+        3: {"temperature": 1.1, "seed": 7, "top_k": 30},
+    }
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+
+    def streams(driver: Any, most: int) -> dict[int, list[int]]:
+        for slot, tokens in prompts.items():
+            driver.add(slot, tokens, **sampling[slot])
+            more = rules_of(slot, **penalties) if slot == 1 else {}
+            driver.step({slot: len(tokens)}, decode=[s for s in prompts if s < slot], max_drafts=most, **more)
+        decode: list[int] | None = list(prompts)
+        while min(len(driver.requests[slot].tokens) - len(tokens) for slot, tokens in prompts.items()) < 24:
+            driver.step(decode=decode, max_drafts=most)
+            decode = None
+        return {slot: driver.requests[slot].tokens[len(tokens) :] for slot, tokens in prompts.items()}
+
+    cpu = CpuRunner(config_of(folder, block_size=16), show_progress=False)
+    cpu.load()
+    cpu.allocate(96)
+    alone = Driver(cpu, num_blocks=96)
+    expected = streams(alone, 0)
+    known = [[tokens, expected[slot]] for slot, tokens in prompts.items()] if rank == 0 else []
+    path = folder / f"streams-{rank}.json"
+    path.write_text(json.dumps(known))
+    os.environ[STREAMS] = str(path)
+    drafts = {"method": "tests.api.knowing_drafter:KnowingDrafter", "num_speculative_tokens": 5}
+    config = config_of(folder, block_size=64, speculative_config=drafts)
+    runner = CudaRunner(
+        dataclasses.replace(config, world_size=2, rendezvous=rendezvous),
+        rank,
+        show_progress=False,
+        device=HostDevice(),
+    )
+    runner.load()
+    runner.allocate(24)
+    driver = DeviceDriver(runner, num_blocks=24)  # type: ignore[arg-type]
+    found = streams(driver, 5)
+    assert {slot: tokens[:24] for slot, tokens in found.items()} == {s: tokens[:24] for s, tokens in expected.items()}
+    assert driver.num_steps < alone.num_steps - 5
+    runner.close()
 
 
 def refused_by_one(runner: CudaRunner) -> None:

@@ -100,6 +100,11 @@ def test_quantized_checkpoints_of_two_ranks_are_those_of_the_cpu(name: str, tmp_
     run_ranks(path, tmp_path, "quantized", json.dumps({"load_format": "auto"}))
 
 
+def test_drafts_that_the_first_of_two_ranks_knows_change_no_token(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Some right, some wrong, over the border of a block; greedy, seeded, filtered, with penalties."""
+    run_ranks(folder(vocab_size=301, intermediate_size=97), tmp_path, "drafts")
+
+
 @pytest.mark.slow(reason="ranks as processes; the CPU's have the same parts of experts")
 @pytest.mark.parametrize("what", ["experts", "whole-experts"])
 def test_experts_of_two_ranks_are_those_of_the_cpu(what: str, folder: Callable[..., Path], tmp_path: Path) -> None:
