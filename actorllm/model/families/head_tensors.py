@@ -16,6 +16,7 @@ from actorllm.model.parallel import Ranks
 from actorllm.model.pipeline.part import LayerPart
 from actorllm.model.speculation.head_shape import HeadShape, MtpLayout
 from actorllm.model.weights import Weights
+from actorllm.types.quantization import KV_SCALES
 from actorllm.types.speculation import EAGLE, EAGLE3
 
 IGNORABLE = ("t2d", "mask_hidden")
@@ -47,7 +48,7 @@ class HeadTensors:
         c, method, mtp = shape.layers, shape.method, shape.mtp
         base = "model." if mtp is None else mtp.prefix
         first = f"{base}layers.0." if mtp is None else base
-        if method == EAGLE3 and weights.stored(f"{base}midlayer.self_attn.q_proj.weight") is not None:
+        if method == EAGLE3 and weights.stored(f"{base}midlayer.hidden_norm.weight") is not None:
             first = f"{base}midlayer."
         self.layers: list[LayerTensors] = []
         for index in range(c.num_layers):
@@ -83,7 +84,7 @@ class HeadTensors:
             self._read_copies(mtp, embedding)
         else:
             self._read_vocabulary(embedding)
-            weights.close(lambda name: name.endswith("rotary_emb.inv_freq") or name in IGNORABLE)
+            weights.close(lambda name: name.endswith(("rotary_emb.inv_freq", *KV_SCALES)) or name in IGNORABLE)
 
     def _has(self, name: str) -> bool:
         return self._weights.stored(name) is not None

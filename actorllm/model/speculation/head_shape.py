@@ -24,7 +24,7 @@ from actorllm.model.registry import decoder_config
 from actorllm.model.speculation.draft_shape import model_in
 from actorllm.types.draft_head import MTP_LAYERS, head_tree
 from actorllm.types.model_files import overridden, read_model_config
-from actorllm.types.quantization import read_checkpoint
+from actorllm.types.quantization import GGUF, read_checkpoint
 from actorllm.types.speculation import EAGLE, EAGLE3, MTP
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -126,14 +126,14 @@ def read_head(config: EngineConfig, target: DecoderConfig) -> HeadShape:
     tree = head_tree(read_model_config(Path(folder)))
     told = f"speculative_config: model={folder!r}"
     try:
-        layers = _layers(tree)
+        layers, quantization = _layers(tree), _quantization(tree)
         if config.speculation.method == EAGLE:
             shape = _eagle(tree, layers, target)
         else:
             shape = _eagle3(tree, layers, target)
     except (UnsupportedModelError, CorruptModelError) as error:
         raise type(error)(f"{told}: {error}") from error
-    return replace(shape, model=model_in(config.model, folder))
+    return replace(shape, model=replace(model_in(config.model, folder), quantization=quantization))
 
 
 def _layers(tree: Mapping[str, Any]) -> DecoderConfig:
@@ -148,9 +148,17 @@ def _layers(tree: Mapping[str, Any]) -> DecoderConfig:
     layers = decoder_config(architecture, tree)
     if any(layers.windows):
         raise UnsupportedModelError("a head with sliding windows is not supported")
-    if read_checkpoint(tree) is not None:
-        raise UnsupportedModelError("a head with quantized weights is not supported; use one of plain numbers")
     return layers
+
+
+def _quantization(tree: Mapping[str, Any]) -> str | None:
+    """Of a checkpoint's weights. A target that is quantized when it is loaded has a plain head: that costs little."""
+    checkpoint = read_checkpoint(tree)
+    if checkpoint is None:
+        return None
+    if checkpoint.method == GGUF:
+        raise UnsupportedModelError("a head in a GGUF file is not supported; use one of safetensors")
+    return checkpoint.method
 
 
 def _eagle(tree: Mapping[str, Any], layers: DecoderConfig, target: DecoderConfig) -> HeadShape:
@@ -212,8 +220,10 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
         raise UnsupportedModelError(
             f"{told}: config.json has {MTP_LAYERS}={tree.get(MTP_LAYERS)!r}: there is no such layer"
         )
-    if read_checkpoint(tree) is not None:
-        raise UnsupportedModelError(f"{told} is not supported with a checkpoint that is quantized; use another method")
+    try:
+        quantization = _quantization(tree)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{told}: {error}") from error
     layers, layout = replace(target, num_layers=1, windows=(None,)), MIMO
     if model.architecture != MTP_ARCHITECTURES[0]:
         layout = deepseek(target.num_layers)
@@ -221,7 +231,7 @@ def _mtp(model: ModelConfig, target: DecoderConfig) -> HeadShape:
             layers = replace(layers, experts=replace(target.experts, layers=(True,)))
     return HeadShape(
         method=MTP,
-        model=replace(model, quantization=None),
+        model=replace(model, quantization=quantization),
         layers=layers,
         state_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.model.quantization.layouts import WRITERS
+
 Tensors = dict[str, torch.Tensor]
 
 SHAPE = {
@@ -179,6 +181,18 @@ def save(folder: Path, tree: dict[str, Any], tensors: Tensors) -> Path:
     (folder / "config.json").write_text(json.dumps(tree))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def quantize(folder: Path, name: str) -> Tensors:
+    """Give the layers of a head random weights in a published layout of fewer bits. Returns all tensors in plain numbers."""
+    scheme, writer = WRITERS[name]
+    stored = load_file(folder / "model.safetensors")
+    exact = dict(stored)
+    for key in [key for key in stored if key.endswith("_proj.weight") or key == "fc.weight"]:
+        tensors, exact[key] = writer(*stored.pop(key).shape)
+        stored |= {f"{key.removesuffix('.weight')}.{part}": tensor for part, tensor in tensors.items()}
+    save(folder, json.loads((folder / "config.json").read_text()) | {"quantization_config": scheme}, stored)
+    return exact
 
 
 def mtp_tensors(tree: dict[str, Any], seed: int = 3) -> Tensors:

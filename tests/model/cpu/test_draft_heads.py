@@ -23,6 +23,7 @@ from tests.model.cpu.draft_head_oracle import (
     PROMPT,
     SHAPE,
     Oracle,
+    quantize,
     save_deepseek,
     save_eagle,
     save_eagle3,
@@ -140,6 +141,35 @@ def test_logits_are_those_of_plain_torch(make_case: Callable[..., Case], name: s
     assert all(len(case.driver.requests[slot].tokens) > n + 11 for slot, n in enumerate(before)), (
         "several tokens a step"
     )
+
+
+@pytest.mark.parametrize("name", ["fp8-channel", "packed-8"])
+def test_a_quantized_head_is_computed_as_such(
+    tmp_path: Path, make_driver: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its logits are those of the weights in plain numbers, up to what products of 8 bits round."""
+    for size, value in {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}.items():
+        monkeypatch.setitem(SHAPE, size, value)
+    (tmp_path / "target").mkdir()
+    target = save_target(tmp_path / "target", "eagle3")
+    folder = save_eagle3(tmp_path / "head", SHAPE)
+    exact = quantize(folder, name)
+    drafts = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    driver = make_driver(tmp_path / "target", speculative_config=drafts, block_size=8, max_model_len=96)
+    model = driver.runner._draft_model
+    assert isinstance(model, HeadDrafter)
+    oracle = Oracle("eagle3", Oracle.of("eagle3", folder, target).tree, exact, target, {})
+    logits: list[torch.Tensor] = []
+    head, compute = model._head, model._head.logits
+    head.logits = lambda states: logits.append(compute(states).clone()) or logits[-1]  # type: ignore[method-assign,func-returns-value]
+    driver.add(0, PROMPT)
+    driver.step(prefill={0: 21})
+    tokens = list(driver.requests[0].tokens)
+    driver.step(decode=[0], max_drafts=2)
+    (expected, *_), _ = oracle.logits(tokens, 1)
+    found, is_there = logits[0][0], torch.isfinite(expected)
+    off = (found - expected)[is_there]
+    assert off.square().mean().sqrt() < 0.05 * expected[is_there].std()
 
 
 def test_a_prompt_in_chunks_and_a_fork_of_it(make_case: Callable[..., Case]) -> None:

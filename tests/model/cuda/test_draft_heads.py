@@ -23,6 +23,7 @@ from tests.model.cpu.draft_head_oracle import (
     PROMPT,
     SHAPE,
     Oracle,
+    quantize,
     save_deepseek,
     save_eagle,
     save_eagle3,
@@ -84,7 +85,9 @@ class Case:
 
 @pytest.fixture
 def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case]:
-    def make(name: str = "eagle3", most: int = 3, device: Device | None = None, **arguments: Any) -> Case:
+    def make(
+        name: str = "eagle3", most: int = 3, device: Device | None = None, quantized: str = "", **arguments: Any
+    ) -> Case:
         method, own = HEADS[name]
         for size, value in HEAD_SIZES.items() if name != "mtp of DeepSeek" else ():
             monkeypatch.setitem(SHAPE, size, value)
@@ -107,6 +110,7 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             save = save_eagle if method == "eagle" else save_eagle3
             head = save(tmp_path / "head", SHAPE if method == "eagle3" else tree | SHAPE, **own)
             drafts["model"] = str(head)
+        exact = quantize(head, quantized) if quantized else {}
         given = {"block_size": BLOCK, "max_model_len": 96, "load_format": "auto"}
         config = config_of(folder, speculative_config=drafts, **(given | arguments))
         runner = CudaRunner(config, show_progress=False, device=HostDevice() if device is None else device)
@@ -116,7 +120,9 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         if isinstance(device, DelayedDevice):
             device.is_late = True
         driver = DeviceDriver(runner, num_blocks=48)  # type: ignore[arg-type]
-        return Case(driver, Oracle.of(method, head, target, **own), most)
+        oracle = Oracle.of(method, head, target, **own)
+        oracle.tensors |= exact
+        return Case(driver, oracle, most)
 
     return make
 
@@ -156,6 +162,15 @@ def test_drafts_are_those_of_plain_torch(make_case: Callable[..., Case], name: s
     assert all(len(case.driver.requests[slot].tokens) > n + 11 for slot, n in enumerate(before)), "several at a time"
     head: Any = case.model.runner
     assert (head.statistics()["num_graph_replays"] > 0) == is_recorded
+
+
+def test_a_quantized_head_is_read_as_such(make_case: Callable[..., Case]) -> None:
+    case = make_case("eagle3", quantized="fp8-channel")
+    case.plan = knowing(case)
+    case.driver.add(0, PROMPT)
+    case.driver.step(prefill={0: 21})
+    case.decode(5, [0])
+    assert case.num_compared > 8
 
 
 def test_a_prompt_in_chunks_and_a_fork_of_it(make_case: Callable[..., Case]) -> None:

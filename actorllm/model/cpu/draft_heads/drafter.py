@@ -89,7 +89,7 @@ class HeadDrafter(DraftingModel):
                 if (
                     source.is_first
                     or shape.mtp is None
-                    or weights.stored(f"{shape.mtp.prefix}{shape.mtp.joins}.weight")
+                    or weights.stored(f"{shape.mtp.prefix}{shape.mtp.hidden_norm}.weight")
                 ):
                     return DraftHead(shape, weights, target, self._config.model.max_model_len)
             with open_weights(replace(shape.model, weights=FIRST_WEIGHTS), self._dtype, show_progress) as weights:

@@ -16,6 +16,7 @@ from actorllm.model.cpu.layers import RMSNorm, RotaryEmbedding, linear
 from actorllm.model.families.head_tensors import HeadTensors
 from actorllm.model.inputs import StepInputs
 from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.quantization import form_of
 from actorllm.model.rope import rotation_angles, rotation_length
 from actorllm.model.speculation.head_shape import HeadShape
 from actorllm.model.weights import Weights
@@ -37,7 +38,7 @@ class DraftHead:
     def __init__(self, shape: HeadShape, weights: Weights, target: Decoder, max_positions: int) -> None:
         self.shape, self.target = shape, target
         c = shape.layers
-        tensors = HeadTensors(shape, weights, target.config, target.embedding)
+        tensors = HeadTensors(shape, weights, target.config, target.embedding, form_of(shape.model))
         share = HeadShare(c.num_heads, c.num_kv_heads, c.head_dim, Ranks())
         self.layers = [DecoderLayer(c, layer, index, Ranks(), share) for index, layer in enumerate(tensors.layers)]
 
