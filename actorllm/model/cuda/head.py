@@ -3,7 +3,7 @@
 A token is computed with the state of the token before it. The head knows no state before the first token. So no token attends to
 that one (`AttentionShape.skipped`). The second one stands at position 0 of its rotation, as in training.
 
-A decode step reads what it is given of each row from `kept`, by slot, and leaves there what the next step is to be given. So passes
+A decode step reads what it is given of each row from `kept`, by slot. It leaves there what the next step is to be given. So passes
 of a draft are graphs, one behind the other, and the host has no part in them. Steps with several tokens of a row read `fed`, which
 the caller fills before, token by token. What they leave is taken by `keep`. Owned by the runner of the head.
 """
