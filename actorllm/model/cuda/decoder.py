@@ -535,6 +535,7 @@ class DeviceDecoder:
     """What was kept of the tokens of the last `forward`."""
     norm: torch.Tensor | None
     """Behind the layers, in float32."""
+    _prompts: PromptProducts | None
 
     def __init__(
         self,
@@ -613,7 +614,7 @@ class DeviceDecoder:
             self.shape = replace(self.shape, num_kv_heads=1, head_dim=config.latent.width, latent=config.latent)
         self._scratch = SplitScratch.empty(device.torch_device)
         self._slots = slots
-        self._prompts: PromptProducts | None = None
+        self._prompts = None
         self._activations: Activations
         self._attention: PagedAttention
 
