@@ -403,6 +403,13 @@ def test_a_capability_that_is_wrong_or_fails_is_told_and_costs_no_other(
     assert (row["right"], row["problem"].partition(":")[0]) == (False, "ModelNotFoundError")
 
 
+def test_some_capabilities_may_be_asked_for_by_parts_of_their_names() -> None:
+    bench = Bench(torch.device("cpu"), True, ("int4", "LoRA"))
+    assert capabilities.wanted(bench) == ["int4", "int4-g128", "LoRA, two adapters"]
+    with pytest.raises(ValueError, match="--cases int9: the cases are bfloat16; int8"):
+        capabilities.run(Bench(torch.device("cpu"), True, ("int9",)))
+
+
 def test_every_capability_is_taken_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Or its case would measure a refusal, where nothing can be mended."""
     monkeypatch.setattr("actorllm.types.device.why_not_cuda", lambda: None)
