@@ -1,7 +1,7 @@
 """What do the kernels and the engine reach on this GPU, and are they right?
 
     python bench/gpu.py [--stage hour|next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--limit SECONDS]
-                        [--write-configs] [--write-readme] [--cpu-check]
+                        [--cases PART,...] [--write-configs] [--write-readme] [--cpu-check]
     python bench/gpu.py --predict H200|H100 [--json FILE] [--models NAME,...]
 
 Without --stage, the stages of a first hour are run (FIRST_HOUR), and a verdict says what they have shown and what to do next.
@@ -185,7 +185,8 @@ def main() -> int:
     if arguments.stage not in ("hour", "next", "all", *STAGES):
         print(f"--stage {arguments.stage} is none of hour, next, all, {', '.join(STAGES)}", file=sys.stderr)
         return 2
-    bench = Bench(torch.device("cpu" if arguments.cpu_check else "cuda"), arguments.cpu_check)
+    only = tuple(arguments.cases.split(",")) if arguments.cases else ()
+    bench = Bench(torch.device("cpu" if arguments.cpu_check else "cuda"), arguments.cpu_check, only)
     known = TINY if arguments.cpu_check else MODELS
     names = arguments.models.split(",") if arguments.models else list(known)
     if unknown := [name for name in names if name not in known]:
@@ -210,6 +211,7 @@ def main() -> int:
                 str(folder),
                 "--models",
                 ",".join(names),
+                *(["--cases", arguments.cases] if arguments.cases else []),
             ]
             return run_apart(command + ["--cpu-check"] * arguments.cpu_check, arguments.limit * len(stages))
 
@@ -377,6 +379,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="seconds after which a stage is ended; default: %(default)g"
     )
+    parser.add_argument("--cases", help="of capabilities: those whose names have one of these parts; default: all")
     parser.add_argument("--write-configs", action="store_true")
     parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--cpu-check", action="store_true")

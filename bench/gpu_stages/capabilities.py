@@ -69,7 +69,7 @@ def run(bench: Bench) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder, names = Path(name), list(cases(bench))
+        folder, names = Path(name), wanted(bench)
         for case, row in _measured(bench, names, folder):
             rows.append({"case": case, **row})
             print(line(rows[-1]), flush=True)
@@ -83,6 +83,15 @@ def run(bench: Bench) -> dict[str, Any]:
         "capability steps": [{"case": row["case"], **step} for row in rows for step in row.get("steps", [])],
         "wrong": f"not right: {', '.join(wrong)}" if wrong else "",
     }
+
+
+def wanted(bench: Bench) -> list[str]:
+    """The cases of this run. Raises ValueError where there are none."""
+    every = list(cases(bench))
+    names = [name for name in every if not bench.only or any(part in name for part in bench.only)]
+    if not names:
+        raise ValueError(f"--cases {','.join(bench.only)}: the cases are {'; '.join(every)}")
+    return names
 
 
 def line(row: dict[str, Any]) -> str:
@@ -118,7 +127,7 @@ def prepare_share(first: int, count: int, bench: Bench, folder: str) -> None:
     """Every `count`-th case: what it needs, and its kernels compiled. What goes wrong is met again where it counts."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     logging.disable(logging.CRITICAL)
-    for case in list(cases(bench).values())[first::count]:
+    for case in [cases(bench)[name] for name in wanted(bench)[first::count]]:
         with contextlib.suppress(Exception):
             expected = prepared(bench, case, Path(folder))
             with _environment(case), runner_of(bench, case, place(folder, case)) as runner:

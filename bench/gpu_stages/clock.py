@@ -25,10 +25,14 @@ MIN_GRAPH_S = 0.0015
 
 @dataclass(frozen=True)
 class Bench:
-    """device: where tensors go. is_check: on a CPU, in Triton's interpreter, in tiny sizes."""
+    """device: where tensors go. is_check: on a CPU, in Triton's interpreter, in tiny sizes.
+
+    only: of `capabilities`, the cases whose names have one of these parts; empty: all.
+    """
 
     device: torch.device
     is_check: bool
+    only: tuple[str, ...] = ()
 
     @property
     def pdl(self) -> bool:

@@ -403,6 +403,13 @@ def test_a_capability_that_is_wrong_or_fails_is_told_and_costs_no_other(
     assert (row["right"], row["problem"].partition(":")[0]) == (False, "ModelNotFoundError")
 
 
+def test_some_capabilities_may_be_asked_for_by_parts_of_their_names() -> None:
+    bench = Bench(torch.device("cpu"), True, ("int4", "LoRA"))
+    assert capabilities.wanted(bench) == ["int4", "int4-g128", "LoRA, two adapters"]
+    with pytest.raises(ValueError, match="--cases int9: the cases are bfloat16; int8"):
+        capabilities.run(Bench(torch.device("cpu"), True, ("int9",)))
+
+
 def test_every_capability_is_taken_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Or its case would measure a refusal, where nothing can be mended."""
     monkeypatch.setattr("actorllm.types.device.why_not_cuda", lambda: None)
@@ -480,24 +487,21 @@ def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
     before = json.loads(file.read_text())
     decode = {"PER_SM": 4, "TILE": 32, "num_warps": 4, "num_stages": 4, "maxnreg": 128}
     results: dict[str, dict[str, Any]] = {
-        "products": {"max_rows": {"narrow": 8, "wide": 32}},
+        "products": {"max_rows": {"*": 8}},
         "search-products": {
             "kernel": "skinny_gemm",
-            "chosen": {"narrow": {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}},
+            "chosen": {"*": {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}},
         },
         "search-decode": {"kernel": "attn_decode", "chosen": {"d128": decode}},
         "decode": {"decode": []},
     }
     changes = tables.write_configs(results, file, "sm_90")
-    assert len(changes) == 3
+    assert len(changes) == 2
     table = json.loads(file.read_text())
     assert table["attn_decode"]["sm_90"].pop("d128") == decode
     assert before["attn_decode"]["sm_90"].pop("d128")
-    general = before["skinny_gemm"]["*"]
-    assert table["skinny_gemm"].pop("sm_90") == {
-        "narrow": general["narrow"] | {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64},
-        "wide": general["wide"] | {"MAX_ROWS": 32},
-    }
+    general = before["skinny_gemm"]["*"]["*"]
+    assert table["skinny_gemm"].pop("sm_90") == {"*": general | {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}}
     assert table == before, "nothing else has changed"
     assert tables.write_configs(results, file, "sm_90") == []
     with pytest.raises(ValueError, match="no entry of attn_decode for sm_90, shape class 'd512'"):
