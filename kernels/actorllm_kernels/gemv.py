@@ -1,8 +1,8 @@
 """The product of one row, with what `skinny_gemm` fuses (reference: `reference.fused_linear`).
 
-The time is that of reading the weight once. Every program has a few outputs, whose rows of the weight it reads in pieces of 16
-bytes a thread, straight into registers. There is no shared memory in the loop and nothing is waited for in it, so many programs
-fit on a multiprocessor. They keep the memory busy together. On an H200 that reads at up to 0.93 of its bandwidth. Tiles for the
+The time is that of reading the weight once. Every program has a few outputs. It reads their rows of the weight straight into
+registers, in pieces of 16 bytes a thread. There is no shared memory in the loop and nothing is waited for in it. So many programs
+fit on a multiprocessor, and keep the memory busy together. On an H200 that reads at up to 0.93 of its bandwidth. Tiles for the
 matrix units with copies that are waited for reach half of it: one row leaves nothing for those units to do.
 
 Where all programs are there at once, each loads its first piece before it waits for the kernel in front: no kernel of a step

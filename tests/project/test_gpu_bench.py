@@ -648,12 +648,12 @@ def test_predictions_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_page_says_what_the_model_predicts() -> None:
-    """docs/gpu.md, line by line."""
+    """docs/internals/gpu-figures.md, line by line."""
     models = ["Qwen3-0.6B", "Llama-3.1-8B", "Llama-3.2-1B"]
     rows = [row for machine in ("H200", "H100") for row in prediction.wanted(prediction.MACHINES[machine], models)]
     lines = ["| " + " | ".join(row.values()) + " |" for row in rows]
     assert len(lines) == len(prediction.WANTED)
-    page = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    page = (ROOT / "docs" / "internals" / "gpu-figures.md").read_text().splitlines()
     first = page.index("| figure | wanted | predicted | interval | reached in the model |") + 2
     assert page[first : first + len(lines)] == lines
 
