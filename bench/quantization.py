@@ -3,7 +3,9 @@
 All run in one process, step by step in turns, so that what else the machine does falls on both. Models have random weights. The
 rows "KV" are of a model in bfloat16, whose cache is in bfloat16 or int8, with so many sequences of so many tokens.
 Times are medians; of one thread its processor time, which a busy machine changes less.
-Run: python bench/quantization.py [--json FILE] [--threads 2] [--models 135M,0.6B]
+Run: python bench/quantization.py [--json FILE] [--threads 2] [--models 135M,0.6B] [--state FILE]
+
+With --state, a call measures one model and adds it to the file. Call it again until --json is written.
 """
 
 from __future__ import annotations
@@ -143,6 +145,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--models", default="135M,0.6B")
+    parser.add_argument("--state", type=Path, help="what earlier calls have measured; default: this call measures all")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
@@ -154,14 +157,23 @@ def main() -> None:
     before = list(os.getloadavg())
     config = EngineConfig.from_arguments("storyteller", num_threads=arguments.threads)
     rows: list[dict[str, Any]] = []
-    for model in arguments.models.split(","):
+    models = arguments.models.split(",")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    if arguments.state is not None and arguments.state.is_file():
+        found = json.loads(arguments.state.read_text())
+    for model in [model for model in models if model not in found][: None if arguments.state is None else 1]:
         child = subprocess.run(
             [sys.executable, __file__, "--measure", model, "--threads", str(arguments.threads)],
             env={**os.environ, **worker_environment(config), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             check=True,
         )
-        for figure, values in json.loads(child.stdout).items():
+        found[model] = json.loads(child.stdout)
+        if arguments.state is not None:
+            arguments.state.write_text(json.dumps(found))
+    is_complete = found.keys() >= set(models)
+    for model in models:
+        for figure, values in found.get(model, {}).items():
             row: dict[str, Any] = {"figure": f"{model}, {figure}", **values}
             row["times"] = values["bfloat16"] / values["int8"]
             row["times_int4"] = values["bfloat16"] / values["int4"] if "int4" in values else None
@@ -171,7 +183,9 @@ def main() -> None:
             sides = "".join(f"{values[side]:12.2f}" if side in values else " " * 12 for side in SIDES)
             ratios = " and ".join(f"{one:.2f}" for one in (row["times"], row["times_int4"]) if one is not None)
             print(f"{row['figure']:32}{sides}   {ratios} times{goal}", flush=True)
-    if arguments.json is not None:
+    if not is_complete:
+        print("call again: models are missing", file=sys.stderr)
+    elif arguments.json is not None:
         data = {
             "command": command(),
             "environment": environment(),
