@@ -24,7 +24,6 @@ from actorllm.model.cuda.decoder import StepTokens
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm_kernels import cost
-from actorllm_kernels.ahead import MAX_BYTES
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.configs import target
 from actorllm_kernels.cost import MACHINES, Machine, Work
@@ -128,22 +127,17 @@ def filtering(rows: int, vocab: int, machine: Machine) -> list[Predicted]:
 
 def _predicted(calls: list[Any], machine: Machine, *, kv_tokens: int, prompt_pairs: float = 0.0) -> list[Predicted]:
     found: list[Predicted] = []
-    asked = 0.0  # bytes of the next weight, by the launch before
     for call in calls:
         assert isinstance(call, functools.partial)
         name = getattr(call.func, "__name__", "")
         if name in PRODUCTS:
             x, weight = call.args[:2]
             work = cost.of_product(len(x), weight.shape[0], weight.shape[1], machine)
-            if asked:
-                work = cost.asked_for(work, asked, found[-1].work, machine)
-            asked = 0.0
             found.append(Predicted("cuBLAS", replace(work, programs=machine.multiprocessors)))
             continue
         with recording() as launches:
             call()
-        arguments = (*call.args, *(value for key, value in call.keywords.items() if key != "ahead"))
-        moved = float(sum(_bytes(argument) for argument in arguments))
+        moved = float(sum(_bytes(argument) for argument in (*call.args, *call.keywords.values())))
         if not launches:
             found.append(Predicted(name, cost.of_moves(moved, False)))
         for launch in launches:
@@ -151,7 +145,6 @@ def _predicted(calls: list[Any], machine: Machine, *, kv_tokens: int, prompt_pai
             work = cost.of_launch(launch, machine, kv_tokens=kv_tokens, prompt_pairs=prompt_pairs)
             if name in SMALL:
                 work = cost.of_moves(moved, work.is_dependent)
-            asked = min(_bytes(call.keywords["ahead"]), MAX_BYTES) if launch.constants.get("HAS_AHEAD") else 0.0
             found.append(Predicted(name, work))
     return found
 

@@ -13,7 +13,7 @@ multiprocessor that follow against the compiled code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from actorllm_kernels.configs import REGISTERS_PER_SM, RESERVED_SHARED, SHARED_PER_SM
 from actorllm_kernels.gemv import AT_ONCE
@@ -71,8 +71,6 @@ class Work:
     """Of a program behind its loop, with nothing under way."""
     prefetched: float = 0.0
     """Bytes that are asked for before the launch in front has ended."""
-    asked_s: float = 0.0
-    """How long before that, if a launch in front has asked for them."""
     is_dependent: bool = False
     efficiency: float = 1.0
     """Of the arithmetic, against `Machine.flops`."""
@@ -85,7 +83,7 @@ def seconds(work: Work, machine: Machine) -> float:
     reading = math.fsum(
         _wave(work, min(room, work.programs - first), machine) for first in range(0, work.programs, room)
     )
-    early = min(work.prefetched / machine.bandwidth, start + work.asked_s, reading)
+    early = min(work.prefetched / machine.bandwidth, start, reading)
     # Programs that share a multiprocessor hide each other's tails, but not the last ones.
     waves = math.ceil(work.programs / room)
     tails = work.tail_s * (waves if work.resident == 1 else 1)
@@ -251,12 +249,6 @@ def of_product(num_rows: int, num_outputs: int, num_inputs: int, machine: Machin
     quantized = waves / math.ceil(waves) if waves > 1 else 0.8
     padded = math.ceil(num_rows / 64) * 64 / num_rows
     return Work(num_bytes / CUBLAS_READS, flops * padded, machine.multiprocessors, efficiency=quantized, serial=2)
-
-
-def asked_for(work: Work, num_bytes: float, asking: Work, machine: Machine) -> Work:
-    """The same behind a launch that asks for so many bytes of what it reads, from its first instruction on."""
-    duration = seconds(asking, machine) - (machine.dependent_s if asking.is_dependent else machine.launch_s)
-    return replace(work, prefetched=min(num_bytes, work.num_bytes), asked_s=duration)
 
 
 def of_moves(num_bytes: float, is_dependent: bool) -> Work:

@@ -1,7 +1,7 @@
 """RMSNorm of rows, with the residual added first if there is one (reference: `reference.rmsnorm`).
 
-One program per row, which it reads once. More programs may ask for the weight of the next product (`ahead`). Sums are in float32.
-The residual stream is rounded to its own type before the norm sees it, as it would be between two operations.
+One program per row, which it reads once. Sums are in float32. The residual stream is rounded to its own type before the
+norm sees it, as it would be between two operations.
 """
 
 from __future__ import annotations
@@ -11,35 +11,27 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.ahead import ask_ahead, lines_ahead, more_programs
 from actorllm_kernels.configs import dependent, lookup
 from actorllm_kernels.launcher import launch
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_lines"])
+@triton.jit
 def rmsnorm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
-    weight_ahead_ptr,
     y_ptr,
     eps,
-    num_rows,
-    num_lines,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     Y_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    if HAS_AHEAD:
-        ask_ahead(weight_ahead_ptr, tl.program_id(0) - num_rows, tl.num_programs(0) - num_rows, num_lines)
-        mask = columns < tl.where(row < num_rows, SIZE, 0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -62,36 +54,23 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
-    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """y = norm(x) * weight; with a residual: residual += x, and y is the norm of that.
 
     x, y, residual: [num_tokens, hidden_size]; y may be x. x and y may be columns of wider rows; the residual is
-    contiguous. weight: [hidden_size]. ahead: the weight of the product that comes next, 16 bits wide. pdl: launch as a dependent of
-    the kernel before.
+    contiguous. weight: [hidden_size]. pdl: launch as a dependent of the kernel before.
     """
     num_tokens, size = x.shape
     config = {**lookup("rmsnorm", "small" if size <= 2048 else "large", x.device), **dependent(pdl, x.device)}
-    num_lines = lines_ahead(ahead, num_tokens, config)
     launch(
         rmsnorm_kernel,
-        (num_tokens + (more_programs(num_tokens, 1, x.device) if num_lines else 0),),
-        (
-            x,
-            x if residual is None else residual,
-            weight,
-            x if ahead is None else ahead,
-            y,
-            eps,
-            num_tokens,
-            num_lines,
-        ),
+        (num_tokens,),
+        (x, x if residual is None else residual, weight, y, eps),
         SIZE=size,
         STRIDE=x.stride(0),
         Y_STRIDE=y.stride(0),
         BLOCK=triton.next_power_of_2(size),
         HAS_RESIDUAL=residual is not None,
-        HAS_AHEAD=num_lines > 0,
         **config,
     )

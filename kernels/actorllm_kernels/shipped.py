@@ -55,16 +55,15 @@ def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _rmsnorm(size: int, has_residual: bool, pdl: bool, ahead: torch.Tensor | None = None) -> None:
+def _rmsnorm(size: int, has_residual: bool, pdl: bool) -> None:
     x, residual = _meta(32, size), _meta(32, size) if has_residual else None
-    rmsnorm(x, _meta(size, dtype=F32), 1e-6, x, residual, ahead=ahead, pdl=pdl)
+    rmsnorm(x, _meta(size, dtype=F32), 1e-6, x, residual, pdl=pdl)
 
 
 for size in (1024, 1536, 2048, 4096):
     SHIPPED[f"rmsnorm-{size}-residual-pdl"] = partial(_rmsnorm, size, True, True)
 SHIPPED["rmsnorm-4096-residual"] = partial(_rmsnorm, 4096, True, False)
 SHIPPED["rmsnorm-4096"] = partial(_rmsnorm, 4096, False, False)
-SHIPPED["rmsnorm-4096-residual-ahead-pdl"] = lambda: _rmsnorm(4096, True, True, _meta(6144, 4096))
 SHIPPED["rmsnorm-4096-pdl"] = partial(_rmsnorm, 4096, False, True)
 SHIPPED["rmsnorm-1536-columns-pdl"] = lambda: rmsnorm(
     _meta(32, 2112)[:, :1536], _meta(1536, dtype=F32), 1e-6, _meta(32, 1536), pdl=True
@@ -98,9 +97,6 @@ SHIPPED["qknorm_rope_kv-32-16x8x128-norm-float8"] = partial(_qknorm_rope_kv, 32,
 SHIPPED["qknorm_rope_kv-33-32x8x64-float8"] = partial(_qknorm_rope_kv, 33, 32, 8, 64, False, CODES)
 SHIPPED["activation_mul-3072-silu"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072))
 SHIPPED["activation_mul-14336-silu-pdl"] = lambda: activation_mul(_meta(64, 28672), _meta(64, 14336), pdl=True)
-SHIPPED["activation_mul-14336-silu-ahead-pdl"] = lambda: activation_mul(
-    _meta(64, 28672), _meta(64, 14336), ahead=_meta(4096, 14336), pdl=True
-)
 SHIPPED["activation_mul-3072-gelu_tanh"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072), "gelu_tanh")
 SHIPPED["embed-1024-pdl"] = lambda: embed(_meta(32, dtype=I32), _meta(151936, 1024), _meta(32, 1024), pdl=True)
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.ahead import ask_ahead, lines_ahead, more_programs
 from actorllm_kernels.configs import dependent, lookup
 from actorllm_kernels.launcher import launch
 
@@ -26,27 +25,18 @@ def activate(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_lines"])
+@triton.jit
 def activation_mul_kernel(
     x_ptr,
-    weight_ahead_ptr,
     y_ptr,
-    num_rows,
-    num_lines,
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
-    if HAS_AHEAD:
-        program = (tl.program_id(0) - num_rows) * tl.num_programs(1) + tl.program_id(1)
-        num_programs = (tl.num_programs(0) - num_rows) * tl.num_programs(1)
-        ask_ahead(weight_ahead_ptr, program, num_programs, num_lines)
-        mask = columns < tl.where(row < num_rows, SIZE, 0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -55,30 +45,20 @@ def activation_mul_kernel(
     tl.store(y_ptr + row * SIZE + columns, (activate(gate, ACTIVATION) * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def activation_mul(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    activation: str = "silu",
-    *,
-    ahead: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> None:
+def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
     """y = activation(gate) * up. x: [num_tokens, 2 * size], the gate in the first half; y: [num_tokens, size]; contiguous.
 
-    activation: one of ACTIVATIONS ("gelu" is the exact one). ahead: the weight of the product that comes next, 16 bits wide.
+    activation: one of ACTIVATIONS ("gelu" is the exact one).
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
     num_tokens, size = y.shape
     config = {**lookup("activation_mul", "*", x.device), **dependent(pdl, x.device)}
-    num_lines = lines_ahead(ahead, num_tokens, config)
-    num_columns = triton.cdiv(size, config["BLOCK"])
     launch(
         activation_mul_kernel,
-        (num_tokens + (more_programs(num_tokens, num_columns, x.device) if num_lines else 0), num_columns),
-        (x, x if ahead is None else ahead, y, num_tokens, num_lines),
+        (num_tokens, triton.cdiv(size, config["BLOCK"])),
+        (x, y),
         SIZE=size,
         ACTIVATION=activation,
-        HAS_AHEAD=num_lines > 0,
         **config,
     )

@@ -533,7 +533,6 @@ def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> No
     file.write_text(readme.README.read_text())
     rows = {line.split("`")[1] for line in file.read_text().split("\n") if line.startswith("| `")}
     assert rows - set(readme.FIGURES) == {
-        "ahead.py",
         "choose_experts.py",
         "group_pairs.py",
         "grouped_gemm.py",

@@ -51,10 +51,6 @@ class DeviceAdapted(DeviceLinear):
         adapted = f"{len(self._targets)} adapted by {self._slots.num_slots} of rank {self._slots.rank}"
         return f"{self.base.form}, {adapted}"
 
-    @property
-    def ahead(self) -> torch.Tensor | None:
-        return self.base.ahead
-
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return self._slots.step is None and self.base.fuses(num_rows, is_gated)
 

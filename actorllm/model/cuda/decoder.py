@@ -776,9 +776,7 @@ class DeviceDecoder:
                 continue
             assert layer.gate_up is not None
             assert layer.down is not None
-            stream.normed_product(
-                layer.mlp_norm, layer.gate_up, a.middle, activation=self.config.activation, then=layer.down
-            )
+            stream.normed_product(layer.mlp_norm, layer.gate_up, a.middle, activation=self.config.activation)
             stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
         self._tap(a, len(self.layers), stream)
@@ -885,23 +883,18 @@ class ResidualStream:
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
     def normed_product(
-        self,
-        norm: torch.Tensor | None,
-        product: DeviceLinear,
-        y: torch.Tensor,
-        activation: str = "",
-        then: DeviceLinear | None = None,
+        self, norm: torch.Tensor | None, product: DeviceLinear, y: torch.Tensor, activation: str = ""
     ) -> None:
-        """y = activation(product(norm(stream))). then: the product that takes this."""
+        """y = activation(product(norm(stream)))."""
         a, eps, pdl = self._a, self._eps, self._pdl
         if product.fuses(a.num_tokens, bool(activation)):
             self.settle()
             product.launch(a.h, y, norm=norm, eps=eps, activation=activation, scratch=self._scratch, pdl=pdl)
             return
-        x = self._normed(norm, product.ahead)
+        x = self._normed(norm)
         if activation:
             product(x, a.gate_up)
-            ops.activation_mul(a.gate_up, y, activation, ahead=then.ahead if then is not None else None, pdl=pdl)
+            ops.activation_mul(a.gate_up, y, activation, pdl=pdl)
         else:
             product(x, y)
 
@@ -935,17 +928,17 @@ class ResidualStream:
         experts(x, kv_slots, a.delta, a.experts, pdl=self._pdl)
         self._sum_delta(norm_behind)
 
-    def _normed(self, norm: torch.Tensor | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        """The stream, normed. ahead: the weight of the product that takes it."""
+    def _normed(self, norm: torch.Tensor | None) -> torch.Tensor:
+        """The stream, normed."""
         a, eps, pdl = self._a, self._eps, self._pdl
         if norm is None:
             self.settle()
             return a.h
         if self._has_delta:
-            ops.rmsnorm(a.delta, norm, eps, a.x, a.h, ahead=ahead, pdl=pdl)
+            ops.rmsnorm(a.delta, norm, eps, a.x, a.h, pdl=pdl)
             self._has_delta = False
         else:
-            ops.rmsnorm(a.h, norm, eps, a.x, ahead=ahead, pdl=pdl)
+            ops.rmsnorm(a.h, norm, eps, a.x, pdl=pdl)
         return a.x
 
     def _sum_delta(self, norm: torch.Tensor | None) -> None:

@@ -213,7 +213,7 @@ class DeviceExperts:
             gate_up.launch(x, middle, activation=activation, scratch=self._scratch, pdl=pdl)
         else:
             gate_up(x, room.shared_gate_up[:count])
-            ops.activation_mul(room.shared_gate_up[:count], middle, activation, ahead=down.ahead, pdl=pdl)
+            ops.activation_mul(room.shared_gate_up[:count], middle, activation, pdl=pdl)
         if down.fuses(count, False):
             down.launch(middle, out, scratch=self._scratch, pdl=pdl)
         else:

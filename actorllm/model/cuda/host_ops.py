@@ -70,7 +70,6 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
-    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     if residual is not None:
@@ -299,14 +298,7 @@ def sum_experts(
     y.copy_(total if beside is None else total + beside.float())
 
 
-def activation_mul(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    activation: str = "silu",
-    *,
-    ahead: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> None:
+def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
     y.copy_(_gated(x, activation))
 
 

@@ -169,7 +169,7 @@ class DeviceLatent:
         assert room.vector is not None
         assert room.queries is not None
         vector = made[:, : self.query_up.in_features]
-        ops.rmsnorm(vector, self.query_norm, self._shape.eps, room.vector, ahead=self.query_up.ahead, pdl=pdl)
+        ops.rmsnorm(vector, self.query_norm, self._shape.eps, room.vector, pdl=pdl)
         if self.query_up.fuses(len(made), False):
             self.query_up.launch(room.vector, room.queries, scratch=scratch, pdl=pdl)
         else:

@@ -31,11 +31,6 @@ class DeviceLinear(Linear):
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         """Whether `launch` is to be called for so many rows, and not the plain product. is_gated: with an activation."""
 
-    @property
-    def ahead(self) -> torch.Tensor | None:
-        """What the plain product reads and a kernel in front of it may ask for."""
-        return None
-
     @abstractmethod
     def launch(
         self,
@@ -74,10 +69,6 @@ class DeviceDense(DeviceLinear):
     @property
     def form(self) -> str:
         return f"plain, {'no ' if self.bias is None else ''}bias"
-
-    @property
-    def ahead(self) -> torch.Tensor | None:
-        return self.weight
 
     def fuses(self, num_rows: int, is_gated: bool) -> bool:
         return is_skinny(num_rows, self.out_features // (1 + is_gated), self.weight.device)

@@ -70,7 +70,7 @@ def norms() -> list[int]:
     on_a_gpu(True)
     for _ in range(2):
         rmsnorm(x, weight, 1e-6, y, residual, pdl=True)
-    return [tensor.data_ptr() for tensor in (x, residual, weight, x, y)]
+    return [tensor.data_ptr() for tensor in (x, residual, weight, y)]
 
 
 def shipped(names: list[str]) -> None:

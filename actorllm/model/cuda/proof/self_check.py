@@ -82,7 +82,6 @@ CONSTANT = (
     "sin",
     "rope",
     "sinks",
-    "ahead",
     "correction",
 )
 """Arguments that no operation writes: they are not copied."""
