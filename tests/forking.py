@@ -35,6 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+PR_SET_NAME = 15
 CLONE_PARENT = 0x8000
 """The new process is a child of the parent of the one that makes it, and not its own."""
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -43,6 +44,8 @@ OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_", "TORCHINDUCTOR_CACHE_DIR")
 OF_SCRIPTED_WORKERS = ("numpy",)
 """What workers without a model import (`tests.actors.scripted_topology`): less than a scheduler does."""
 OF_EVERY_LOOP = ("actorllm.actors.engine_thread", "anyio._backends._asyncio", "uvloop")
+NAME = "preloaded"
+"""What ps shows of a process that is copied."""
 MAX_REQUEST = 1 << 17
 
 
@@ -178,6 +181,7 @@ def serve(descriptor: int, modules: list[str]) -> None:
     """Make a copy for each request, until the other side is gone."""
     requests = socket.socket(fileno=descriptor)
     requests.set_inheritable(False)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, NAME.encode(), 0, 0, 0)
     is_loaded = False
     while True:
         fds = array.array("i")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from tests.forking import NAME
 from tests.supervision.processes import is_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,11 +145,19 @@ def wait_until(condition: Callable[[], bool], within_s: float = 10) -> bool:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that have not been waited for."""
+    """The processes that this one has started and that have not been waited for, but for those that are copied."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
             found += [int(pid) for pid in (task / "children").read_text().split()]
         except FileNotFoundError:  # the thread has ended
             continue
-    return found
+    return [pid for pid in found if name_of(pid) != NAME]
+
+
+def name_of(pid: int) -> str | None:
+    """What ps shows of it. None: it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
