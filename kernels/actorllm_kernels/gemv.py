@@ -5,8 +5,8 @@ registers, in pieces of 16 bytes a thread. There is no shared memory in the loop
 fit on a multiprocessor, and keep the memory busy together. On an H200 that reads at up to 0.93 of its bandwidth. Tiles for the
 matrix units with copies that are waited for reach half of it: one row leaves nothing for those units to do.
 
-Where all programs are there at once, each loads its first piece before it waits for the kernel in front: no kernel of a step
-writes a weight. With more programs than that, it has cost up to a fifth. Called by `skinny_gemm`.
+Where all programs are there at once, each loads its first piece before it waits for the kernel in front. That is safe, since no
+kernel of a step writes a weight. With more programs than that, it has cost up to a fifth. Called by `skinny_gemm`.
 """
 
 from __future__ import annotations

@@ -424,7 +424,7 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.num_deadly < 8)
     @rule(choice=st.integers(0, 9), moment=st.sampled_from(MOMENTS), n=st.sampled_from([1, 1, 3]))
     def submit_deadly(self, choice: int, moment: int, n: int) -> None:
-        self.num_deadly += 1
+        self.num_deadly += n  # each of its sequences kills by itself, and is found by itself
         self.lives.submit(self._number(choice), prompt_of(self.lives, moment), 8, n)
 
     @rule(count=st.integers(1, 8))
