@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from actorllm_kernels import attn_decode, latent_decode
 from actorllm_kernels.compiled import Compiled, Loop, facts
 from actorllm_kernels.configs import MAX_SHARED, num_multiprocessors, table_of, target
 from actorllm_kernels.launches import Launch, names_for, record_one
+from actorllm_kernels.skinny_gemm import NARROW
 
 TARGETS = ("sm_90", "sm_86", "sm_80")
 """One for each part of the table of configurations."""
@@ -34,7 +36,8 @@ MAX_NARROW = 0.1
 MAX_NARROW_OF_4_BITS = 0.2
 """The scales of a tile are too few for 16 bytes a thread, and its codes are few as well."""
 MAX_NARROW_OF_CODES = 0.81
-"""Tiles of 64 outputs copy codes in pieces of 8. They took 57 us on an H200 where tiles of 32, in pieces of 16, took 89 us."""
+"""Tiles of 64 outputs, which wide products have, copy codes in pieces of 8. They took 57 us on an H200, and tiles of 32 with pieces
+of 16 took 89 us."""
 MAX_NARROW_OF_FLOAT8 = 0.51
 """Values of a cache of floats of 8 bits are copied in pieces of 8: of as many numbers as in the type that they become."""
 LOADS_AHEAD = (
@@ -99,7 +102,8 @@ def _violations(name: str, compiled: Compiled, architecture: str) -> list[str]:
 
 def _max_narrow(name: str) -> float:
     """Which share of the bytes of a launch may be copied in pieces of less than 16."""
-    if name.startswith("quantized_gemm"):
+    outputs = re.search(r"-(\d+)x", name)
+    if name.startswith("quantized_gemm") and outputs is not None and int(outputs[1]) >= NARROW:
         return MAX_NARROW_OF_CODES
     return MAX_NARROW_OF_4_BITS if "-int4" in name else MAX_NARROW_OF_FLOAT8 if "-float8" in name else MAX_NARROW
 

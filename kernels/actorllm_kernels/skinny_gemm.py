@@ -2,15 +2,12 @@
 
 For a handful of rows a product costs the reading of its weight and a launch. So the norm in front of it, and the bias, gated
 activation or residual behind it, are done here. The weight's rows are the long side of the tile: a tile of the result is
-[BLOCK_N, BLOCK_M], transposed when it is stored. The matrix units for large tiles want at least 64 there, which wide products
-have. Narrow ones are cut into more and smaller tiles, so that there are programs enough. Padding a few rows of x to 16 on the
-short side costs nothing. The norm needs no pass of its own: the sum of squares is gathered in the loop, and
-scales the result.
+[BLOCK_N, BLOCK_M], transposed when it is stored. Padding a few rows of x to 16 on the short side costs nothing. The norm needs no
+pass of its own: the sum of squares is gathered in the loop, and scales the result.
 
-A product with fewer tiles than the GPU has multiprocessors gets finer ones, where x has few rows and they are enough (`entry`).
-Else it is split along K as well, so that all of them read the weight. The programs of a tile leave their sums in
-`SplitScratch`. The last of them to arrive adds these up, in the order of K, and does the rest. So the result does not depend on
-which one that is.
+One row is `gemv`'s. A product with fewer tiles than the GPU has multiprocessors is split along K, so that all of them read the
+weight. The programs of a tile leave their sums in `SplitScratch`. The last of them to arrive adds these up, in the order of K, and
+does the rest. So the result does not depend on which one that is.
 
 As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
 the memory would be idle otherwise. All programs together ask for no more than a part of the second-level cache holds.
@@ -293,7 +290,10 @@ class SplitScratch:
         """For every product on this device: split ones have fewer tiles than it has multiprocessors."""
         most = num_multiprocessors(device)
         widest = max(
-            config["BLOCK_N"] for of in table()["skinny_gemm"].values() for config in of.values() if "BLOCK_N" in config
+            config["BLOCK_N"]
+            for kernel in ("skinny_gemm", "quantized_gemm")  # which share one
+            for of in table()[kernel].values()
+            for config in of.values()
         )
         part = (2 * widest + 1) * MAX_ROWS
         return cls(

@@ -23,7 +23,8 @@ from triton.language.extra.cuda import gdc_wait
 from actorllm_kernels import attn_decode, configs, gates
 from actorllm_kernels.compiled import Compiled, Loop, facts
 from actorllm_kernels.launches import names_for, record_one, recording
-from actorllm_kernels.shipped import SHIPPED
+from actorllm_kernels.quantized_gemm import quantized_gemm
+from actorllm_kernels.shipped import SHIPPED, _quantized
 from actorllm_kernels.skinny_gemm import SplitScratch, columns_ahead, skinny_gemm
 from tests.kernels.conftest import KERNEL_MODULES
 
@@ -132,6 +133,27 @@ def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
         with recording() as launches:
             skinny_gemm(x, weight, y, scratch=scratch)
         assert launches[0].grid == grid
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("num_outputs", [1024, 1536, 3072, 4864, 8192])
+@pytest.mark.parametrize("kind", ["int8", "int4g128"])
+def test_what_a_split_product_leaves_fits_into_the_scratch(kind: str, num_outputs: int, activation: str) -> None:
+    """It is one for all products of a model, whatever their weights are."""
+    meta, num_inputs = torch.device("meta"), 2048
+    scratch = SplitScratch.empty(meta)
+    x, y = (torch.empty(32, n, dtype=torch.bfloat16, device=meta) for n in (num_inputs, num_outputs))
+    weight = _quantized(kind, num_outputs * (2 if activation else 1), num_inputs)
+    with recording() as launches:
+        quantized_gemm(x, *weight, y, activation=activation, scratch=scratch)
+        skinny_gemm(x, torch.empty(2 * num_outputs, num_inputs, device=meta), y, activation=activation, scratch=scratch)
+    for launch in launches:
+        tiles, split = launch.grid
+        c = launch.constants
+        part = (2 if activation else 1) * c["BLOCK_N"] * c["BLOCK_M"] + c["BLOCK_M"]
+        if split > 1:
+            assert tiles * split * part <= scratch.partials.numel()
+            assert tiles <= scratch.counters.numel()
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "block", "is_early"), [
