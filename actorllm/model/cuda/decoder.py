@@ -670,6 +670,7 @@ class DeviceDecoder:
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
+        self.tapped_forward = None  # of the step before: two are not in the profile
         made = self._new_activations(len(tokens.ids))
         self.tapped_forward = made.tapped
         return self._run(made, tokens, cache, state, pdl=pdl)

@@ -255,7 +255,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         with self.device.active():
             self._rows_of_size.clear()
             self._loaded_rows = self._label_head = self._speculator = self._draft_model = self._newest = None
-            self._heads = None
+            self._heads = self._states = None
             drafting, self._draft_runner = self._draft_runner, None
             if drafting is not None:
                 drafting.close()
@@ -386,8 +386,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
+        model = self.config.model
         # config.json may leave open which forms there are
-        forms, cache = self.model.forms, self.config.cache.block_size
+        forms, cache = self.model.forms, (self.config.cache.block_size, str(self._cache_dtype), model.max_model_len)
         has_drafts = self._num_draft_slots > 0  # other builds of attention
         plan = repr(self.model_config), str(self.dtype), forms, self._decodes, self.config.scheduler, cache, has_drafts
         key = memory.key_of(self.device.description, self.device.uses_pdl, *plan, self.collectives.size)

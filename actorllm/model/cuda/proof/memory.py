@@ -20,7 +20,6 @@ import torch
 import triton
 
 import actorllm_kernels
-from actorllm.model.cuda import host_ops
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +42,15 @@ def key_of(device: str, *model: Any) -> str:
 
 @cache
 def source_hash() -> str:
-    """Of the kernels, their configurations and what they are held against."""
+    """Of the kernels, their configurations, what launches them and what they are held against."""
     folder = Path(actorllm_kernels.__file__).parent
     here = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder / "configs.json", Path(host_ops.__file__), *sorted(here.glob("*.py"))]
+    files = [
+        *sorted(folder.glob("*.py")),
+        folder / "configs.json",
+        *sorted(here.parent.glob("*.py")),
+        *sorted(here.glob("*.py")),
+    ]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
 """Of the size of a number, and of the root mean square of its row or of all numbers; by the coarsest type among the arguments."""
+MAX_NUMBER = 1e20
+"""What is larger is no result."""
 MAX_OTHER_IDS = 0.05
 """The share of ids that may be others: of two candidates that are nearly equal, rounding chooses."""
 
@@ -163,10 +165,16 @@ def difference(
 
 
 def _spread(numbers: torch.Tensor) -> torch.Tensor:
-    """The root mean square of all numbers, or of the row that each is in where that is more: rows may be padding."""
-    squares = numbers.where(numbers.isfinite(), 0.0).square()
-    whole = squares.mean().sqrt()
-    rows = squares.mean(-1, keepdim=True).sqrt() if numbers.dim() > 1 else whole
+    """The root mean square of all numbers, or of the row that each is in where that is more: rows may be padding.
+
+    What stands for an id that is not there (`NOT_THERE`, infinity) is left out.
+    """
+    is_number = numbers.isfinite() & (numbers.abs() < MAX_NUMBER)
+    squares = numbers.where(is_number, 0.0).square()
+    whole = (squares.sum() / is_number.sum().clamp(min=1)).sqrt()
+    if numbers.dim() < 2:
+        return whole.expand_as(numbers)
+    rows = (squares.sum(-1, keepdim=True) / is_number.sum(-1, keepdim=True).clamp(min=1)).sqrt()
     return torch.maximum(rows, whole).expand_as(numbers)
 
 

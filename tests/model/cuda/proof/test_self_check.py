@@ -149,6 +149,7 @@ def test_what_was_found_is_remembered_until_something_changes(
     assert was_checked()
     assert not was_checked()
     assert was_checked(max_num_seqs=16)
+    assert was_checked(kv_cache_dtype="fp8")  # other builds of attention
     monkeypatch.setattr(memory, "source_hash", lambda: "another")
     assert was_checked()
     assert not was_checked()
