@@ -41,7 +41,10 @@ test-slow: $(STAMP) $(VENV)/triton-3.6 $(VENV)/.ray $(VENV)/.partners
 	ACTORLLM_EXEC=1 $(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
-	  tests/scheduling/test_random_runs.py tests/supervision/blame/test_scheduler_deaths.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py
+	  tests/scheduling/test_random_runs.py tests/supervision/blame/test_scheduler_deaths.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py \
+	  tests/fleet/nodes/test_frames.py tests/fleet/test_dispatcher.py tests/scheduling/test_drafts.py tests/scheduling/test_lanes.py \
+	  tests/scheduling/tiers/test_leases.py tests/model/cpu/test_drafts.py
+	ACTORLLM_EXEC=1 $(BIN)/python -m pytest -m "not slow" tests/api tests/supervision tests/fleet tests/chaos
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.gates
 	$(MAKE) test-lowest

@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,9 +89,13 @@ class Preloaded:
         with self._lock:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
             self._socket.sendmsg([json.dumps(request).encode()], [rights])
-            return int(self._socket.recv(64))
+            if not (pid := self._socket.recv(64)):
+                raise RuntimeError(f"the process that is copied has ended with {self._process.wait()}: see its stderr")
+            return int(pid)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # also where a forked child has the descriptor
         self._socket.close()
         self._process.wait()
 
@@ -236,7 +241,10 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     sys.argv = [request["program"], str(control), *request["arguments"]]
     try:
         runpy.run_path(request["program"], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(1)
 
 

@@ -260,7 +260,7 @@ def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], pr
         "tells_salts": config.speculation is not None and config.speculation.drafts_from_others,
         **({"keeps_output_apart": True} if config.keeps_output_apart else {}),
         **({"num_lanes": config.num_lanes} if config.stages else {}),
-        **({"probes_alone": True} if config.data_parallel_size > 1 else {}),
+        **({"probes_alone": True} if config.is_fleet else {}),
         **({"window": config.cache.window} if config.cache.window is not None else {}),
         **({"snapshots": config.cache.snapshots} if config.cache.snapshots else {}),
         **_source_limits(config),

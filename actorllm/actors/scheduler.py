@@ -210,7 +210,7 @@ class SchedulerActor(Actor):
             self.report_progress,
             check,
             lambda key: self._renderer.output_buffer.drop(key),
-            probes_alone=config.data_parallel_size > 1,
+            probes_alone=config.is_fleet,
         )
         self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         self._sleeping = Sleeping(self, self._gate, self._pausing)

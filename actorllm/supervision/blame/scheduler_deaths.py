@@ -286,11 +286,11 @@ class SchedulerBisection:
         self.is_isolated = self._probes_alone and group[0].is_counted
         return self.take(keys)
 
-    @property
-    def isolates_next(self) -> bool:
-        """Whether the next group is a request that is to be alone."""
+    def isolates_next(self, *, is_pausing: bool = False) -> bool:
+        """Whether the next group is a request that is to be alone. is_pausing: as of `next_group`."""
         return self._probes_alone and any(
-            submit.num_deaths and submit.probe_size == 1 for submit in self._held.values()
+            submit.num_deaths and submit.probe_size == 1 and (submit.has_started or not is_pausing)
+            for submit in self._held.values()
         )
 
     def _choose(self, is_pausing: bool) -> list[HeldRequest]:

@@ -147,12 +147,13 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         """
         if not self.is_on or not self._may_probe_next():
             return []
-        if self.isolates_next and not self._is_alone_again():
+        is_pausing = self._scheduler.pause_state is PauseState.NOTHING_NEW
+        if self.isolates_next(is_pausing=is_pausing) and not self._is_alone_again():
             return []
         if not self._is_checked and self.has_suspects:
             self._is_checked = True
             self._check_itself()
-        group = self.next_group(is_pausing=self._scheduler.pause_state is PauseState.NOTHING_NEW)
+        group = self.next_group(is_pausing=is_pausing)
         if self.is_on:
             if not group:
                 return []
@@ -210,9 +211,14 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         return is_waiting and not self._is_preparing_suspect()
 
     def _is_preparing_suspect(self) -> bool:
-        """Whether the grammar of a member of the group is being made, which a process may die of as well."""
+        """Whether a member of the group waits for its grammar, its adapter or its KV, of which a process may die as well."""
         members = (self._scheduler.sequence(key) for key in self.pending)
-        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in members)
+        return any(
+            s is not None
+            and s.state is State.BLOCKED
+            and (s.submit.blocked_on is None or s.submit.grammar is not None or s.submit.adapter is not None)
+            for s in members
+        )
 
     # What frontends are told
 

@@ -65,7 +65,7 @@ class Search:
             return self._die(told) if self._runs(list(self.records)) else False
         isolated: list[tuple[Any, Submit]] = []
         while search:
-            if search.isolates_next:  # what was cleared is held back again
+            if search.isolates_next():  # what was cleared is held back again
                 for key, submit in isolated:
                     search.hold(key, replace(submit, num_deaths=0, probe_size=0))
                 in_hand -= len(isolated)
