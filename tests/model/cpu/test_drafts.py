@@ -59,10 +59,12 @@ def streams(driver: Driver, num_tokens: int, most: int = 0, slots: Sequence[int]
         driver.add(slot, PROMPTS[slot], **SAMPLING[slot])
     driver.step(prefill={slot: len(PROMPTS[slot]) for slot in slots})
     more = {"max_drafts": most} if most else {}
-    decode: list[int] | None = list(slots)
-    while any(len(driver.requests[slot].tokens) - len(PROMPTS[slot]) < num_tokens for slot in slots):
+
+    def left() -> list[int]:
+        return [slot for slot in slots if len(driver.requests[slot].tokens) - len(PROMPTS[slot]) < num_tokens]
+
+    while decode := left():
         driver.step(decode=decode, **more)
-        decode = None
     return {slot: driver.requests[slot].tokens[len(PROMPTS[slot]) :][:num_tokens] for slot in slots}
 
 

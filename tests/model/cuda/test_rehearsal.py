@@ -244,6 +244,7 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
             "plan_decode",
             "embed",
             "rmsnorm",
+            "gemv",
             "skinny_gemm",
             "qknorm_rope_kv",
             "attn_decode",

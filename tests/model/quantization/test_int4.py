@@ -48,7 +48,7 @@ def test_a_product_is_that_of_the_dequantized_weight(
             x = torch.randn(num_rows, num_inputs).to(dtype)
             found, expected = made(x), by_hand(x, weight)
             assert found.dtype == dtype
-            assert (found.double() - expected).norm() < 0.004 * expected.norm(), "products are rounded to bfloat16"
+            assert (found.double() - expected).norm() < 0.006 * expected.norm(), "products are rounded to bfloat16"
             torch.testing.assert_close(weight(x), found, rtol=0.02, atol=0.02)
         assert made.num_bytes == num_outputs * (num_inputs // 2 + 4 * num_inputs // group)
 
