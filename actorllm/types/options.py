@@ -91,8 +91,8 @@ class EngineOptions(VLLMOptions, total=False):
     """'int8', 'int4': round the weights to so many bits; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to floats, on CUDA; or,
     as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao', 'modelopt': the files are quantized; None: as config.json says."""
     quantization_twin: Annotated[bool | None, None]
-    """Keep weights of 4 bits in 8 bits as well for prompts; None: where that is faster and fits. False also keeps prompts in bfloat16.
-    On CUDA, True rounds activations of prompts to 8 bits where weights have 8; None and False do not."""
+    """Keep weights of 4 bits in 8 bits as well for prompts; None: where that is faster and fits. False also keeps prompts in
+    bfloat16. On CUDA, True rounds activations of prompts to 8 bits where weights have 8; None and False do not."""
     compute_scheme: Annotated[str | None, None]
     """What products are computed as, on a CPU: 'int8', 'int4', 'bfloat16', 'float32', or two such as 'int4+int8', of decode rows
     and of rows of prompts. None: what is fastest, measured at the first start. Fix it where two engines must have the same bits."""
