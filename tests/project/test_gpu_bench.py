@@ -534,6 +534,7 @@ def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> No
     rows = {line.split("`")[1] for line in file.read_text().split("\n") if line.startswith("| `")}
     assert rows - set(readme.FIGURES) == {
         "choose_experts.py",
+        "gemv.py",
         "group_pairs.py",
         "grouped_gemm.py",
         "latent_decode.py",
