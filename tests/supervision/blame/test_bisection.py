@@ -109,7 +109,9 @@ class Trials(Lives):
 
     def fail(self, present: Collection[int], waiting: Collection[int], num_gone: int) -> list[int]:
         probed = [request for request in present if request in self.group]
-        blamed = list(self.search.died(present, waiting, num_gone, probed))
+        # Suspects whose group has not come are held by the scheduler, and do not wait for the workers.
+        taken_on = [request for request in waiting if request not in self.suspects or request in self.group]
+        blamed = list(self.search.died(present, taken_on, num_gone, probed))
         self._forget(blamed)
         return blamed
 
