@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -389,3 +389,18 @@ class Oracle:
         seen = norm(x, t[f"{prefix}post_attention_layernorm.weight"], tree["rms_norm_eps"])
         gate, up = seen @ t[f"{prefix}mlp.gate_proj.weight"].T, seen @ t[f"{prefix}mlp.up_proj.weight"].T
         return x + (functional.silu(gate) * up) @ t[f"{prefix}mlp.down_proj.weight"].T
+
+
+def partly_right(oracle: Oracle, most: int) -> Callable[[list[int], list[int]], list[int]]:
+    """In the place of the drafts as many right ones as the number of tokens says, then a wrong one."""
+
+    def plan(tokens: list[int], drafts: list[int]) -> list[int]:
+        known = list(tokens)
+        right = len(tokens) % (most + 1)
+        with torch.no_grad():
+            for _ in range(most):
+                known.append(int(oracle.target(torch.tensor([known])).logits[0, -1].argmax()))
+        made = known[len(tokens) :]
+        return [token if i < right else (token + 1) % 97 for i, token in enumerate(made)][: len(drafts)]
+
+    return plan

@@ -23,6 +23,7 @@ from tests.model.cpu.draft_head_oracle import (
     PROMPT,
     SHAPE,
     Oracle,
+    partly_right,
     quantize,
     save_deepseek,
     save_eagle,
@@ -111,26 +112,11 @@ def make_case(tmp_path: Path, make_driver: Callable[..., Driver]) -> Callable[..
     return make
 
 
-def knowing(case: Case) -> Callable[[list[int], list[int]], list[int]]:
-    """In the place of the drafts as many right ones as the number of tokens says, then a wrong one."""
-
-    def plan(tokens: list[int], drafts: list[int]) -> list[int]:
-        known = list(tokens)
-        right = len(tokens) % (case.most + 1)
-        with torch.no_grad():
-            for _ in range(case.most):
-                known.append(int(case.oracle.target(torch.tensor([known])).logits[0, -1].argmax()))
-        made = known[len(tokens) :]
-        return [token if i < right else (token + 1) % 97 for i, token in enumerate(made)][: len(drafts)]
-
-    return plan
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_logits_are_those_of_plain_torch(make_case: Callable[..., Case], name: str) -> None:
     """Of several rows, in steps that have some of their drafts right, none, or all; over the ends of blocks."""
     case = make_case(name)
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     case.driver.add(0, PROMPT)
     case.driver.add(1, [80])
     case.driver.add(2, OTHER)
@@ -209,7 +195,7 @@ def test_a_prefix_in_the_cache_has_all_that_a_head_needs(
 
 def test_a_prefix_whose_last_block_was_filled_by_decoding(make_case: Callable[..., Case]) -> None:
     case = make_case()
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     driver = case.driver
     driver.add(0, PROMPT[:5])
     driver.step(prefill={0: 5})

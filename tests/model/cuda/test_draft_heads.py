@@ -23,6 +23,7 @@ from tests.model.cpu.draft_head_oracle import (
     PROMPT,
     SHAPE,
     Oracle,
+    partly_right,
     quantize,
     save_deepseek,
     save_eagle,
@@ -127,28 +128,13 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return make
 
 
-def knowing(case: Case) -> Callable[[list[int], list[int]], list[int]]:
-    """In the place of the drafts as many right ones as the number of tokens says, then a wrong one."""
-
-    def plan(tokens: list[int], drafts: list[int]) -> list[int]:
-        known = list(tokens)
-        right = len(tokens) % (case.most + 1)
-        with torch.no_grad():
-            for _ in range(case.most):
-                known.append(int(case.oracle.target(torch.tensor([known])).logits[0, -1].argmax()))
-        made = known[len(tokens) :]
-        return [token if i < right else (token + 1) % 97 for i, token in enumerate(made)][: len(drafts)]
-
-    return plan
-
-
 @pytest.mark.parametrize(
     ("name", "is_recorded"), [("eagle3", False), ("mtp", False), *((name, True) for name in HEADS)], ids=str
 )
 def test_drafts_are_those_of_plain_torch(make_case: Callable[..., Case], name: str, is_recorded: bool) -> None:
     """Of several rows, in steps that have some of their drafts right, none, or all; over the ends of blocks."""
     case = make_case(name, enforce_eager=not is_recorded)
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     if is_recorded:
         case.record()
     case.leave_behind(1.0)
@@ -166,7 +152,7 @@ def test_drafts_are_those_of_plain_torch(make_case: Callable[..., Case], name: s
 
 def test_a_quantized_head_is_read_as_such(make_case: Callable[..., Case]) -> None:
     case = make_case("eagle3", quantized="fp8-channel")
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     case.driver.add(0, PROMPT)
     case.driver.step(prefill={0: 21})
     case.decode(5, [0])
@@ -194,7 +180,7 @@ def test_a_prompt_in_chunks_and_a_fork_of_it(make_case: Callable[..., Case]) -> 
 def test_a_prefix_in_the_cache_has_all_that_a_head_needs(make_case: Callable[..., Case], name: str) -> None:
     """The next token behind the prefix is another one than that of the request which has computed it."""
     case = make_case(name)
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     driver = case.driver
     driver.add(0, PROMPT)
     driver.step(prefill={0: len(PROMPT)})
@@ -349,7 +335,7 @@ def test_mistakes_are_found(make_case: Callable[..., Case], monkeypatch: pytest.
     else:
         monkeypatch.setattr(head_drafter.DeviceHead, "keep", lambda self, states, rows, slots: None)
     case = make_case()
-    case.plan = knowing(case)
+    case.plan = partly_right(case.oracle, case.most)
     case.driver.add(0, PROMPT)
     case.leave_behind(3.0)
     case.driver.step(prefill={0: 21})
