@@ -57,7 +57,7 @@ async def test_kills_and_scaling_leave_nothing_behind(monkeypatch: pytest.Monkey
                     pids = llm.health().replicas[turn % 2].pids
                     kill(pids[name] for name in VICTIMS[turn % 4])
     descriptors, threads, mib = zip(*held[NUM_WARM_UPS:], strict=True)
-    assert len(set(descriptors)) == 1, descriptors
     half = len(threads) // 2
-    assert max(threads[half:]) <= max(threads[:half]), threads
+    for counts in (descriptors, threads):
+        assert max(counts[half:]) <= max(counts[:half]), counts
     assert mib[-1] - mib[0] < MOST_MIB, mib
