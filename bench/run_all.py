@@ -85,7 +85,7 @@ BENCHES = (
     Bench("recurrent", ("--threads", "1")),
     Bench("encoder_decoder", ("--rounds", "1", "--models", "bart-base")),
     Bench("images", ("--rounds", "1", "--tokens", "40")),
-    Bench("speculation", ("--rounds", "1", "--tokens", "16")),
+    Bench("speculation", ("--rounds", "1", "--tokens", "16"), {"--peer-python": "other"}),
     Bench("fleet", ("--rounds", "1", "--streams", "8", "--tokens", "40")),
     Bench("nodes", ("--rounds", "1", "--tokens", "50", "--idle", "2")),
     Bench("pipeline", ("--rounds", "1", "--streams", "8", "--tokens", "8", "--shape", "storyteller")),
