@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from actorllm.errors import is_failure
 from actorllm.messages import I32, SALT_ROW, Drafted, LateInputs, StepPlan
 from actorllm.model.inputs import Drafts, PersistentBatch
+from actorllm.model.speculation.arctic import ArcticDrafter, find_cache
 from actorllm.model.speculation.finished import FinishedOutputs
 from actorllm.model.speculation.histories import Histories
 from actorllm.model.speculation.suffix import SuffixDrafter
@@ -35,6 +36,16 @@ class BatchDrafter(Protocol):
         """What became of the drafts of a step, by row."""
 
 
+class NoDrafts:
+    """Of a rank that is told its drafts by the first one."""
+
+    def draft(self, batch: PersistentBatch, histories: Histories, slots: I32, wanted: I32) -> list[list[int]]:
+        return [[] for _ in slots]
+
+    def observe(self, slots: I32, num_drafted: I32, num_accepted: I32) -> None:
+        return
+
+
 class Speculator:
     """One worker's drafter, and what it knows of every slot.
 
@@ -49,10 +60,13 @@ class Speculator:
     def __init__(self, options: Speculation, vocab_size: int, drafter: BatchDrafter | None = None) -> None:
         self._options = options
         self._vocab_size = vocab_size
+        if drafter is None and options.method == SUFFIX and (make_cache := find_cache()) is not None:
+            drafter = ArcticDrafter(options, vocab_size, make_cache)
         self._batch_drafter = drafter
         self._drafter = make_drafter(options, vocab_size) if drafter is None else None
         self.histories = Histories(options.num_speculative_tokens)
-        max_requests = options.suffix_decoding_max_cached_requests if options.method == SUFFIX else 0
+        has_own_trees = options.method == SUFFIX and drafter is None
+        max_requests = options.suffix_decoding_max_cached_requests if has_own_trees else 0
         self._finished = FinishedOutputs(max_requests) if max_requests else None
         self._forced: dict[int, list[int]] = {}
         """By slot, what its grammar leaves it no choice about."""
