@@ -143,6 +143,7 @@ class SchedulerActor(Actor):
         self._frontend_of: dict[Link, int] = {}
         self._foreign: set[Link] = set()
         self._vocab_size = 0
+        self._drafter: str | None = None
         self._num_frontends = 0
         self._workers: Link
         self.has_workers = False
@@ -241,6 +242,7 @@ class SchedulerActor(Actor):
     def _build(self, config: EngineConfig) -> Scheduler:
         eos_token_ids = self._eos_token_ids(config)
         primary = None if self._tokenizer is None else self._tokenizer.eos_token_id
+        self._drafter = None if config.speculation is None else config.speculation.method
         arguments = scheduler_arguments(config, eos_token_ids, primary)
         if config.scheduler.step_model is not None:
             from actorllm.actors.step_model_error import StepModelMonitor
@@ -821,8 +823,11 @@ class SchedulerActor(Actor):
             return []
 
     def statistics(self) -> dict[str, Any]:
+        scheduler = asdict(self.scheduler.statistics())
+        if scheduler["speculation"] is not None:
+            scheduler["speculation"]["drafter"] = self._drafter
         return super().statistics() | {
-            "scheduler": asdict(self.scheduler.statistics()),
+            "scheduler": scheduler,
             "policy": self._policies.statistics(self.scheduler.num_policy_changes),
             "policy_failure": self._policies.failure,
             "num_held_requests": len(self._probes),

@@ -155,11 +155,15 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
     counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
     counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
     if (drafts := scheduler.get("speculation")) is not None:
-        counter("spec_decode_num_drafts", "Times that a sequence had drafts in a step.", drafts["num_drafts"])
-        counter("spec_decode_num_draft_tokens", "Drafts that were checked.", drafts["num_draft_tokens"])
-        counter("spec_decode_num_accepted_tokens", "Drafts that were right.", drafts["num_accepted_tokens"])
+        drafter = {"drafter": drafts["drafter"]}
+        for name, told in (
+            ("num_drafts", "Times that a sequence had drafts in a step."),
+            ("num_draft_tokens", "Drafts that were checked."),
+            ("num_accepted_tokens", "Drafts that were right."),
+        ):
+            write("counter", f"spec_decode_{name}", told, [("", drafter, drafts[name])])
         by_position = enumerate(drafts["num_accepted_tokens_per_pos"])
-        samples = [("", {"position": str(position)}, number) for position, number in by_position]
+        samples = [("", {"position": str(position), **drafter}, number) for position, number in by_position]
         write("counter", "spec_decode_num_accepted_tokens_per_pos", "Right drafts, by position.", samples)
     counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
     counter("failed_steps", "Steps that raised.", scheduler["num_failed_steps"])
