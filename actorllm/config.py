@@ -1011,11 +1011,6 @@ def _speculation(given: dict[str, Any], pooler: Pooler | None, block_size: int) 
     told = f"speculative_config (method={speculation.method!r:.80})"
     if pooler is not None:
         raise ConfigError(f"{told}: a model that makes vectors samples no tokens; leave speculative_config out")
-    if given["tensor_parallel_size"] > 1 and speculation.method in WITH_MODEL:
-        raise ConfigError(
-            f"{told} is not supported with tensor_parallel_size={given['tensor_parallel_size']} yet; use {NGRAM!r} or {SUFFIX!r}, "
-            f"or leave one of them out"
-        )
     if given["model_impl"] == "transformers" and speculation.method in WITH_MODEL:
         raise ConfigError(
             f"{told} is not supported for modules of transformers yet; use {NGRAM!r} or {SUFFIX!r}, or leave model_impl at 'auto'"

@@ -106,11 +106,15 @@ class BackendRules:
         from actorllm.types.speculation import WITH_MODEL, read_speculation  # imports numpy
 
         speculation = read_speculation(options["speculative_config"])
-        if speculation is None or speculation.method not in WITH_MODEL or speculation.method in self.drafting_models:
+        if speculation is None or speculation.method not in WITH_MODEL:
             return None
-        known = ", ".join(map(repr, (*self.drafting_models, "ngram")))
-        told = f"speculative_config (method={speculation.method!r})"
-        return f"{told} is not supported on {where} yet; use {known} or 'suffix'"
+        told = f"speculative_config (method={speculation.method!r}) is not supported"
+        if speculation.method not in self.drafting_models:
+            known = ", ".join(map(repr, (*self.drafting_models, "ngram")))
+            return f"{told} on {where} yet; use {known} or 'suffix'"
+        if (size := options.get("tensor_parallel_size") or 1) > 1:
+            return f"{told} with tensor_parallel_size={size} on {where} yet; use 'ngram' or 'suffix', or leave one of them out"
+        return None
 
 
 class CudaRules(BackendRules):

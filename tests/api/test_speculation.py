@@ -159,6 +159,57 @@ def test_streams_are_those_without_drafts(
         assert drafts["num_accepted_tokens"] > 0.2 * account.tokens
 
 
+BITS = [
+    (method, most, depth)
+    for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3")
+    for most in (1, 3, 7)
+    for depth in (1, 2)
+]
+QUICK_BITS = {("ngram", 7, 2), ("draft_model", 3, 1), ("eagle3", 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def bits(reference: list[Stream]) -> Callable[..., list[Any]]:
+    """Tokens and log-probabilities of a run in bfloat16, whose bits depend on the request only."""
+
+    def of(**more: Any) -> list[Any]:
+        prompts, params = (of_all[:12] for of_all in requests())
+        for one in params:
+            one.logprobs = 1
+        given = ARGUMENTS | {"dtype": "bfloat16", "batch_invariant": True, "topology": "inline"} | more
+        with LLM("storyteller", **given) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+            drafts = llm.stats()["scheduler"]["scheduler"]["speculation"]
+        assert drafts is None or drafts["num_draft_tokens"] > 40
+        return [
+            [(token, at[token].logprob) for token, at in zip(one.token_ids, one.logprobs or (), strict=True)]
+            for one in outputs
+        ]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain_bits(bits: Callable[..., list[Any]]) -> list[Any]:
+    return bits()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("method", "most", "depth"),
+    [
+        pytest.param(
+            *cell, marks=[] if cell in QUICK_BITS else [pytest.mark.slow(reason="some seconds; three stand for all")]
+        )
+        for cell in BITS
+    ],
+)
+def test_bits_in_bfloat16_are_those_without_drafts(
+    bits: Callable[..., list[Any]], plain_bits: list[Any], method: str, most: int, depth: int
+) -> None:
+    assert bits(speculative_config=config(method, most), async_scheduling=depth == 2) == plain_bits
+
+
 # Planted mistakes -----------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +455,7 @@ def test_metrics_have_the_names_of_vllm(plain_and_drafting: tuple[LLM, LLM]) -> 
         assert values[f"vllm:spec_decode_{name}"] == drafts[name] > 0
     by_position = [m for m in other.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos"]
     assert [m.labels["position"] for m in by_position] == ["0", "1", "2", "3", "4"]
+    assert {m.labels["drafter"] for m in by_position} == {drafts["drafter"]} == {"ngram"}
     assert not any("spec_decode" in metric.name for metric in plain.get_metrics())
 
 
@@ -523,6 +575,10 @@ def test_backends_that_do_not_know_drafts_refuse_them_by_name() -> None:
     assert rules_of("cpu").why_not(options, pools=False) is None
     options["speculative_config"] = {"method": "eagle3", "model": "a-head", "num_speculative_tokens": 2}
     assert rules_of("cuda").why_not(options, pools=False) is None
+    told = (
+        "speculative_config (method='eagle3') is not supported with tensor_parallel_size=2 on CUDA yet; use 'ngram' or"
+    )
+    assert str(rules_of("cuda").why_not(options | {"tensor_parallel_size": 2}, pools=False)).startswith(told)
     told = "speculative_config (method='eagle3') is not supported on device='npu' yet; use 'ngram' or 'suffix'"
     assert BackendRules(drafts=True).why_not(options, pools=False) == told
 
@@ -533,10 +589,6 @@ MODEL = {"speculative_config": {"method": "draft_model", "model": "storyteller-d
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {**MODEL, "tensor_parallel_size": 2},
-            "not supported with tensor_parallel_size=2 yet; use 'ngram' or 'suffix'",
-        ),
         ({**MODEL, "model_impl": "transformers"}, "not supported for modules of transformers yet; use 'ngram'"),
         (
             {"block_size": 8},

@@ -22,6 +22,8 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
+from actorllm.model.cpu.decoder import Decoder
+from actorllm.model.cpu.draft_heads.ends import ends_of
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -99,6 +101,66 @@ def test_ranks_check_the_drafts_of_the_first_one(tmp_path: Path, monkeypatch: py
         counted = llm.stats()["scheduler"]["scheduler"]["speculation"]
     assert found == expected
     assert 20 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_model_of_the_first_rank_drafts_for_all(tmp_path: Path, method: str) -> None:
+    """The target itself is always right, but where rounding decides; a head with random weights is wrong as with one rank."""
+    folder = model_folder(tmp_path)
+    drafting = folder
+    if method == "eagle3":  # it shares embedding and logits with the target
+        (tmp_path / "head").mkdir()
+        drafting = model_folder(tmp_path / "head", num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    drafts = {
+        "method": method,
+        "model": str(drafting),
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 100, 3]],
+    }
+    prompts, params = requests()
+
+    def run(**changes: Any) -> tuple[list[list[int]], dict[str, Any]]:
+        with LLM(folder, **arguments(**changes)) as llm:
+            found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+            return found, llm.stats()["scheduler"]["scheduler"]["speculation"]
+
+    expected, _ = run(topology="inline")
+    alone, with_one = run(topology="inline", speculative_config=drafts)
+    together, with_two = run(tensor_parallel_size=2, speculative_config=drafts)
+    assert alone == together == expected
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        assert with_two[name] == pytest.approx(with_one[name], rel=0.1, abs=5)
+    if method == "draft_model":
+        assert with_two["num_accepted_tokens"] > 0.8 * with_two["num_draft_tokens"] > 100
+    else:
+        assert with_two["num_draft_tokens"] > 50
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
+    ],
+    ids=["tied", "a head of its own", "scaled"],
+)
+def test_a_head_that_drafts_has_the_whole_vocabulary(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, **changes)
+    runner = CpuRunner(EngineConfig.from_arguments(folder, **arguments(topology="inline")))
+    runner.load()
+    whole = runner.decoder
+    assert isinstance(whole, Decoder)
+    model = runner.config.model
+    assert ends_of(whole, model, False) is whole
+    whole.ranks = Ranks(0, 2)
+    ends = ends_of(whole, model, False)
+    whole.ranks = Ranks()
+    ids, states = torch.tensor([0, 5, 330]), torch.randn(3, 48)
+    assert torch.equal(ends.embed(ids), whole.embed(ids))
+    assert torch.equal(ends.logits(states), whole.logits(states))
+    assert torch.equal(ends.embedding, whole.embedding)
+    assert ends.norm is whole.norm
 
 
 @pytest.mark.slow(reason="ranks as processes; two families stand for all")

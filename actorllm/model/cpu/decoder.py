@@ -459,9 +459,12 @@ class Decoder:
     def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same in the type of the model; with several ranks widened, for the way between them."""
         assert self.lm_head is not None
-        logits = self.lm_head(hidden)
-        if self.config.logits_scale != 1:
-            logits.mul_(self.config.logits_scale)
-        if self.config.logits_cap is not None:
-            logits = capped_(logits, self.config.logits_cap)
+        logits = finished_logits(self.config, self.lm_head(hidden))
         return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)
+
+
+def finished_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:
+    """What the head's product becomes, which is changed."""
+    if config.logits_scale != 1:
+        logits.mul_(config.logits_scale)
+    return logits if config.logits_cap is None else capped_(logits, config.logits_cap)

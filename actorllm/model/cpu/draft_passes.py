@@ -67,7 +67,7 @@ class DraftingModel(ABC):
         """
         return None
 
-    def take_target(self, target: Decoder, staged: Any = None) -> None:
+    def take_target(self, target: Decoder, staged: Any) -> None:
         """The target has other weights from here on. staged: what `stage` returned."""
         return
 

@@ -59,7 +59,7 @@ from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation import costs
 from actorllm.model.speculation.agreed import agreed_drafts, firsts
-from actorllm.model.speculation.speculator import Speculator
+from actorllm.model.speculation.speculator import BatchDrafter, NoDrafts, Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Costs
@@ -165,8 +165,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self._draft_model: DraftingModel | None = None
         self._num_snapshots = config.cache.snapshots or 0
         if config.speculation is not None:
-            self._draft_model = drafting_model(config, self.model_config, self.dtype)
-            self._speculator = Speculator(config.speculation, self.model_config.vocab_size, self._draft_model)
+            drafter: BatchDrafter | None = NoDrafts()
+            if not rank:  # the others are told
+                self._draft_model = drafting_model(config, self.model_config, self.dtype)
+                drafter = self._draft_model
+            self._speculator = Speculator(config.speculation, self.model_config.vocab_size, drafter)
         self._is_half_done = False
         self._decode_version = -1
         """Of the last step."""

@@ -26,6 +26,7 @@ from actorllm.errors import ModelError
 from actorllm.messages import I32, StepPlan
 from actorllm.model.cpu.attention import KVCache, zero_pages
 from actorllm.model.cpu.decoder import Decoder
+from actorllm.model.cpu.draft_heads.ends import Ends, ends_of
 from actorllm.model.cpu.draft_heads.head import DraftHead
 from actorllm.model.cpu.draft_passes import I64, DraftingModel, decode_inputs, newest_of
 from actorllm.model.cpu.latent import LatentCache
@@ -70,18 +71,21 @@ class HeadDrafter(DraftingModel):
     # Before the first step --------------------------------------------------------------------------------------------
 
     def load(self, target: Decoder, show_progress: bool | None) -> None:
-        self.take_target(target, self._read(target, self._shape.model.weights, show_progress))
+        ends = ends_of(target, self._config.model, show_progress)
+        self.take_target(target, (self._read(ends, self._shape.model.weights, show_progress), ends))
 
-    def stage(self, target: Decoder, source: WeightSource) -> DraftHead | None:
-        return None if self._shape.mtp is None else self._read(target, source, False)
+    def stage(self, target: Decoder, source: WeightSource) -> tuple[DraftHead | None, Ends]:
+        ends = ends_of(target, replace(self._config.model, weights=source), False)
+        return None if self._shape.mtp is None else self._read(ends, source, False), ends
 
-    def take_target(self, target: Decoder, staged: DraftHead | None = None) -> None:
-        if staged is not None:
-            self._head = staged
-        self._head.target = target
+    def take_target(self, target: Decoder, staged: tuple[DraftHead | None, Ends]) -> None:
+        head, ends = staged
+        if head is not None:
+            self._head = head
+        self._head.target = ends
         target.taps = frozenset(self._shape.taps)
 
-    def _read(self, target: Decoder, source: WeightSource, show_progress: bool | None) -> DraftHead:
+    def _read(self, target: Ends, source: WeightSource, show_progress: bool | None) -> DraftHead:
         """The head of a version of the weights. Trainers leave layers for further tokens out: these stay what they were first."""
         shape = self._shape
         try:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from actorllm.model.cpu.attention import AttentionBatch, PagedCache
-from actorllm.model.cpu.decoder import Decoder, DecoderLayer
+from actorllm.model.cpu.decoder import DecoderLayer
+from actorllm.model.cpu.draft_heads.ends import Ends
 from actorllm.model.cpu.layers import RMSNorm, RotaryEmbedding, linear
 from actorllm.model.families.head_tensors import HeadTensors
 from actorllm.model.inputs import StepInputs
@@ -29,13 +30,13 @@ class DraftHead:
     Arguments:
         shape: of the head.
         weights: with its tensors, all of which are taken.
-        target: whose embedding and head it shares where it has none of its own.
+        target: whose embedding and head it shares where it has none of its own, and whose states it reads.
         max_positions: how long a sequence may get.
 
     Raises CorruptModelError.
     """
 
-    def __init__(self, shape: HeadShape, weights: Weights, target: Decoder, max_positions: int) -> None:
+    def __init__(self, shape: HeadShape, weights: Weights, target: Ends, max_positions: int) -> None:
         self.shape, self.target = shape, target
         c = shape.layers
         tensors = HeadTensors(shape, weights, target.config, target.embedding, form_of(shape.model))
