@@ -24,7 +24,7 @@ from actorllm.messages import I32, INVALID, NO_I32, NO_U8, StepFailed, StepResul
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
 from actorllm.messages.schema import WORKER, check_of_fields, violation
-from actorllm.scheduling.batch import ONE, Batch
+from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.policy import View
@@ -40,6 +40,9 @@ NO_SPANS: list[LogprobSpan] = []
 
 
 NO_RULES = SamplingRules()
+
+NEAR = 128
+"""Tokens before its limit from which on a row is looked at in each step: more than a row computes in all steps in flight."""
 
 U32_DTYPE = np.dtype(np.uint32)
 """To look at token ids with: a negative one is a very large one."""
@@ -93,6 +96,9 @@ class Results:
         self._table = table
         self._cache = cache
         self._stopping = stopping
+        self._far_rows: Rows | None = None
+        self._far_until = 0
+        """Of these rows none can be at its limit before so many tokens of output, however they are shared out."""
         self._ends_of_run: I32 | None = None
         """Of the result that was checked last (`_right_run`)."""
 
@@ -375,10 +381,14 @@ class Results:
         computed = batch.num_computed[slots] + counts
         batch.num_computed[slots] = computed - ONE
         # Of each row at least as many are computed as are known: without one at its end there, none is beyond its limit.
-        is_at_end = computed >= limits
-        has_end = np.count_nonzero(is_at_end) > 0
-        if has_end:
-            batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
+        has_end = False
+        if rows is not self._far_rows or self.num_output_tokens >= self._far_until:
+            is_at_end = computed >= limits
+            has_end = np.count_nonzero(is_at_end) > 0
+            if has_end:
+                batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
+            left = limits - computed
+            self._far_rows, self._far_until = rows, self.num_output_tokens + left.item(left.argmin()) - NEAR
         if has_end and np.count_nonzero(after > limits):
             # What lies behind the limit has no place in the column of known tokens, and is not part of the output.
             after = np.minimum(after, limits)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actorllm.messages import StepResult, pack
 from actorllm.scheduling.draft_budget import DraftBudget
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.results import ContradictionError
+from actorllm.scheduling.results import NEAR, ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.effort import examples
@@ -103,6 +103,18 @@ def test_right_drafts_save_steps(most: int, depth: int) -> None:
         steps.append(engine.scheduler.statistics().num_steps)
     assert steps[1] <= 1 + -(-31 // (1 + most)) + (depth - 1)
     assert steps[0] >= 32
+
+
+def test_rows_that_were_far_from_their_limits_end_there() -> None:
+    """They are not looked at in each step before."""
+    engine = drafting(random.Random(3), 7, max_model_len=600, num_blocks=120)
+    for rid, most in ((1, 300), (2, 411), (3, 290)):
+        engine.submit(rid, [rid, 3], max_tokens=most, ignore_eos=True)
+    engine.run()
+    assert NEAR < 290
+    for rid, most in ((1, 300), (2, 411), (3, 290)):
+        assert engine.streams[rid] == reference_stream([rid, 3], rid, most)
+        assert engine.ends[rid].reason == "length"
 
 
 def test_a_cached_prefix_has_nothing_of_wrong_drafts() -> None:

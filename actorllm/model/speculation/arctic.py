@@ -1,7 +1,7 @@
 """`ArcticDrafter`: method "suffix" by the suffix trees of the package arctic-inference, where that is installed.
 
 The package keeps a tree of each request and one of all responses of a cache. How soon a request is done tells something about the
-texts that its drafts come from, so each cache salt has a cache of its own, as in `FinishedOutputs`. A row hands its tokens over as
+texts that its drafts come from. So each cache salt has a cache of its own, as in `FinishedOutputs`. A row hands its tokens over as
 it drafts. A request that has left its slot is stopped at the next draft of any row. The oldest responses make room for new ones.
 Nothing of it is needed for a token. Owned by `Speculator`.
 """

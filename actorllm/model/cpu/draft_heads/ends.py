@@ -1,7 +1,7 @@
 """`Ends`: what a head that drafts shares with its target: the embedding, the final norm and the logits.
 
 They are the target's own, except with several ranks. There each rank has its part of the vocabulary, and the head runs on the first
-rank alone, which then has the embedding and the head of the target as a whole, too (`WholeEnds`).
+rank alone. That rank then has the embedding and the head of the target as a whole, too (`WholeEnds`).
 """
 
 from __future__ import annotations
