@@ -378,7 +378,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @property
     def model(self) -> Any:
         """For functions of the application: the module of transformers, or the decoder where the forward is fused."""
-        return getattr(self.decoder, "model", self.decoder)
+        model: Any = getattr(self.decoder, "model", self.decoder)
+        if self.load_weights is not None and self.config.model.module is None:  # else it is the application's own
+            model.load_weights = self.load_weights  # each update makes another decoder
+        return model
 
     @property
     def num_kv_heads(self) -> int:
