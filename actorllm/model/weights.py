@@ -153,7 +153,9 @@ class CheckpointWeights(Weights):
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        return tensor.to(wanted, copy=self._is_update and file not in self._overlays)
+        # Vectors are kept as they are, and one that is a view would keep all of a file.
+        is_copied = self._is_update and (file not in self._overlays or len(shape) == 1)
+        return tensor.to(wanted, copy=is_copied)
 
     def _place(self, file: str) -> str:
         """Of a file, for messages."""
