@@ -140,7 +140,7 @@ class DecoderLayer:
             if config.mixer(index) == "both":
                 self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
         self.qkv: Linear
-        if tensors.qkv is None:
+        if tensors.qkv is None:  # the layer is its MLP alone
             pass
         elif config.mixer(index) == "recurrent":
             self.qkv = linear(tensors.qkv)
@@ -148,12 +148,7 @@ class DecoderLayer:
             self.latent = LatentAttention(config, tensors.latent, share, linear)
             self.qkv = linear(tensors.qkv)
         else:
-            if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
-                both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
-                outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
-            num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
-            if not config.has_adjacent_pairs:
-                outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
+            outputs = by_part(outputs, config, share)
             self.qkv = linear(tensors.qkv.reordered(outputs))
         if tensors.output is not None:
             self.output = linear(tensors.output)
@@ -285,6 +280,17 @@ class DecoderLayer:
         torch.view_as_complex(turned.view(*exact.shape[:2], -1, 2)).mul_(rotations)
         if exact is not heads:
             heads.copy_(exact)
+
+
+def by_part(outputs: torch.Tensor, config: DecoderConfig, share: HeadShare) -> torch.Tensor:
+    """Outputs of the first product in the order of the forward: what is rotated in adjacent pairs, and gates behind the rest."""
+    if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
+        both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
+        outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
+    num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
+    if not config.has_adjacent_pairs:
+        outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
+    return outputs
 
 
 def grown(positions: torch.Tensor, interval: float, rate: float) -> torch.Tensor:
