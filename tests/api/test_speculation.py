@@ -173,7 +173,8 @@ def bits(reference: list[Stream]) -> Callable[..., list[Any]]:
     """Tokens and log-probabilities of a run in bfloat16, whose bits depend on the request only."""
 
     def of(**more: Any) -> list[Any]:
-        prompts, params = (of_all[:12] for of_all in requests())
+        prompts, params = requests()
+        prompts, params = prompts[:12], params[:12]
         for one in params:
             one.logprobs = 1
         given = ARGUMENTS | {"dtype": "bfloat16", "batch_invariant": True, "topology": "inline"} | more
