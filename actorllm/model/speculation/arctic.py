@@ -42,7 +42,7 @@ def find_cache() -> Callable[..., Any] | None:
 
 
 @dataclass(slots=True)
-class Row:
+class ActiveRequest:
     """A request that is active in the cache of its salt. num_outputs: of its tokens, those that the cache has."""
 
     history: History
@@ -64,7 +64,7 @@ class ArcticDrafter:
         self._depth = options.suffix_decoding_max_tree_depth
         self._caches: dict[bytes, Any] = {}
         """By salt; those without a request go."""
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, ActiveRequest] = {}
         """By slot."""
         self._ended: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
         """Requests that have ended, the oldest first: salt, and tokens of the response."""
@@ -112,7 +112,7 @@ class ArcticDrafter:
         wrong = next((i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size), len(drafts))
         return drafts[:wrong]
 
-    def _started(self, history: History) -> Row:
+    def _started(self, history: History) -> ActiveRequest:
         """With its prompt, and its newest output."""
         self._next_request += 1
         cache = self._caches.get(history.salt)
@@ -123,7 +123,7 @@ class ArcticDrafter:
         tokens = history.tokens
         num_outputs = min(history.num_outputs, tokens.size)
         cache.start_request(self._next_request, tokens[: tokens.size - num_outputs].tolist())
-        return Row(history, self._next_request, history.num_outputs - num_outputs)
+        return ActiveRequest(history, self._next_request, history.num_outputs - num_outputs)
 
     def _stop_old(self, histories: Histories) -> None:
         """Requests whose slots are free, or another's."""
