@@ -155,16 +155,7 @@ def families_of(stats: Mapping[str, Any], max_model_len: int) -> list[Family]:
     counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
     counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
     if (drafts := scheduler.get("speculation")) is not None:
-        drafter = {"drafter": drafts["drafter"]}
-        for name, told in (
-            ("num_drafts", "Times that a sequence had drafts in a step."),
-            ("num_draft_tokens", "Drafts that were checked."),
-            ("num_accepted_tokens", "Drafts that were right."),
-        ):
-            write("counter", f"spec_decode_{name}", told, [("", drafter, drafts[name])])
-        by_position = enumerate(drafts["num_accepted_tokens_per_pos"])
-        samples = [("", {"position": str(position), **drafter}, number) for position, number in by_position]
-        write("counter", "spec_decode_num_accepted_tokens_per_pos", "Right drafts, by position.", samples)
+        families += _of_drafts(drafts)
     counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
     counter("failed_steps", "Steps that raised.", scheduler["num_failed_steps"])
     counter("worker_losses", "Times that workers died.", scheduler["num_worker_losses"])
@@ -255,3 +246,19 @@ def _histograms(name: str, model: str, samples: Sequence[Sample]) -> list[Histog
         labels = labels_of(model, {} if engine is None else {ENGINE: engine})
         found.append(Histogram(name, labels, int(values["_count"]), values["_sum"], buckets))
     return found
+
+
+def _of_drafts(drafts: Mapping[str, Any]) -> list[Family]:
+    """Under vLLM's names, with the drafter as a label."""
+    drafter = {"drafter": drafts["drafter"]}
+    found = [
+        Family("counter", f"spec_decode_{name}", told, [("", drafter, drafts[name])])
+        for name, told in (
+            ("num_drafts", "Times that a sequence had drafts in a step."),
+            ("num_draft_tokens", "Drafts that were checked."),
+            ("num_accepted_tokens", "Drafts that were right."),
+        )
+    ]
+    by_position = enumerate(drafts["num_accepted_tokens_per_pos"])
+    samples: list[Sample] = [("", {"position": str(position), **drafter}, number) for position, number in by_position]
+    return [*found, Family("counter", "spec_decode_num_accepted_tokens_per_pos", "Right drafts, by position.", samples)]

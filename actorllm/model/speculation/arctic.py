@@ -79,7 +79,7 @@ class ArcticDrafter:
             self._stop_old(histories)
             columns = zip(slots.tolist(), wanted.tolist(), strict=True)
             return [self._of_row(slot, histories.of(slot), number) for slot, number in columns]
-        except BaseException as error:
+        except BaseException as error:  # of a package of another's: a guess that is not made costs nothing
             if not is_failure(error):
                 raise
             self._is_broken = True
