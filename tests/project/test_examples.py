@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -31,12 +32,11 @@ def anyio_backend() -> str:
 
 
 def output_of(example: str, *arguments: str) -> str:
-    result = subprocess.run(
+    result = programs.run(
         [sys.executable, str(EXAMPLES / example), *arguments],
         capture_output=True,
         text=True,
         timeout=50,
-        check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 
 from actorllm.actors import child
+from tests import programs
 from tests.actors.echo import EchoConfig
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def program(ending: str, placement: str = "process") -> str:
 
 @contextmanager
 def running(*arguments: str, text: str = "") -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = programs.popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ import pytest
 
 from actorllm import LLMEngine, RequestOutput, SamplingParams
 from actorllm.errors import EngineShutdownError
+from tests import programs
 from tests.actors.scripted_topology import LIGHT_WORKERS
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +157,7 @@ class Program:
 @contextmanager
 def running(*arguments: str, stdin: str | None = None) -> Iterator[Program]:
     names = shared_memory()
-    process = subprocess.Popen(
+    process = programs.popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
