@@ -80,4 +80,4 @@ def test_each_tensor_is_kept_once_over_many_files() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + len(expected)
     for file in files:
         file.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
