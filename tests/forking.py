@@ -17,6 +17,7 @@ Run as a program by `Preloaded`: `python -P forking.py <descriptor> <module> ...
 from __future__ import annotations
 
 import array
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -399,7 +400,9 @@ def copy_own_actors() -> None:
     theirs.close()
     high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR)
     ours.close()
-    copy_actors(OwnCopies(socket.socket(fileno=high)).find, setattr)
+    requests = socket.socket(fileno=high)
+    atexit.register(requests.detach)  # one that nothing closes would be told of at the end
+    copy_actors(OwnCopies(requests).find, setattr)
 
 
 if __name__ == "__main__":
