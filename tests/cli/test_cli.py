@@ -22,7 +22,8 @@ from tests import programs
 ROOT = Path(__file__).parents[2]
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-GENERATE = ("generate", "Once upon a time", "--max-tokens", "30", "--num-threads", "1")
+SHORT = ("generate", "Once upon a time", "--num-threads", "1")
+GENERATE = (*SHORT, "--max-tokens", "30")
 
 
 def run(*arguments: str | bytes) -> subprocess.CompletedProcess[str]:
@@ -120,7 +121,7 @@ def spans_of(path: Path) -> list[dict[str, Any]]:
 def test_the_timeline_shows_the_next_step_launched_before_text_is_made(tmp_path: Path) -> None:
     """So that the worker computes meanwhile, if the machine lets it."""
     file = tmp_path / "timeline.json"
-    result = run(*GENERATE, "--max-tokens", "300", "--ignore-eos", "--timeline", str(file))
+    result = run(*SHORT, "--max-tokens", "300", "--ignore-eos", "--timeline", str(file))
     assert result.returncode == 0, result.stderr
     spans = spans_of(file)
     steps = {span["args"]["step"]: span for span in spans if span["process"] == "worker"}
@@ -140,7 +141,7 @@ def test_the_timeline_shows_the_next_step_launched_before_text_is_made(tmp_path:
 def test_ctrl_c_ends_at_once() -> None:
     for is_speaking in (False, True):  # during the start, in the middle of the text
         process = programs.popen(
-            [sys.executable, "-m", "actorllm.cli", *GENERATE, "--max-tokens", "1000", "--ignore-eos"],
+            [sys.executable, "-m", "actorllm.cli", *SHORT, "--max-tokens", "1000", "--ignore-eos"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,
