@@ -13,7 +13,6 @@ import pytest
 import actorllm.compat
 from actorllm.compat import MODULES
 from actorllm.errors import EngineDeadError
-from tests import programs
 
 NO_HOMES = [("entrypoints.launchers.run_batch", "make_arg_parser")]
 """The parser of another command than the one by that name here."""
@@ -150,11 +149,12 @@ def test_a_module_of_a_command_runs_it(tmp_path: Path, command: list[str]) -> No
     module, *more = command
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     options = ["--model", "storyteller", "--topology", "inline", "--num-threads", "1"]
-    done = programs.run(
+    done = subprocess.run(
         [sys.executable, "-m", f"actorllm.compat.{module}", *more, *files, *options],
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200

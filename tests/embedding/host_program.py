@@ -79,7 +79,7 @@ class HostProgram:
 
 @contextmanager
 def running_host(
-    *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None, is_copied: bool = True
+    *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None, is_copied: bool = False
 ) -> Iterator[HostProgram]:
     """Python with these arguments (`"-c", source`, or the path of a script), killed at the end if it still runs.
 
@@ -119,7 +119,7 @@ def run_host(
     stdin: str | None = None,
     environment: dict[str, str] | None = None,
     timeout_s: float = 40,
-    is_copied: bool = True,
+    is_copied: bool = False,
 ) -> HostProgram:
     """Run a host program to its end. Asserts its exit code, that no traceback was printed, and that nothing outlives it."""
     with running_host(*arguments, stdin=stdin, environment=environment, is_copied=is_copied) as host:

@@ -33,7 +33,6 @@ POINTS: dict[str, Callable[[set[int], list[int]], bool]] = {
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("processes_are_execed")
 @pytest.mark.parametrize("point", POINTS)
 async def test_nothing_is_left(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []

@@ -105,7 +105,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_streams_are_whole(name: str, topology: str) -> None:
     program, num_streams = PROGRAMS[name]
-    host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology)
+    host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology, is_copied=True)
     assert host.output.split() == ["tokens", *["20"] * num_streams]
     assert host.errors == ""
 

@@ -29,7 +29,7 @@ from actorllm.text.tokenizer import Tokenizer
 from tests.embedding.host_program import run_host
 from tests.hostile.grammars import large_tag
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("processes_are_execed")]
+pytestmark = pytest.mark.anyio
 
 NUM_STREAMS = 64
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -247,7 +247,7 @@ LIGHT = {"actorllm", "anyio", "sniffio", "uvloop"}
 
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_no_library_is_imported_on_the_loop(topology: str) -> None:
-    line = run_host("-c", IMPORTS.format(topology=topology), is_copied=False).output.splitlines()[-1]
+    line = run_host("-c", IMPORTS.format(topology=topology)).output.splitlines()[-1]
     word, *packages = line.split()
     assert word == "imported"
     assert set(packages) - set(sys.stdlib_module_names) <= LIGHT

@@ -157,7 +157,7 @@ other.wait()
 
 
 def test_a_shutdown_ends_no_child_of_the_applications() -> None:
-    with running_host("-c", LIGHT_WORKERS + HEAD + SHUT_DOWN) as host:
+    with running_host("-c", LIGHT_WORKERS + HEAD + SHUT_DOWN, is_copied=True) as host:
         assert host.read_until("still").split()[1] == "None"
         assert host.wait() == 0, host.errors
         assert_gone(host.engine_pids, WITHIN_S)

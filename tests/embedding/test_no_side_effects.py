@@ -69,7 +69,7 @@ def test_a_fleet_changes_nothing() -> None:
 
 
 def test_an_import_changes_nothing() -> None:
-    host = run_host("-c", SNAPSHOT + IMPORT, is_copied=False)
+    host = run_host("-c", SNAPSHOT + IMPORT)
     assert host.output == ""
 
 
@@ -80,5 +80,5 @@ def test_the_snapshot_sees_a_change() -> None:
 
 def test_an_import_loads_no_library_that_is_slow_to_load() -> None:
     slow = ("torch", "transformers", "triton", "numpy", "tokenizers", "asyncio", "fastapi", "pydantic")
-    host = run_host("-c", f"import sys, actorllm\nprint(sorted(set({slow!r}) & set(sys.modules)))", is_copied=False)
+    host = run_host("-c", f"import sys, actorllm\nprint(sorted(set({slow!r}) & set(sys.modules)))")
     assert host.output == "[]\n"

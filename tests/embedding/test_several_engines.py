@@ -122,7 +122,6 @@ async def test_three_engines_start_at_once_and_end_alone(make_llm: Callable[...,
     assert await all_of(llms[1:]) == [first, first]
 
 
-@pytest.mark.usefixtures("processes_are_execed")
 async def test_their_threads_share_the_cores(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,14 +31,14 @@ def test_the_exit_code_is_the_applications_and_nothing_is_written(name: str, top
     program, code = PROGRAMS[name]
     light = "" if name == "streams are open" else LIGHT_WORKERS
     options = "-X", "dev", "-W", "ignore::DeprecationWarning"
-    host = run_host(*options, "-c", light + HEAD + program, topology, code=code)
+    host = run_host(*options, "-c", light + HEAD + program, topology, code=code, is_copied=True)
     assert host.errors == ""
     assert len(host.engine_pids) == {"process": 2, "inline": 0, "fleet": 4}[topology]
 
 
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_requests_are_cancelled_and_the_application_is_terminated(topology: str) -> None:
-    with running_host("-c", LIGHT_WORKERS + HEAD + CANCELLED, topology) as host:
+    with running_host("-c", LIGHT_WORKERS + HEAD + CANCELLED, topology, is_copied=True) as host:
         host.read_until("cancelled")
         assert host.wait() == -signal.SIGTERM, "as without the engine"
         assert_gone(host.engine_pids)
@@ -73,7 +73,7 @@ started.wait()
 def test_the_application_may_join_a_daemon_thread_at_its_end() -> None:
     """The thread stays for a while, so that nothing is written where nobody joins it, and then it is told."""
     program = JOINED_AT_EXIT + HEAD + ENDS_WITH_THE_ENGINE
-    with running_host("-c", program, "inline", is_copied=False) as host:
+    with running_host("-c", program, "inline") as host:
         host.read_until("ended")
         assert host.wait() == 0
 
@@ -98,4 +98,4 @@ os._exit(7)
 @pytest.mark.parametrize(("topology", "left"), [("process", "2"), ("inline", "2"), ("inline", "none")])
 def test_a_daemon_without_standard_descriptors(topology: str, left: str) -> None:
     """libuv ends a process in which it is to close a descriptor of such a number."""
-    run_host("-c", LIGHT_WORKERS + HEAD + WITHOUT_DESCRIPTORS, topology, left, code=7, is_copied=False)
+    run_host("-c", LIGHT_WORKERS + HEAD + WITHOUT_DESCRIPTORS, topology, left, code=7)
