@@ -225,6 +225,21 @@ class AsyncioLoop(HostLoop):
         return AsyncioWaiter(loop)
 
 
+def _resolved() -> asyncio.Future[None]:
+    """A future with a result and without callbacks, for which its loop does nothing."""
+
+    class NoLoop:
+        get_debug = staticmethod(bool)
+
+    future: asyncio.Future[None] = asyncio.Future(loop=NoLoop())  # type: ignore[arg-type]
+    future.set_result(None)
+    return future
+
+
+_RESUMED = _resolved()
+"""What all tasks are resumed with. Of a future that is one of asyncio's own, a task asks the result without a call in Python."""
+
+
 class AsyncioWaiter(Waiter):
     """What the waiting task holds in place of a future, again and again.
 
@@ -274,7 +289,7 @@ class AsyncioWaiter(Waiter):
         wakeup, self._wakeup = self._wakeup, None
         if wakeup is not None:
             assert self._context is not None
-            self._context.run(wakeup, self)
+            self._context.run(wakeup, _RESUMED)
 
     @types.coroutine
     def wait(self, until: float | None = None) -> Generator[Any, None, bool]:
