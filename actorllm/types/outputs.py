@@ -41,6 +41,22 @@ class _Sparse:
         return missing.default
 
 
+class RequestFacts:
+    """What all outputs of one request repeat. Its stream has one, and outputs look into it when they are asked."""
+
+    __slots__ = ("arrival", "first_token", "lora_request", "prompt", "prompt_token_ids", "request_id")
+
+    def __init__(self, request_id: str, prompt: str | None, arrival: float) -> None:
+        """arrival: in monotonic seconds."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.arrival = arrival
+        self.prompt_token_ids: list[int] = []
+        self.lora_request: LoRARequest | None = None
+        self.first_token: float | None = None
+        """When it came, in monotonic seconds; None: it has not come."""
+
+
 @dataclass(slots=True)
 class CompletionOutput(_Sparse):
     """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
@@ -158,36 +174,59 @@ class RequestOutput(_Sparse):
     @classmethod
     def _of_stream(
         cls,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        facts: RequestFacts,
         outputs: list[CompletionOutput],
         num_cached_tokens: int,
-        times: tuple[float, float | None, float | None, int],
+        last_token: float | None,
+        num_tokens: int,
     ) -> RequestOutput:
-        """One of a stream whose request runs. times: of arrival, of the first and of the last token, in monotonic seconds (None:
-        there is none), and the number of tokens."""
+        """One of a stream whose request runs. last_token: when it came, in monotonic seconds; None: none has."""
         made = cls.__new__(cls)
-        made.request_id = request_id
-        made.prompt = prompt
-        made.prompt_token_ids = prompt_token_ids
         made.outputs = outputs
         made.finished = False
         made.num_cached_tokens = num_cached_tokens
-        made._origin = times
+        made._origin = (facts, last_token, num_tokens)
+        return made
+
+    @classmethod
+    def _of_delta(
+        cls,
+        facts: RequestFacts,
+        text: str,
+        token_ids: list[int],
+        num_cached_tokens: int,
+        last_token: float | None,
+        num_tokens: int,
+        starts: tuple[tuple[int, str], ...],
+    ) -> RequestOutput:
+        """As both `_of_stream`, of a request with one sequence: nearly all outputs are such, and one call takes less than two."""
+        completion = CompletionOutput.__new__(CompletionOutput)
+        completion.index = 0
+        completion.text = text
+        completion.token_ids = token_ids
+        completion.finish_reason = completion.stop_reason = None
+        completion._origin = (starts, num_tokens)
+        made = cls.__new__(cls)
+        made.outputs = [completion]
+        made.finished = False
+        made.num_cached_tokens = num_cached_tokens
+        made._origin = (facts, last_token, num_tokens)
         return made
 
     def _made(self, missing: Field[Any]) -> Any:
-        if missing.name != "metrics":
-            return _Sparse._made(self, missing)
-        arrival, first, last, num_tokens = self._origin
-        return RequestMetrics(
-            to_epoch(arrival),
-            first_token_ts=0.0 if first is None else to_epoch(first),
-            last_token_ts=0.0 if last is None else to_epoch(last),
-            num_generation_tokens=num_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-        )
+        facts, last_token, num_tokens = self._origin
+        match missing.name:
+            case "request_id" | "prompt" | "prompt_token_ids" | "lora_request":
+                return getattr(facts, missing.name)
+            case "metrics":
+                return RequestMetrics(
+                    to_epoch(facts.arrival),
+                    first_token_ts=to_epoch(facts.first_token) if num_tokens and facts.first_token is not None else 0.0,
+                    last_token_ts=0.0 if last_token is None else to_epoch(last_token),
+                    num_generation_tokens=num_tokens,
+                    num_cached_tokens=self.num_cached_tokens,
+                )
+        return _Sparse._made(self, missing)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.
