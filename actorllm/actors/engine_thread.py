@@ -57,6 +57,10 @@ STOP_TIMEOUT_S = 5.0
 # Loops, ours and others' ----------------------------------------------------------------------------------------------
 
 
+class SeveralWaitersError(RuntimeError):
+    """A second task waits where one does."""
+
+
 class Waiter(ABC):
     """An event for one waiting task that resets itself. `set` is called on the waiter's own loop only."""
 
@@ -298,7 +302,9 @@ class AsyncioWaiter(Waiter):
             yield  # one turn of the loop
             return True
         if self._is_waited_for:
-            raise RuntimeError("two tasks wait on one Waiter")
+            raise SeveralWaitersError(
+                "two tasks wait for one stream at the same time; let one task read it, or generate twice"
+            )
         self._is_waited_for = True
         if until is not None:
             self._set_timer(until, 0.0)

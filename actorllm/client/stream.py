@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from actorllm.actors.engine_thread import HostLoop, Waiter, stay_at_exit
+from actorllm.actors.engine_thread import HostLoop, SeveralWaitersError, Waiter, stay_at_exit
 from actorllm.actors.frontend import Delta
-from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.messages import DEADLINE_PASSED
 from actorllm.types.flat_logprobs import FlatLogprobs
@@ -26,7 +25,6 @@ from actorllm.types.lora_request import LoRARequest
 from actorllm.types.outputs import CompletionOutput, RequestFacts, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
-from actorllm.types.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from actorllm.intake.tokenization import EncoderInput
@@ -425,6 +423,8 @@ class RequestStream:
                     self._meet_host()
                 else:
                     self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except SeveralWaitersError:
+            raise  # of another task, and no reason to end the request
         except BaseException:
             self.abort()  # nothing, unless the task was cancelled as it waited
             raise
@@ -549,7 +549,7 @@ class RequestStream:
         own = copy.copy(error)
         if isinstance(own, RequestFailedError) and own.end is not None:
             self._completions[0].end = own.end
-            own.metrics = self._metrics()
+            own.metrics = self._facts.metrics_at_end(self._ends, self._last_emitted, self._num_tokens)
         return own
 
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
@@ -597,8 +597,9 @@ class RequestStream:
         mailbox = self._mailbox
         indexes = sorted(changed) if len(changed) > 1 else changed
         outputs = [changed[index].output(mailbox.starts_of(index)) for index in indexes]
+        ends = self._ends if is_finished else ()
         output = RequestOutput._of_stream(
-            self._facts, outputs, mailbox.num_cached, self._last_emitted, self._num_tokens
+            self._facts, outputs, mailbox.num_cached, self._last_emitted, self._num_tokens, ends
         )
         if prompt_logprobs is not None:
             output.prompt_logprobs = prompt_logprobs
@@ -606,7 +607,6 @@ class RequestStream:
             self._add_encoder_input(output, self.encoder_input)
         if is_finished:
             output.finished = True
-            output.metrics = self._metrics()
             output.kv_transfer_params = mailbox.kv_transfer
         return output
 
@@ -616,33 +616,10 @@ class RequestStream:
             return self._completions[0].num_tokens
         return sum([completion.num_tokens for completion in self._completions])
 
-    def _metrics(self) -> RequestMetrics:
-        """Of the request at its end."""
-        ends = [completion.end for completion in self._completions if completion.end is not None]
-        num_recoveries = sum([end.num_recoveries for end in ends])
-        # A scheduler that took over knows of no earlier token than its own first one.
-        first = [self._facts.first_token] if num_recoveries else []
-        return RequestMetrics(
-            to_epoch(self._facts.arrival),
-            queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
-            scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
-            first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
-            last_token_ts=_epoch([end.last_token for end in ends], max),
-            finished_time=_epoch([self._last_emitted], max),
-            num_generation_tokens=self._num_tokens,
-            num_preemptions=sum([end.num_preemptions for end in ends]),
-            num_cached_tokens=ends[0].num_cached_tokens,
-            num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
-            is_corrupted=any(end.num_nonfinite for end in ends),
-            num_nonfinite=sum([end.num_nonfinite for end in ends]),
-            num_recoveries=num_recoveries,
-            recovery_time=max([end.recovery_s for end in ends]),
-            num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
-            num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
-            scheduler_time=max([end.planning_s for end in ends]),
-            model_forward_time=max([end.forward_s for end in ends]),
-            model_execute_time=max([end.execution_s for end in ends]),
-        )
+    @property
+    def _ends(self) -> list[RequestEnd]:
+        """Of its sequences, as far as they have ended."""
+        return [completion.end for completion in self._completions if completion.end is not None]
 
     def abort(self) -> None:
         """End the request where it is. Idempotent, from any thread; what was produced until then can still be taken."""
@@ -699,12 +676,6 @@ class TextStream:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
-
-
-def _epoch(monotonic_s: list[float | None], choose: Callable[[list[float]], float]) -> float:
-    """One of the times that are known, in epoch seconds; 0.0 when none is."""
-    known = [time_s for time_s in monotonic_s if time_s is not None]
-    return to_epoch(choose(known)) if known else 0.0
 
 
 @functools.lru_cache(maxsize=8)
