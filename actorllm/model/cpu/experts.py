@@ -41,16 +41,22 @@ class Experts:
         self._first = tensors.numbers.start
         """The experts of this rank begin there."""
         self._gated = self._product_of_gate if shape.swiglu is None else partial(swiglu, *shape.swiglu)
+        self._has_gate = shape.has_gate
         self.router = tensors.router.double().T.contiguous()  # [hidden_size, num_experts]
         self._router_bias = None if tensors.router_bias is None else tensors.router_bias.double()
         self._correction = tensors.correction
         self._is_sigmoid, self._scale = shape.scoring == "sigmoid", shape.scale
+        self._scales_inputs = shape.scoring == "inputs"
         self._num_groups, self._num_active_groups = shape.num_groups, shape.num_active_groups
         self.experts: list[tuple[Linear, Linear]] = [(linear(gate_up), linear(down)) for gate_up, down in tensors]
         self.shared: tuple[Linear, Linear] | None = None
         """What every row takes beside the experts that it has chosen."""
         if tensors.shared is not None:
             self.shared = linear(tensors.shared[0]), linear(tensors.shared[1])
+        self.latents: tuple[Linear, Linear] | None = None
+        """What makes the latents that experts read, and what reads those that they make."""
+        if tensors.latents is not None:
+            self.latents = linear(tensors.latents[0]), linear(tensors.latents[1])
         self._shared_gate = None if tensors.shared_gate is None else tensors.shared_gate.T.contiguous()
         self._one_row = torch.zeros(shape.num_active, dtype=torch.int64), torch.arange(shape.num_active)
         """Of each pair of a single row its token, and its place among all pairs."""
@@ -62,12 +68,17 @@ class Experts:
         always = self.router.numel() * self.router.element_size()
         if self.shared is not None:
             always += sum(one.num_bytes for one in self.shared)
+        if self.latents is not None:
+            always += sum(one.num_bytes for one in self.latents)
         return always + min(self.num_active, len(self.experts)) * per_expert
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, int64 [num_tokens, num_active], the one with the highest score first, and their weights."""
         exact = torch.mm(x.double(), self.router)  # [num_tokens, num_experts]
         scores = (exact if self._router_bias is None else exact.add_(self._router_bias)).float()
+        if self._scales_inputs:
+            highest, numbers = scores.topk(self.num_active)
+            return numbers, highest.sigmoid_()
         if self._is_sigmoid:
             weights = scores.sigmoid_()
             wanted = self._within_groups(weights if self._correction is None else weights + self._correction)
@@ -100,10 +111,12 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to the same; with several ranks a part of a sum."""
         numbers, weights = self.choose(x)
+        seen = x if self.latents is None else self.latents[0](x)
         num_pairs, chosen = numbers.numel(), numbers.reshape(-1)  # pairs of row and expert
         here = range(self._first, self._first + len(self.experts))
         if len(x) == 1 and len(here) == self._num_experts:  # an expert has one pair at most, so their order may stay
             rows, places = self._one_row
+            pairs = places
             taken = [(number, 1) for number in chosen.tolist()]
         else:
             order = chosen.argsort(stable=True)
@@ -111,16 +124,23 @@ class Experts:
             start = sum(counts[: here.start])
             taken = [(at, count) for at, count in enumerate(counts[here.start : here.stop]) if count]
             num_here = sum(count for _, count in taken)
-            rows = order[start : start + num_here].div(self.num_active, rounding_mode="floor")
+            pairs = order[start : start + num_here]
+            rows = pairs.div(self.num_active, rounding_mode="floor")
             places = order.argsort().sub_(start)
             if num_here < num_pairs:  # what experts of other ranks compute is the row of zeros
                 places = places.masked_fill((places < 0) | (places >= num_here), num_here)
-        found = self._results(x, rows, taken)
+        weights = weights.reshape(-1)
+        if self._scales_inputs:
+            seen = seen.index_select(0, rows) * weights[pairs].unsqueeze(1).to(seen.dtype)
+            rows, weights = torch.arange(len(rows)), torch.ones_like(weights)
+        found = self._results(seen, rows, taken)
         if len(found) < num_pairs:
-            found = torch.cat((found, found.new_zeros(1, x.shape[1])))
+            found = torch.cat((found, found.new_zeros(1, seen.shape[1])))
         # One sum for each row, over its pairs in the order of its choice, whatever the step.
         starts = torch.arange(0, num_pairs, self.num_active)
-        total = torch.embedding_bag(found.float(), places, starts, per_sample_weights=weights.reshape(-1))[0]
+        total = torch.embedding_bag(found.float(), places, starts, per_sample_weights=weights)[0]
+        if self.latents is not None:
+            total = self.latents[1](total.to(x.dtype))
         if self.shared is None:
             return total.to(x.dtype)
         always = self._product(self.shared, x)
@@ -129,10 +149,10 @@ class Experts:
         return always.add_(total)
 
     def _results(self, x: torch.Tensor, rows: torch.Tensor, taken: list[tuple[int, int]]) -> torch.Tensor:
-        """[num_pairs, hidden_size] of the pairs that are computed here, in the order of their experts.
+        """[num_pairs, outputs of an expert] of the pairs that are computed here, in the order of their experts.
 
         Arguments:
-            x: [num_tokens, hidden_size].
+            x: [num_tokens, inputs of an expert].
             rows: of each pair its token.
             taken: the experts that have pairs, and how many each has.
         """
@@ -143,12 +163,16 @@ class Experts:
             parts = zip(taken, rows.split(counts), strict=True)
             return torch.cat([self._product(self.experts[at], x.index_select(0, here)) for (at, _), here in parts])
         pairs = [self.experts[at] for at, _ in taken]
-        gate, up = _products([gate_up for gate_up, _ in pairs], x, rows, counts).chunk(2, 1)
-        return _products([down for _, down in pairs], self._gated(gate, up), None, counts)
+        made = self._activated(_products([gate_up for gate_up, _ in pairs], x, rows, counts))
+        return _products([down for _, down in pairs], made, None, counts)
 
     def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
         gate_up, down = expert
-        return down(self._gated(*gate_up(x).chunk(2, 1)))
+        return down(self._activated(gate_up(x)))
+
+    def _activated(self, made: torch.Tensor) -> torch.Tensor:
+        """made: gate and up side by side; where experts have no gate, up alone."""
+        return self._gated(*made.chunk(2, 1)) if self._has_gate else self._activation(made)
 
     def _product_of_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._activation(gate).mul_(up)
@@ -168,7 +192,8 @@ def _products(linears: Sequence[Linear], x: torch.Tensor, rows: torch.Tensor | N
     if rows is not None:
         codes = codes.index_select(0, rows)
         scales = None if scales is None else scales.index_select(0, rows)
-    made, bias = [], []
+    made: list[torch.Tensor] = []
+    bias: list[torch.Tensor] = []
     for one, part in zip(linears, codes.split(counts), strict=True):
         if scales is None or not isinstance(one, Int8Linear):
             made.append(one(part))
