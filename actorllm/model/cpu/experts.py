@@ -160,7 +160,7 @@ class Experts:
             return x.new_empty(0, x.shape[1])
         counts = [count for _, count in taken]
         if len(rows) > MAX_TOGETHER:
-            parts = zip(taken, rows.split(counts), strict=True)
+            parts = zip(taken, rows.split_with_sizes(counts), strict=True)
             return torch.cat([self._product(self.experts[at], x.index_select(0, here)) for (at, _), here in parts])
         pairs = [self.experts[at] for at, _ in taken]
         made = self._activated(_products([gate_up for gate_up, _ in pairs], x, rows, counts))
@@ -194,7 +194,7 @@ def _products(linears: Sequence[Linear], x: torch.Tensor, rows: torch.Tensor | N
         scales = None if scales is None else scales.index_select(0, rows)
     made: list[torch.Tensor] = []
     bias: list[torch.Tensor] = []
-    for one, part in zip(linears, codes.split(counts), strict=True):
+    for one, part in zip(linears, codes.split_with_sizes(counts), strict=True):
         if scales is None or not isinstance(one, Int8Linear):
             made.append(one(part))
             continue
