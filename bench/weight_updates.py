@@ -32,9 +32,11 @@ TARGET = 1.5
 def tensors_of(shape: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a model of this shape, as a trainer has them."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)
+    (architecture,) = shape["architectures"]
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**shape)
+    model = getattr(transformers, architecture)(config).to(torch.bfloat16)
     return dict(model.state_dict())
 
 

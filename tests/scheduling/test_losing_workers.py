@@ -296,3 +296,30 @@ def test_a_recording_replays_it() -> None:
         assert replayed.step == live.step
         assert replayed.new_tokens.tolist() == live.new_tokens.tolist()
         assert replayed.prefill_slots.tolist() == live.prefill_slots.tolist()
+
+
+@pytest.mark.parametrize("killer", [2, 4, 7])
+def test_beside_other_replicas_a_request_is_probed_with_nothing_else_in_flight(
+    build_engine: BuildEngine, killer: int
+) -> None:
+    """Of a small group that died with others. So the next death decides, and those that were cleared wait for it."""
+    engine = build_engine(max_num_seqs=16, num_blocks=200, probes_alone=True)
+    for rid in range(1, 9):
+        engine.submit(rid, prompt_of(rid), ignore_eos=True, max_tokens=20)
+    scheduler = engine.scheduler
+    deaths: list[set[int]] = []
+    while not scheduler.is_idle:
+        while scheduler.has_room and engine.launch() is not None:
+            pass
+        in_flight = {sequence.key[1] for record in scheduler.ledger for sequence in record.named}
+        if killer in in_flight:
+            deaths.append(in_flight)
+            assert not engine.ends, "the search waits for no request to end"
+            engine.lose_workers()
+        else:
+            engine.complete()
+    assert len(deaths) == 3
+    assert deaths[-1] == {killer}
+    assert {rid for rid, end in engine.ends.items() if end.reason == "error"} == {killer}
+    for rid, stream in engine.streams.items():
+        assert stream == ([] if rid == killer else reference_stream(prompt_of(rid), rid, 20))
