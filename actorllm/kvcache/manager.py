@@ -351,6 +351,11 @@ class KVCacheManager:
         return self._actions
 
     @property
+    def has_actions(self) -> bool:
+        """Whether a plan to come must have blocks cleared or copied."""
+        return self._actions is not None
+
+    @property
     def has_copies(self) -> bool:
         """Whether a plan to come must have blocks copied."""
         return self._actions is not None and bool(self._actions.copy or self._actions.copy_later)

@@ -78,7 +78,7 @@ class Results:
         drafts: DraftCounters,
         is_simulated: bool = False,
     ) -> None:
-        """is_simulated: results are right, and the ids of sampled tokens and their places are read by nothing."""
+        """is_simulated: results are right. Without prefix caching nothing reads the ids of sampled tokens and their places."""
         self._is_simulated = is_simulated
         self.num_output_tokens = 0
         self.num_corrupted = 0
@@ -140,7 +140,8 @@ class Results:
         if not plain or not is_whole:
             events = self._append_rows(record, result)
         elif not result.counts.size:
-            append = self._count_column if self._is_simulated else self._append_column
+            only_counts = self._is_simulated and self._kv.index is None
+            append = self._count_column if only_counts else self._append_column
             events = append(record, result.tokens)
         elif not self._stopping.is_watching and (ends := self._ends_in(result)) is not None:
             events = self._append_runs(record, result.tokens, result.counts, ends)

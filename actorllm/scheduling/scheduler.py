@@ -132,9 +132,10 @@ class Scheduler:
         `PrefixCache`. window: tokens that a token sees in the layers of a second KV group; None: there is one group.
         snapshots: places that the workers have for states of recurrent layers behind prefixes; 0: no layer is recurrent.
         snapshot_tokens: such states are behind multiples of so many tokens.
-        is_simulated: plans, ids of sampled tokens and numbers of blocks are read by nothing and not made, and results are right.
-        Not with prefix caching or forks. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
-        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
+        is_simulated: plans are read by nothing and not made, and results are right. Without prefix caching, ids of sampled tokens
+        and numbers of blocks are not made either; not with forks then. num_lanes: among which decode rows are shared out
+        (`lanes`); with several, depth counts nothing, and one step of each is in flight. build_policy: makes what
+        `change_policy` names.
         tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing, also no lease of another replica. lends: where
         other replicas see what they may copy of this one; None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
@@ -164,9 +165,8 @@ class Scheduler:
         self._build_policy = build_policy
         self.num_policy_changes = 0
         self.batch = batch = Batch(max_num_seqs)
-        if is_simulated and enable_prefix_caching:
-            raise ValueError("a simulated scheduler has no token ids by which a prefix could be found")
-        cache = CountedKVCacheManager if is_simulated and window is None else KVCacheManager
+        only_counts = is_simulated and window is None and not enable_prefix_caching
+        cache = CountedKVCacheManager if only_counts else KVCacheManager
         self.kv = kv = cache(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         if window is not None:
             num_window = num_window_blocks(
@@ -251,7 +251,8 @@ class Scheduler:
             drafts=draft_counters,
             is_simulated=is_simulated,
         )
-        self._plans_decode_alone = is_simulated and window is None and num_lanes == 1 and not self._drafts.is_used
+        is_plain = window is None and num_lanes == 1 and tiers is None and not self._drafts.is_used and not snapshots
+        self._plans_decode_alone = is_simulated and is_plain
         """Whether `_plan_decode` may plan a step."""
         self.transfers: Transfers | None = None
         """What moves between memory and the tiers; None: there are none."""
@@ -914,7 +915,13 @@ class Scheduler:
     def _plan_decode(self) -> StepPlan | None:
         """As `_plan_step`, of a simulated step of decode rows alone, of which no policy need be asked. None: it is another one."""
         table, decode = self._table, self._decode
-        if self.prefilling or table.waiting or table.preempted or self._step_failures.is_recovering:
+        if (
+            self.prefilling
+            or table.waiting
+            or table.preempted
+            or self._step_failures.is_recovering
+            or self.kv.has_actions
+        ):
             return None
         if not getattr(self._policy, "ignores_decode_steps", False):
             return None

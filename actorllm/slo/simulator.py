@@ -208,7 +208,7 @@ class EngineShape:
         has_plans: False: the simulation does not look at its plans, which makes it faster. tiers: of its replica. lends:
         where others see what they may copy of it.
         """
-        is_simulated = not has_plans and not self.enable_prefix_caching
+        is_simulated = not has_plans and tiers is None and lends is None
         return Scheduler(
             policy=policy, is_simulated=is_simulated, tiers=tiers, lends=lends, **self.scheduler_arguments()
         )
@@ -1498,8 +1498,8 @@ class _Sender:
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if at >= self._next_view_at and (self._needs_views or not self._views or faults is not None):
                 self._look_at_all(at)
-                numbers = [replica.number for replica in (replicas if self._scaling is None else self._scaling.ready(at))]
-                numbers = numbers if faults is None else up
+                ready = replicas if self._scaling is None else self._scaling.ready(at)
+                numbers = [replica.number for replica in ready] if faults is None else up
                 self._views = [self._view_of(replicas[number], at) for number in numbers]
                 self._next_view_at = at + self._view_interval_s
             request = Routable(

@@ -233,6 +233,7 @@ def test_shared_prefixes_are_found_and_output_as_well() -> None:
     without = simulate(workload, replace(shape, enable_prefix_caching=False), NOISY)
     assert without.timeline.num_cached.sum() == 0
     assert_equal(without, simulate(replace(workload, prefixes=None), shape, NOISY))
+    assert_equal(run, simulate(workload, shape, NOISY, on_plan=lambda number, plan: None))
 
 
 def test_the_seed_decides() -> None:
