@@ -360,6 +360,12 @@ def body_fields() -> str:
     return "\n".join(parts)
 
 
+ENDPOINTS_THAT_DIFFER = {
+    "POST /init_weight_transfer_engine": "backend `shm` only",
+    "POST /update_weights": "parts are files: [weights.md](weights.md)",
+}
+
+
 def http_endpoints() -> str:
     """Which endpoints of vLLM's server there are, and which only this one has."""
     from actorllm.server.app import add_routes
@@ -378,7 +384,9 @@ def http_endpoints() -> str:
                 {"name": f"`{name}`", "status": "not there", "note": "a 404 says why" if name in refused else ""}
             )
         else:
-            rows.append({"name": f"`{name}`", "status": "same" if name in theirs else "ours", "note": ""})
+            note = ENDPOINTS_THAT_DIFFER.get(name, "")
+            status = "differs" if note else "same" if name in theirs else "ours"
+            rows.append({"name": f"`{name}`", "status": status, "note": note})
     return "\n".join([*table(rows), ""])
 
 

@@ -8,12 +8,13 @@ decoder's tokens. All runs on a tokenizer worker. Called by `intake.tokenization
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.errors import InvalidPromptError, nearest_name, shown
 from actorllm.intake.media.addresses import Allowed
@@ -178,6 +179,23 @@ class SourceReader:
         with self._lock:  # it is not made for several threads
             made = extractor(samples, sampling_rate=rate, return_tensors="np")
         return _tensors({"input_features": np.ascontiguousarray(made["input_features"], np.float32)})
+
+    def word_starts(
+        self, samples: NDArray[np.float32], ids: Sequence[int], first: int, stop: int, num_rows: int
+    ) -> NDArray[np.int64]:
+        """Where in a recording the tokens of its text begin, in rows of the encoder. Waits for the encoder on this thread.
+
+        Arguments:
+            samples: of the recording, at the rate of the model.
+            ids: of the decoder: what it begins with, the text, its end.
+            first, stop, num_rows: as of `word_alignment.Aligner.starts`.
+
+        Returns int64 [stop - first]: the last one is where the text ends. Raises what makes a request fail.
+        """
+        features = self._features({MEDIA_KEY: {"audio": samples}}).arrays
+        span = np.array((first, stop, num_rows), np.int64)
+        asked = features | {"decoder_input_ids": np.array([ids], np.int64), "span": span}
+        return np.frombuffer(self.encoder.encode(_tensors(asked), None), np.int64)
 
     @property
     def extractor(self) -> Any:

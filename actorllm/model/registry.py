@@ -54,6 +54,12 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "JambaForCausalLM": "jamba",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
 }
 """The file of each architecture in `families/`."""
 

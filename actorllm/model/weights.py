@@ -153,7 +153,9 @@ class CheckpointWeights(Weights):
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        return tensor.to(wanted, copy=self._is_update and file not in self._overlays)
+        # Vectors are kept as they are, and one that is a view would keep all of a file.
+        is_copied = self._is_update and (file not in self._overlays or len(shape) == 1)
+        return tensor.to(wanted, copy=is_copied)
 
     def _place(self, file: str) -> str:
         """Of a file, for messages."""
@@ -257,11 +259,13 @@ def tensors_of_version(model: ModelConfig) -> dict[str, torch.Tensor]:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    if tensor.dtype.itemsize == 1:  # of 8 bits: torch adds none of these
+    if not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:  # of 8 bits: torch compares none of these
         tensor = tensor.float()
-    # Of all ways to look at every element the quickest. A sum that is too large says nothing.
-    total = tensor.sum(dtype=torch.float32)
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+    # One pass over the numbers in their own type. NaN is both the least and the largest.
+    least, largest = tensor.aminmax()
+    return bool(least.isfinite()) and bool(largest.isfinite())
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

@@ -66,6 +66,8 @@ class ServerState:
         """Of requests that are data of a plug-in, which reads one at a time."""
         self.decoding_turn = anyio.CapacityLimiter(2)
         """Of recordings that are decoded."""
+        self.aligning_turn = anyio.CapacityLimiter(4)
+        """Of threads that wait for the times of words."""
         self.defaults = defaults
         self.created = created
         self.is_draining = False

@@ -36,11 +36,18 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "mistral"])
+SLOW = pytest.mark.slow(reason="a dozen engines; `test_chunks` is quick")
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "mistral", pytest.param("llama4", marks=SLOW)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
-    more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if request.param == "gpt-oss" else {}
-    return folder, save(request.param, folder, max_position_embeddings=256, sliding_window=WINDOW, **more)
+    more: dict[str, Any] = {"sliding_window": WINDOW}
+    if request.param == "gpt-oss":
+        more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if request.param == "llama4":
+        more = {"attention_chunk_size": WINDOW}
+    return folder, save(request.param, folder, max_position_embeddings=256, **more)
 
 
 def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
@@ -55,7 +62,8 @@ def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]
 
 def test_the_table_of_architectures_says_so() -> None:
     told = [row["architecture"] for row in table("fused") if row["cache"].endswith("given up")]
-    assert told == ["MistralForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"]
+    llama4 = ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"]
+    assert told == ["MistralForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", *llama4]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +117,17 @@ def test_a_hit_needs_only_the_tail_of_the_window(model: tuple[Path, Any], expect
     assert hits == (60 + NUM_TOKENS - 1) // 4 * 4
     with LLM(str(model[0]), **INLINE, enable_prefix_caching=False) as llm:
         assert llm.generate([longer], PARAMS[0], use_tqdm=False)[0].outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_chunks(tmp_path: Path) -> None:
+    """Attention in chunks: alone, or beside others in pieces, with preemptions and prefix hits."""
+    save("llama4", tmp_path, max_position_embeddings=256, attention_chunk_size=WINDOW)
+    alone, _ = run(tmp_path, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
+    given = {"num_gpu_blocks_override": 45, "max_num_seqs": 4, "max_num_batched_tokens": 20}
+    together, counts = run(tmp_path, rounds=2, **given)
+    assert together == alone
+    assert counts["num_preemptions"] > 0
+    assert counts["prefix_cache"]["hits"] > 0
 
 
 def test_forks_have_the_streams_of_requests_of_their_own(model: tuple[Path, Any]) -> None:

@@ -32,7 +32,7 @@ PARAMS = [
 MARGIN = 1e-4
 
 SLOW = pytest.mark.slow(reason="a dozen engines for each; `test_hybrids` is quick")
-HYBRIDS = ["granite-hybrid", "falcon-h1", "qwen3-next", "mamba", "recurrent-gemma", "lfm2"]
+HYBRIDS = ["granite-hybrid", "falcon-h1", "qwen3-next", "mamba", "recurrent-gemma", "lfm2", "jamba", "nemotron-h"]
 FAMILIES = ["mamba2", *(pytest.param(name, marks=SLOW) for name in HYBRIDS)]
 
 

@@ -142,6 +142,35 @@ async def test_a_stream_has_the_same_text(client: httpx.AsyncClient) -> None:
     assert {tree["model"] for tree in trees} == {"whisper"}
 
 
+def letters(text: str) -> str:
+    """Without spaces, and what is no character."""
+    return "".join(text.replace("\ufffd", "").split())
+
+
+@pytest.mark.anyio
+async def test_words_have_times(client: httpx.AsyncClient) -> None:
+    """Of each window for itself; the times of `Aligner` are compared in `test_words`."""
+    samples = np.concatenate([sound(seed, 1.5) for seed in range(3)])
+    asked: dict[str, Any] = {"language": "en", "response_format": "verbose_json"}
+    plain = (await post(client, samples, **asked)).json()
+    assert "words" not in plain
+    tree = (await post(client, samples, **asked, **{"timestamp_granularities[]": "word"})).json()
+    both = (await post(client, samples, **asked, **{"timestamp_granularities[]": ["word", "segment"]})).json()
+    assert "segments" not in tree
+    assert [one["text"] for one in both["segments"]] == [one["text"] for one in plain["segments"]]
+    assert both["words"] == tree["words"]
+    assert tree["text"] == plain["text"]
+    assert letters("".join(word["word"] for word in tree["words"])) == letters(plain["text"])
+    times = [time for word in tree["words"] for time in (word["start"], word["end"])]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] <= tree["duration"]
+    assert {"word", "start", "end"} == set(tree["words"][0])
+    german = await post(
+        client, sound(1), language="de", response_format="verbose_json", **{"timestamp_granularities[]": "word"}
+    )
+    assert german.json()["words"]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "another"}, "another"),
     ({"language": "xx"}, "language='xx' is not one of this model: de, en"),
@@ -149,7 +178,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "warm"}, "temperature='warm' must be a number"),
     ({"temperature": "-1"}, "temperature"),
     ({"stream": "true", "response_format": "srt"}, "stream=true needs"),
-    ({"timestamp_granularities[]": "word"}, "must be 'segment'"),
+    ({"timestamp_granularities[]": "sentence"}, "must be one of segment, word"),
+    ({"timestamp_granularities[]": "word"}, "need response_format=verbose_json"),
     ({"languages": "en"}, "did you mean 'language'"),
     ({"to_language": "de"}, "must be 'en'"),
 ]

@@ -132,6 +132,19 @@ def views_of_block(pages: mmap.mmap, num_layers: int, num_blocks: int, block: in
     return [whole[start : start + size] for start in range(block * size, len(pages), layer)]
 
 
+class Chunk(int):
+    """A window that does not slide: positions are cut into chunks of this size, and a token sees those of its own before it."""
+
+
+def first_seen(positions: I64, window: int | None) -> I64:
+    """The first position that the tokens at these ones see."""
+    if window is None:
+        return np.zeros_like(positions)
+    if isinstance(window, Chunk):
+        return positions - positions % window
+    return np.maximum(positions + 1 - window, 0)
+
+
 class PagedCache(ABC):
     """What a runner and a decoder do with a cache, however it stores keys and values."""
 
@@ -626,8 +639,10 @@ class AttentionBatch:
             return False
         here = np.arange(len(positions))
         if self._window is not None:
-            if ((positions + 1 - self._window) // size > group.first_block).any():
+            if (first_seen(positions, self._window) // size > group.first_block).any():
                 return False  # a block has left the window
+            if isinstance(self._window, Chunk) and ((positions % self._window == 0) & (positions > 0)).any():
+                return False  # a chunk begins, maybe within a block
             hidden = positions - self._window - group.first_block * size
             left = np.flatnonzero(hidden >= 0)
             group.bias[torch.from_numpy(left), 0, torch.from_numpy(hidden[left])] = -torch.inf
@@ -702,7 +717,7 @@ class AttentionBatch:
         if self._window is None:
             first_visible = np.minimum(lengths - 1, self._cache.first_position)
         else:
-            first_visible = np.maximum(lengths - self._window, 0)
+            first_visible = first_seen(lengths - 1, self._window)
         first_block = first_visible // size
         return first_block, -(-lengths // size) - first_block, first_visible
 
@@ -722,7 +737,7 @@ class AttentionBatch:
         """As `_prefill_row`, with tiles that begin at multiples of FIXED_TILE and see all keys up to their end."""
         cache, size, window = self._cache, self._cache.block_size, self._window
         numbers = range(first_position // FIXED_TILE, -(-(first_position + count) // FIXED_TILE))
-        lows = [0 if window is None else max(0, number * FIXED_TILE + 1 - window) // size * size for number in numbers]
+        lows = (first_seen(np.array(numbers, np.int64) * FIXED_TILE, window) // size * size).tolist()
         first_block, num_blocks = lows[0] // size, -(-(numbers[-1] + 1) * FIXED_TILE // size)
         ids = np.full(num_blocks - first_block, cache.zero_block, np.int64)
         known = table[first_block : min(num_blocks, -(-(first_position + count) // size))]
@@ -740,7 +755,7 @@ class AttentionBatch:
             query, key = torch.arange(begins, high).unsqueeze(1), torch.arange(low, high)
             hidden = key > query
             if window is not None:
-                hidden |= key <= query - window
+                hidden |= is_before(key, query, window)
             bias = torch.zeros(hidden.shape, dtype=torch.float32 if is_small else cache.dtype)
             bias.masked_fill_(hidden, float("-inf"))
             tiles.append(
@@ -766,8 +781,8 @@ class AttentionBatch:
         """
         size, window = self._cache.block_size, self._window
         length = first_position + count
-        oldest = 0 if window is None else max(0, first_position + 1 - window)
-        first_block = oldest // size
+        oldest = first_seen(np.arange(first_position, first_position + count), window)
+        first_block = oldest.item(0) // size
         offset = first_block * size
         ids = torch.from_numpy(table[first_block : -(-length // size)]) if first_position else None
         num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
@@ -781,7 +796,7 @@ class AttentionBatch:
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
-            low = self._cache.first_position if window is None else max(offset, first_position + a + 1 - window)
+            low = self._cache.first_position if window is None else max(offset, oldest.item(a))
             high = int(last_visible[a:b].max()) + 1
             num_products = layer_products * (b - a) * (high - low)
             is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)
@@ -789,7 +804,7 @@ class AttentionBatch:
             key = torch.arange(low if window is not None else first_position + a, high)
             hidden = key > torch.from_numpy(last_visible[a:b]).unsqueeze(1)
             if window is not None:
-                hidden |= key <= query - window
+                hidden |= is_before(key, query, window)
             dtype = torch.float32 if is_small else self._cache.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
@@ -808,6 +823,11 @@ def _is_one_step_on(before: I64, after: I64) -> bool:
     """Whether every row has one token more than before; rows of the padding slot stay at their only one."""
     grown = after - before
     return bool(((grown == 1) | ((grown == 0) & (after == 1))).all())
+
+
+def is_before(key: torch.Tensor, query: torch.Tensor, window: int) -> torch.Tensor:
+    """Which keys no longer are in the windows of queries; both by position."""
+    return key < query - query % window if isinstance(window, Chunk) else key <= query - window
 
 
 def capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from actorllm.errors import ConfigError
 from actorllm.model import memory
 from actorllm.model.adapters.slots import Adapted, rebased
-from actorllm.model.cpu.attention import AttentionBatch, PagedCache, Scoring, capped_
+from actorllm.model.cpu.attention import AttentionBatch, Chunk, PagedCache, Scoring, capped_
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.latent import LatentAttention
 from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
@@ -66,6 +66,14 @@ SWITCHES = frozenset(
         "rotary_share",
         "gates_attention",
         "rotates",
+        "qk_norm='plain'",
+        "activation='relu2'",
+        "has_chunks",
+        "rotated",
+        "has_adjacent_pairs",
+        "query_growth",
+        "mlps",
+        "has_gate",
     }
 )
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
@@ -91,7 +99,13 @@ class DecoderLayer:
     ) -> None:
         """config: of the whole model. targets: what of the layer `adapters` adapt, by product. linear: makes the products."""
         self.index = index
-        self.has_mlp, self._rotates, self._scale = config.has_mlp, config.rotates, config.residual_scale
+        self.has_mlp, self._rotates, self._scale = (
+            config.adds_mlp(index),
+            config.rotates_in(index),
+            config.residual_scale,
+        )
+        self._has_mixer, self._has_gate = config.mixer(index) != "none", config.has_gate
+        self._grows = config.query_growth is not None and not self._rotates
         self._gate_scale, self._mlp_scale = config.mlp_scales
         self._num_gates = share.num_heads * config.head_dim if config.gates_attention else 0
         self._rotary_dim = config.rotary_dim
@@ -115,7 +129,7 @@ class DecoderLayer:
         def norm(weight: torch.Tensor | None) -> RMSNorm | None:
             return None if weight is None else RMSNorm(weight, config.rms_norm_eps)
 
-        outputs = torch.arange(tensors.qkv.out_features)
+        outputs = torch.arange(0 if tensors.qkv is None else tensors.qkv.out_features)
         self.latent: LatentAttention | None = None
         self.recurrent: RecurrentMixer | None = None
         self.beside: tuple[Linear, Linear] | None = None
@@ -125,19 +139,19 @@ class DecoderLayer:
             self.recurrent = mixer_of(config.recurrent, tensors.recurrent, linear)
             if config.mixer(index) == "both":
                 self.beside = linear(tensors.recurrent.first), linear(tensors.recurrent.last)
-        if config.mixer(index) == "recurrent":
+        self.qkv: Linear
+        if tensors.qkv is None:  # the layer is its MLP alone
+            pass
+        elif config.mixer(index) == "recurrent":
             self.qkv = linear(tensors.qkv)
         elif tensors.latent is not None:
             self.latent = LatentAttention(config, tensors.latent, share, linear)
             self.qkv = linear(tensors.qkv)
         else:
-            if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
-                both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
-                outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
-            num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
-            outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
+            outputs = by_part(outputs, config, share)
             self.qkv = linear(tensors.qkv.reordered(outputs))
-        self.output = linear(tensors.output)
+        if tensors.output is not None:
+            self.output = linear(tensors.output)
         self.experts: Experts | None = None
         if tensors.experts is not None:
             assert config.experts is not None
@@ -155,7 +169,7 @@ class DecoderLayer:
         self.qk_norm: QKNorm | WholeQKNorm | None = None
         if tensors.qk_norms is not None:
             q_norm, k_norm = (interleave(weight, config.head_dim, config.rotary_dim) for weight in tensors.qk_norms)
-            if config.qk_norm == "head":
+            if config.qk_norm != "all_heads":
                 self.qk_norm = QKNorm(q_norm, k_norm, share, config.rms_norm_eps)
             else:
                 self.qk_norm = WholeQKNorm(q_norm, k_norm, share, config.rms_norm_eps, ranks)
@@ -168,6 +182,7 @@ class DecoderLayer:
         seen: torch.Tensor | None = None,
         rows: StateRows | None = None,
         states: States | None = None,
+        growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the layer makes of the residual stream.
 
@@ -177,12 +192,15 @@ class DecoderLayer:
             attention: None: no layer attends.
             seen: what attention reads, [num_tokens, inputs of qkv]; None: x, after the layer's norm.
             rows, states: of a recurrent layer: which states the tokens go on from, and its states.
+            growth: what queries that are not rotated are multiplied by, float32 [num_tokens, 1, 1].
         """
+        if not self._has_mixer:
+            return self._add_mlp(x)
         if seen is None:
             seen = x if self.input_norm is None else self.input_norm(x)
         if self.recurrent is None or self.beside is not None:
             assert attention is not None
-            part = self.output(self._attend(seen, rotations, attention))
+            part = self.output(self._attend(seen, rotations, attention, growth))
         if self._attended_scale != 1:
             part.mul_(self._attended_scale)
         if self.recurrent is not None:
@@ -200,7 +218,9 @@ class DecoderLayer:
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
         return self._add_mlp(x) if self.has_mlp else x
 
-    def _attend(self, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+    def _attend(
+        self, seen: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch, growth: torch.Tensor | None
+    ) -> torch.Tensor:
         """What heads have attended to, [num_tokens, inputs of the output product]."""
         if self.latent is None:
             made = self.qkv(seen)
@@ -210,6 +230,9 @@ class DecoderLayer:
             if self._rotates:
                 self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
             query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
+            if self._grows:
+                assert growth is not None
+                query = (query * growth).to(query.dtype)
             attended = attention.attend(self._place, query, key_value, self.scoring)
             return attended if not self._num_gates else attended.mul_(gates.sigmoid())
         return self.latent(self._place, self.qkv(seen), rotations, attention)
@@ -217,7 +240,9 @@ class DecoderLayer:
     def _add_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """x: the residual stream behind the mixer. Returns that behind the layer."""
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
-        if self.experts is None:
+        if self.experts is None and not self._has_gate:
+            part = self.down(self.activation(self.gate_up(seen)))
+        elif self.experts is None:
             gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
             if self._gate_scale != 1:
                 gate = gate * self._gate_scale
@@ -235,7 +260,7 @@ class DecoderLayer:
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that one row reads."""
-        attention = self.qkv.num_bytes + self.output.num_bytes
+        attention = self.qkv.num_bytes + self.output.num_bytes if self._has_mixer else 0
         if self.latent is not None:
             attention += self.latent.num_bytes
         if self.beside is not None:
@@ -255,6 +280,22 @@ class DecoderLayer:
         torch.view_as_complex(turned.view(*exact.shape[:2], -1, 2)).mul_(rotations)
         if exact is not heads:
             heads.copy_(exact)
+
+
+def by_part(outputs: torch.Tensor, config: DecoderConfig, share: HeadShare) -> torch.Tensor:
+    """Outputs of the first product in the order of the forward: what is rotated in adjacent pairs, and gates behind the rest."""
+    if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
+        both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
+        outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
+    num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
+    if not config.has_adjacent_pairs:
+        outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
+    return outputs
+
+
+def grown(positions: torch.Tensor, interval: float, rate: float) -> torch.Tensor:
+    """What queries at these positions are multiplied by (`DecoderConfig.query_growth`), float32 [num_tokens, 1, 1]."""
+    return torch.log1p(torch.floor((positions.float() + 1) / interval)).mul_(rate).add_(1)[:, None, None]
 
 
 def check_rotations(config: DecoderConfig, max_positions: int) -> None:
@@ -341,7 +382,10 @@ class Decoder:
             for rope in (config.rope, config.window_rope)
             if rope is not None
         ]
-        self._windows = tuple(dict.fromkeys(config.windows))
+        windows = dict.fromkeys(config.windows)
+        self._windows = tuple(windows)
+        if config.has_chunks:
+            self._windows = tuple(None if window is None else Chunk(window) for window in windows)
         self._recurrent = config.recurrent_layers
         self._no_states: dict[int, States] = {}
         self._vocab_part = self.ranks.part(config.vocab_size)
@@ -428,12 +472,15 @@ class Decoder:
         if isinstance(cache, RecurrentCache):
             rows = StateRows(inputs, cache.states.num_slots)
             states = dict(zip(self._recurrent, cache.states.layers, strict=True))
+        growth = None
+        if self.config.query_growth is not None:
+            growth = grown(positions, *self.config.query_growth)
         for layer in self.layers:
             inputs.between_layers()
             if layer.index in self.taps:
                 self.tapped[layer.index] = x
             seen = attention.get(layer.window)
-            x = layer(x, rotations[layer.rope], seen, rows=rows, states=states.get(layer.index))
+            x = layer(x, rotations[layer.rope], seen, rows=rows, states=states.get(layer.index), growth=growth)
         return x
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,22 @@ class Experts:
         self._first = tensors.numbers.start
         """The experts of this rank begin there."""
         self._gated = self._product_of_gate if shape.swiglu is None else partial(swiglu, *shape.swiglu)
+        self._has_gate = shape.has_gate
         self.router = tensors.router.double().T.contiguous()  # [hidden_size, num_experts]
         self._router_bias = None if tensors.router_bias is None else tensors.router_bias.double()
         self._correction = tensors.correction
         self._is_sigmoid, self._scale = shape.scoring == "sigmoid", shape.scale
+        self._scales_inputs = shape.scoring == "inputs"
         self._num_groups, self._num_active_groups = shape.num_groups, shape.num_active_groups
         self.experts: list[tuple[Linear, Linear]] = [(linear(gate_up), linear(down)) for gate_up, down in tensors]
         self.shared: tuple[Linear, Linear] | None = None
         """What every row takes beside the experts that it has chosen."""
         if tensors.shared is not None:
             self.shared = linear(tensors.shared[0]), linear(tensors.shared[1])
+        self.latents: tuple[Linear, Linear] | None = None
+        """What makes the latents that experts read, and what reads those that they make."""
+        if tensors.latents is not None:
+            self.latents = linear(tensors.latents[0]), linear(tensors.latents[1])
         self._shared_gate = None if tensors.shared_gate is None else tensors.shared_gate.T.contiguous()
 
     @property
@@ -54,12 +60,17 @@ class Experts:
         always = self.router.numel() * self.router.element_size()
         if self.shared is not None:
             always += sum(one.num_bytes for one in self.shared)
+        if self.latents is not None:
+            always += sum(one.num_bytes for one in self.latents)
         return always + min(self.num_active, len(self.experts)) * per_expert
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, int64 [num_tokens, num_active], the one with the highest score first, and their weights."""
         exact = torch.mm(x.double(), self.router)  # [num_tokens, num_experts]
         scores = (exact if self._router_bias is None else exact.add_(self._router_bias)).float()
+        if self._scales_inputs:
+            highest, numbers = scores.topk(self.num_active)
+            return numbers, highest.sigmoid_()
         if self._is_sigmoid:
             weights = scores.sigmoid_()
             wanted = self._within_groups(weights if self._correction is None else weights + self._correction)
@@ -93,6 +104,7 @@ class Experts:
         """[num_tokens, hidden_size] to the same; with several ranks a part of a sum."""
         numbers, weights = self.choose(x)
         num_tokens = len(x)
+        seen = x if self.latents is None else self.latents[0](x)
         chosen = numbers.flatten()
         order = chosen.argsort(stable=True)  # of pairs of row and expert
         rows = order.div(self.num_active, rounding_mode="floor")
@@ -102,16 +114,23 @@ class Experts:
         for expert, count in zip(self.experts, counts[self._first :], strict=False):
             if count:
                 here = rows[places.stop : places.stop + count]
-                results.append(self._product(expert, x if num_tokens == 1 else x.index_select(0, here)))
+                read = seen if num_tokens == 1 else seen.index_select(0, here)
+                if self._scales_inputs:
+                    pairs = order[places.stop : places.stop + count]
+                    read = read * weights.view(-1, 1)[pairs].to(read.dtype)
+                results.append(self._product(expert, read))
                 places = slice(start, places.stop + count)
-        found = torch.zeros(len(chosen), x.shape[1])  # float32; what experts of other ranks compute stays 0
+        found = torch.zeros(len(chosen), seen.shape[1])  # float32; what experts of other ranks compute stays 0
         if results:
             found[order[places]] = torch.cat(results).float()
-        found.mul_(weights.view(-1, 1))
+        if not self._scales_inputs:
+            found.mul_(weights.view(-1, 1))
         by_row = found.view(num_tokens, self.num_active, -1)
         total = by_row[:, 0]
         for place in range(1, self.num_active):  # in this order, whatever the step
             total = total + by_row[:, place]
+        if self.latents is not None:
+            total = self.latents[1](total.to(x.dtype))
         if self.shared is None:
             return total.to(x.dtype)
         always = self._product(self.shared, x)
@@ -121,6 +140,8 @@ class Experts:
 
     def _product(self, expert: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
         gate_up, down = expert
+        if not self._has_gate:
+            return down(self._activation(gate_up(x)))
         return down(self._gated(*gate_up(x).chunk(2, 1)))
 
     def _product_of_gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from actorllm.model.cpu.attention import (
     FIXED_TILE,
     SMALL_TILE_PRODUCTS,
     AttentionBatch,
+    Chunk,
     DecodeContext,
     KVLayer,
     PagedCache,
@@ -41,6 +42,8 @@ from actorllm.model.cpu.attention import (
     blocks_in,
     capped_,
     empty_pages,
+    first_seen,
+    is_before,
     share_beside_sinks,
     views_of_block,
     zero_pages,
@@ -412,9 +415,12 @@ class Int8AttentionBatch(AttentionBatch):
         here = np.arange(len(positions))
         fresh = np.flatnonzero((positions % size == 0) & (positions > 0))  # padding rows stay at 0
         if self._window is not None:
-            if fresh.size or ((positions + 1 - self._window) // size > group.first_block).any():
+            if fresh.size or (first_seen(positions, self._window) // size > group.first_block).any():
                 return False
-            self._hide_before(group, positions)
+            if not isinstance(self._window, Chunk):
+                self._hide_before(group, positions)
+            elif ((positions % self._window == 0) & (positions > 0)).any():
+                return False
         elif fresh.size:  # what was the own block of these rows is one of those before
             block_ids = inputs.decode_table[rows][fresh, positions[fresh] // size - 1]
             group.point(fresh, column[fresh] - 1, block_ids)
@@ -496,7 +502,8 @@ class Span:
         self._cache, self._fold = cache, fold
         numbers = range(first // FIXED_TILE, -(-(first + count) // FIXED_TILE))
         # Of the first to the last tile: rounded blocks [low, high), and own ones [own, own + n), of which some are fresh.
-        self._low = 0 if window is None else max(0, numbers[0] * FIXED_TILE + 1 - window) // size
+        lows = (first_seen(np.array(numbers, np.int64) * FIXED_TILE, window) // size * size).tolist()
+        self._low = lows[0] // size
         high = max(self._low, ((numbers[-1] + 1) * FIXED_TILE - 1) // size)
         ids = np.full(high - self._low, cache.zero_block, np.int64)
         known = table[self._low : min(high, (first + count) // size)]
@@ -510,9 +517,8 @@ class Span:
         num_heads = cache.num_kv_heads * fold
         per_product = len(cache.layers) * num_heads * cache.head_dim * FIXED_TILE
         self._tiles = []
-        for number in numbers:
+        for number, low in zip(numbers, lows, strict=True):
             begins, ends = number * FIXED_TILE, (number + 1) * FIXED_TILE
-            low = 0 if window is None else max(0, begins + 1 - window) // size * size
             old_end, own_start = max(low, (ends - 1) // size * size), begins // size * size
             query = torch.arange(begins, ends).unsqueeze(1)
             old, own = torch.arange(low, old_end), torch.arange(own_start, ends)
@@ -520,7 +526,7 @@ class Span:
             key = torch.cat((old, own))
             hidden = torch.cat((old >= block, (own < block) | (own > query)), 1)
             if window is not None:
-                hidden |= key <= query - window
+                hidden |= is_before(key, query, window)
             dtype = cache.dtype
             if dtype != torch.float32 and (dtype == torch.float16 or per_product * (ends - low) <= SMALL_TILE_PRODUCTS):
                 dtype = torch.float32

@@ -141,11 +141,17 @@ class RMSNorm:
         return torch.native_layer_norm(both, self.shape, self.weight, None, self.eps)[0][:, : self.size]
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of what is positive (arXiv:2109.08668)."""
+    return torch.relu(x).square_()
+
+
 NUM_TRIED_ROWS, MOST_TRIED_OUTPUTS = 17, 8192
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu2": relu2,
 }
 
 

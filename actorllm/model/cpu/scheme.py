@@ -193,9 +193,10 @@ def _number_of_weights(plan: Plan) -> int:
     recurrent = 0
     if plan.recurrent is not None:
         recurrent = sum(out * into for _, out, into in plan.recurrent.products(plan.hidden_size)) // plan.hidden_size
-    mlp = 3 * plan.intermediate_size * plan.has_mlp
+    mlp = (2 + plan.has_gate) * plan.intermediate_size
+    mlps = sum(map(plan.adds_mlp, range(plan.num_layers)))
     attends, recurs = len(plan.attention_layers), len(plan.recurrent_layers)
-    return plan.hidden_size * (attends * attention + recurs * recurrent + plan.num_layers * mlp)
+    return plan.hidden_size * (attends * attention + recurs * recurrent + mlps * mlp)
 
 
 def product_times(sides: Sequence[Linear], dtype: torch.dtype) -> list[tuple[float, ...]]:

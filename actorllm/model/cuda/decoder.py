@@ -426,6 +426,8 @@ class DeviceLayer:
     ) -> None:
         """window: 0: all keys. rope: cosines and sines. product: of this name, with this weight. experts, latent: of these
         tensors."""
+        assert tensors.qkv is not None
+        assert tensors.output is not None
         self.qkv, self.output = product("qkv", tensors.qkv), product("output", tensors.output)
         self.latent = None if tensors.latent is None else latent(tensors.latent)
         self.experts = None if tensors.experts is None else experts(tensors.experts)

@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
-Mixer: TypeAlias = Literal["attention", "recurrent", "both"]
-"""both: side by side, each of what the layer reads."""
+Mixer: TypeAlias = Literal["attention", "recurrent", "both", "none"]
+"""both: side by side, each of what the layer reads. none: the layer is its MLP alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class TensorNames:
     """One name: the three are one tensor, one below the other."""
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """One name: the two are one tensor."""
+    """One name: the two are one tensor, or there is no gate."""
     down: str = "mlp.down_proj"
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     input_norm: str = "input_layernorm"
@@ -49,6 +49,7 @@ class TensorNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = "post_feedforward_layernorm"
     sinks: str = "self_attn.sinks"
+    head: str = "lm_head"
     norm_offset: float = 0.0
     """Norms multiply by the tensor of the checkpoint plus this."""
     beside: tuple[str, ...] = ()
@@ -78,13 +79,22 @@ class ExpertShape:
     """A tensor has a dimension more, for the experts, and inputs before outputs."""
     has_halves: bool = False
     """Of stacked experts: outputs before inputs, all gates before the first up, and no biases."""
+    has_inputs_first: bool = False
+    """Of experts with halves: inputs before outputs all the same."""
+    stacked: str | None = None
+    """A tensor that may be there in the place of the gates and ups of each expert: that of all, with halves."""
+    suffix: str = ".weight"
+    """Of the names of tensors of experts with halves."""
+    has_gate: bool = True
+    """False: an MLP is an activation between two products. Of the one beside the experts as well."""
     has_bias: bool = False
     has_router_bias: bool = False
     swiglu: tuple[float, float] | None = None
     """alpha and limit of (up + 1) * gate * sigmoid(alpha * gate), gate and up within the limit (gpt-oss); None: the activation of
     the gate, times up."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's outputs. sigmoid: a tensor corrects which experts are chosen, and not their weights."""
+    scoring: Literal["softmax", "sigmoid", "inputs"] = "softmax"
+    """What makes scores of the router's outputs. sigmoid: a tensor corrects which experts are chosen, and not their weights.
+    inputs: a sigmoid, by which what an expert reads is multiplied, in the place of what it makes (Llama 4)."""
     correction: str = "mlp.gate.e_score_correction_bias"
     """That tensor."""
     num_groups: int = 1
@@ -99,6 +109,10 @@ class ExpertShape:
     """What the MLP is multiplied by, as a product of the token whose sigmoid is taken; None: 1."""
     shared_names: tuple[tuple[str, ...], str] | None = None
     """Its products, as `gate_up` and `down`; None: they are called as those of experts."""
+    latent_size: int | None = None
+    """Experts read so many numbers, which a product makes of a token, and another product reads what they make; None: the token."""
+    latents: tuple[str, str] = ("", "")
+    """These two products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +170,13 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "all_heads"] = "none"
-    """RMSNorm of queries and keys, before they are rotated: of each head, or of all heads of a token together."""
+    qk_norm: Literal["none", "head", "all_heads", "plain"] = "none"
+    """RMSNorm of queries and keys, before they are rotated: of each head, or of all heads of a token together. plain: of each head,
+    without weights, in layers that rotate."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of every layer; a token sees itself and the window - 1 tokens before it. None: all."""
+    has_chunks: bool = False
+    """Windows do not slide: positions are cut into chunks of that size, and a token sees those of its own before it."""
     window_rope: Mapping[str, Any] | None = None
     """Of the layers with a window, where they rotate otherwise than the others."""
     attention_scale: float | None = None
@@ -168,7 +185,7 @@ class DecoderConfig:
     """Attention and MLP read the residual stream through a norm."""
     norms_outputs: bool = False
     """What attention and MLP add to the residual stream goes through a norm."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Of what mixer and MLP add to the residual stream."""
@@ -185,6 +202,13 @@ class DecoderConfig:
     """The product for queries makes a gate of each head as well, whose sigmoid what is attended to is multiplied by."""
     rotates: bool = True
     """False: queries and keys of attention say nothing of positions."""
+    rotated: tuple[bool, ...] = ()
+    """Which layers rotate, where only some do; none: `rotates`."""
+    has_adjacent_pairs: bool = False
+    """Pairs that are rotated are adjacent in the checkpoint; else half a head apart."""
+    query_growth: tuple[float, float] | None = None
+    """(interval, rate): queries of layers that do not rotate are multiplied by 1 + rate * log(1 + floor(n / interval)), where n
+    counts tokens up to theirs; None: they are not."""
     experts: ExpertShape | None = None
     """Of the layers that have experts in the place of the MLP."""
     has_sinks: bool = False
@@ -197,6 +221,10 @@ class DecoderConfig:
     """What mixes the tokens of each layer; none: attention in all of them."""
     has_mlp: bool = True
     """False: a layer is its mixer alone."""
+    mlps: tuple[bool, ...] = ()
+    """Which layers have an MLP, or experts, where only some do; none: `has_mlp`."""
+    has_gate: bool = True
+    """False: the MLP is an activation between two products."""
     num_draft_layers: int = 0
     """Layers of the checkpoint behind the others that guess tokens; they are not read."""
 
@@ -204,15 +232,28 @@ class DecoderConfig:
         """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    def attends(self, layer: int) -> bool:
+        return self.mixer(layer) in ("attention", "both")
+
+    def recurs(self, layer: int) -> bool:
+        return self.mixer(layer) in ("recurrent", "both")
+
+    def adds_mlp(self, layer: int) -> bool:
+        """Whether an MLP, or experts, follow the mixer of a layer."""
+        return self.mlps[layer] if self.mlps else self.has_mlp
+
+    def rotates_in(self, layer: int) -> bool:
+        return self.rotated[layer] if self.rotated else self.rotates
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with keys and values, in their order in the cache."""
-        return tuple(i for i in range(self.num_layers) if self.mixer(i) != "recurrent")
+        return tuple(i for i in range(self.num_layers) if self.attends(i))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Layers with a state, in their order among states."""
-        return tuple(i for i in range(self.num_layers) if self.mixer(i) != "attention")
+        return tuple(i for i in range(self.num_layers) if self.recurs(i))
 
     @property
     def rotary_dim(self) -> int:

@@ -179,6 +179,8 @@ class MambaShape:
     """Of the first and the last product."""
     norm_eps: float | None = None
     """Of norms without weights, of B, of C, and of the numbers for step sizes (Falcon Mamba); None: there are none."""
+    norms: tuple[str, str, str] | None = None
+    """Tensors of weights of these norms: of the numbers for step sizes, of B, of C (Jamba)."""
     output_scale: float = 1.0
     """Of the last product."""
     prefix: str = "mixer"

@@ -63,6 +63,8 @@ class MambaTensors:
     step_bias: torch.Tensor  # [num_channels]
     decay: torch.Tensor  # [num_channels, state_size], negative: a state is multiplied by exp(decay * step size)
     skip: torch.Tensor  # [num_channels]
+    norms: tuple[torch.Tensor, ...] | None = None
+    """[step_rank], [state_size], [state_size]: of the numbers for step sizes, of B, of C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,10 @@ def mamba_tensors(prefix: str, shape: MambaShape, weights: Weights, form: Form, 
     def exact(name: str, *sizes: int) -> torch.Tensor:
         return weights.take(prefix + name, *sizes, dtype=torch.float32).float()
 
+    norms = None
+    if shape.norms is not None:
+        sizes = (shape.step_rank, shape.state_size, shape.state_size)
+        norms = tuple(exact(f"{name}.weight", one) for name, one in zip(shape.norms, sizes, strict=True))
     return MambaTensors(
         first=form.sharded(weights, prefix + "in_proj", 2 * size, hidden_size, has_bias=has_bias),
         last=form.sharded(weights, prefix + "out_proj", hidden_size, size, has_bias=has_bias),
@@ -184,6 +190,7 @@ def mamba_tensors(prefix: str, shape: MambaShape, weights: Weights, form: Form, 
         step_bias=exact("dt_proj.bias", size),
         decay=-exact("A_log", size, shape.state_size).exp(),
         skip=exact("D", size),
+        norms=norms,
     )
 
 

@@ -1,4 +1,4 @@
-"""Experts whose weights are one tensor for all of a layer, as gpt-oss and Granite have them: in floats or in mxfp4.
+"""Experts whose weights are one tensor for all of a layer, as gpt-oss, Granite and Llama 4 have them: in floats or in mxfp4.
 
 Weights in mxfp4 (`model.quantization.float4`) are read to floats, exactly. Called by `tensors`.
 """
@@ -33,10 +33,8 @@ class StackedExperts:
         shape, size = self._shape, self._shape.intermediate_size
         (pairs,) = shape.gate_up
         if shape.has_halves:
-            both, weight = (
-                self._whole(pairs, number, 2 * size, self._hidden_size),
-                self._whole(shape.down, number, self._hidden_size, size),
-            )
+            both = self._whole(pairs, number, 2 * size, self._hidden_size)
+            weight = self._whole(shape.down, number, self._hidden_size, size)
             gate_up = form.of(torch.cat([half[part] for half in (both[:size], both[size:])]))
             return gate_up, form.of(weight[:, part].contiguous())
         both, bias = self._layer(pairs, number, 2 * size, self._hidden_size)
@@ -49,8 +47,11 @@ class StackedExperts:
 
     def _whole(self, name: str, number: int, out_features: int, in_features: int) -> torch.Tensor:
         """[out_features, in_features] of one expert."""
-        count, one = self._shape.num_experts, slice(number, number + 1)
-        return self._weights.take(f"{self._prefix}{name}.weight", count, out_features, in_features, rows=one)[0]
+        shape, one = self._shape, slice(number, number + 1)
+        full = f"{self._prefix}{name}{shape.suffix}"
+        if shape.has_inputs_first:
+            return self._weights.take(full, shape.num_experts, in_features, out_features, rows=one)[0].T
+        return self._weights.take(full, shape.num_experts, out_features, in_features, rows=one)[0]
 
     def _layer(self, name: str, number: int, out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[out_features, in_features] and [out_features] of one expert."""

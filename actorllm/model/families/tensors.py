@@ -8,7 +8,7 @@ needs little more memory than the model. Called by the decoders of all backends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -42,6 +42,8 @@ class ExpertTensors:
     numbers: range
     """The experts of this rank."""
     read: Callable[[int], tuple[LinearWeight, LinearWeight]]
+    latents: tuple[LinearWeight, LinearWeight] | None = None
+    """What makes the latents that experts read, and what reads those that they make."""
 
     def __iter__(self) -> Iterator[tuple[LinearWeight, LinearWeight]]:
         return map(self.read, self.numbers)
@@ -66,9 +68,10 @@ class LatentTensors:
 class LayerTensors:
     """One layer, as the checkpoint has it; a norm that the shape does not have is None."""
 
-    qkv: LinearWeight
-    """The first product of the layer, of a recurrent one as well. Where a layer has both, that of attention."""
-    output: LinearWeight
+    qkv: LinearWeight | None
+    """The first product of the layer, of a recurrent one as well. Where a layer has both, that of attention. None: the layer
+    is its MLP alone."""
+    output: LinearWeight | None
     """What the mixer adds to the stream is made by it."""
     gate_up: LinearWeight | None
     down: LinearWeight | None
@@ -115,7 +118,7 @@ class DecoderTensors:
         if c.ties_embeddings or not c.has_head:
             return None
         rows = self._part(self._ranks.part(c.vocab_size))
-        return self._form.sharded(self._weights, "lm_head", c.vocab_size, c.hidden_size, rows=rows)
+        return self._form.sharded(self._weights, c.names.head, c.vocab_size, c.hidden_size, rows=rows)
 
     def norm(self) -> torch.Tensor:
         names = self._config.names
@@ -132,10 +135,14 @@ class DecoderTensors:
         )
         out_size, out_part = q_size, q_part
         latent = recurrent = None
-        if c.recurrent is not None and c.mixer(index) != "attention":
+        qkv: LinearWeight | None = None
+        output: LinearWeight | None = None
+        if c.recurrent is not None and c.recurs(index):
             recurrent = recurrent_tensors(prefix, c.recurrent, self._weights, self._form, c.hidden_size)
         if recurrent is not None and c.mixer(index) == "recurrent":
             qkv, output = recurrent.first, recurrent.last
+        elif not c.attends(index):
+            pass
         elif c.latent is not None:
             out_size, out_part = c.num_heads * c.latent.value_dim, _times(share.heads, c.latent.value_dim)
             qkv, latent = self._latent(prefix, c.latent)
@@ -150,11 +157,14 @@ class DecoderTensors:
         def norm(name: str, is_there: bool) -> torch.Tensor | None:
             return self._norm(prefix + name, c.hidden_size) if is_there else None
 
-        if c.mixer(index) != "recurrent":
+        if c.attends(index):
             output = self._summed(prefix + names.output, out_size, out_part, c.has_output_bias)
         qk_norms = None
-        if c.mixer(index) == "recurrent":
+        if not c.attends(index):
             pass
+        elif c.qk_norm == "plain":
+            if c.rotates_in(index):
+                qk_norms = torch.ones(c.head_dim), torch.ones(c.head_dim)
         elif c.qk_norm == "head":
             qk_norms = (
                 self._norm(prefix + names.qk_norms[0], c.head_dim),
@@ -166,9 +176,10 @@ class DecoderTensors:
         gate_up = down = experts = None
         if self._has_experts(index):
             experts = self._experts(prefix)
-        elif c.has_mlp:
+        elif c.adds_mlp(index):
+            count = 1 + c.has_gate
             gate_up = self._side_by_side(
-                prefix, names.gate_up, (c.intermediate_size,) * 2, (inner_part,) * 2, c.has_mlp_bias
+                prefix, names.gate_up, (c.intermediate_size,) * count, (inner_part,) * count, c.has_mlp_bias
             )
             down = self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias)
         return LayerTensors(
@@ -177,9 +188,9 @@ class DecoderTensors:
             gate_up=gate_up,
             down=down,
             experts=experts,
-            input_norm=norm(names.input_norm, c.norms_inputs),
+            input_norm=norm(names.input_norm, c.norms_inputs and c.mixer(index) != "none"),
             output_norm=norm(names.output_norm, c.norms_outputs),
-            mlp_norm=norm(names.mlp_norm, c.norms_inputs and c.has_mlp),
+            mlp_norm=norm(names.mlp_norm, c.norms_inputs and c.adds_mlp(index)),
             mlp_output_norm=norm(names.mlp_output_norm, c.norms_outputs),
             qk_norms=qk_norms,
             sinks=self._sinks(prefix) if c.has_sinks else None,
@@ -267,7 +278,7 @@ class DecoderTensors:
         self._weights.close(  # the config determines them, or no layer needs them
             is_ignorable=lambda name: (
                 name.endswith(("rotary_emb.inv_freq", *KV_SCALES))
-                or (name == "lm_head.weight" and needs_no_head)
+                or (name == f"{self._config.names.head}.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
                 or self._is_of_drafts(name)
                 or self._model_part.lacks(name)
@@ -302,16 +313,19 @@ class DecoderTensors:
         numbers, part = range(shape.num_experts), ranks.part(shape.intermediate_size)
         if ranks.has_whole_experts:
             numbers, part = numbers[ranks.part(shape.num_experts)], ALL
-        sizes = (shape.intermediate_size,) * 2
+        count, width = 1 + shape.has_gate, shape.latent_size or c.hidden_size
+        sizes, stored = (shape.intermediate_size,) * count, shape
+        if shape.stacked and self._weights.stored(f"{prefix}{shape.experts}.{shape.stacked}") is not None:
+            stored = replace(shape, is_stacked=True, has_halves=True, suffix="", gate_up=(shape.stacked,))
 
         def read(number: int) -> tuple[LinearWeight, LinearWeight]:
-            if shape.is_stacked:
-                stacked = StackedExperts(self._weights, f"{prefix}{shape.experts}.", shape, c.hidden_size)
+            if stored.is_stacked:
+                stacked = StackedExperts(self._weights, f"{prefix}{shape.experts}.", stored, c.hidden_size)
                 return stacked.read(number, self._part(part), self._form, part == ALL or ranks.rank == 0)
             base = f"{prefix}{shape.experts}.{number}."
-            gate_up = self._side_by_side(base, shape.gate_up, sizes, (part, part), False)
+            gate_up = self._side_by_side(base, shape.gate_up, sizes, (part,) * count, False, width)
             down = self._form.sharded(
-                self._weights, base + shape.down, c.hidden_size, shape.intermediate_size, columns=self._part(part)
+                self._weights, base + shape.down, width, shape.intermediate_size, columns=self._part(part)
             )
             return gate_up, down
 
@@ -330,14 +344,21 @@ class DecoderTensors:
             base, inner = f"{prefix}{shape.shared}.", ranks.part(shape.shared_size)
             gate_up, down = shape.shared_names or (shape.gate_up, shape.down)
             shared = (
-                self._side_by_side(base, gate_up, (shape.shared_size,) * 2, (inner, inner), False),
+                self._side_by_side(base, gate_up, (shape.shared_size,) * count, (inner,) * count, False),
                 self._summed(base + down, shape.shared_size, inner, False),
             )
         gate = None
         if shape.shared_gate is not None:
             name = f"{prefix}{shape.shared_gate}.weight"
             gate = self._weights.take(name, 1, c.hidden_size, dtype=torch.float32).float()
-        return ExpertTensors(router.float(), bias, correction, shared, gate, numbers, read)
+        latents = None
+        if shape.latent_size is not None:
+            first, last = (prefix + name for name in shape.latents)
+            latents = (
+                self._form.sharded(self._weights, first, shape.latent_size, c.hidden_size, has_bias=c.has_mlp_bias),
+                self._form.sharded(self._weights, last, c.hidden_size, shape.latent_size, has_bias=c.has_mlp_bias),
+            )
+        return ExpertTensors(router.float(), bias, correction, shared, gate, numbers, read, latents)
 
     def _part(self, part: slice) -> slice:
         """What one rank takes as a whole is not cut."""
@@ -349,9 +370,22 @@ class DecoderTensors:
         return tensor.float() + offset if offset else tensor  # the sum may need more bits than the tensor has
 
     def _side_by_side(
-        self, prefix: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[slice], has_bias: bool
+        self,
+        prefix: str,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[slice],
+        has_bias: bool,
+        in_features: int | None = None,
     ) -> LinearWeight:
-        """Layers that read the same. sizes: outputs of each; parts: which of them are this rank's."""
+        """Layers that read the same.
+
+        Arguments:
+            sizes: outputs of each.
+            parts: which of them are this rank's.
+            in_features: None: they read the hidden states.
+        """
+        width = in_features or self._config.hidden_size
         if len(names) > 1:
             wanted = [(name, size, self._part(part)) for name, size, part in zip(names, sizes, parts, strict=True)]
         elif self._ranks.size == 1:
@@ -362,9 +396,7 @@ class DecoderTensors:
             wanted = [(names[0], sum(sizes), part) for part in shifted]
         return self._form.fused(
             [
-                self._form.sharded(
-                    self._weights, prefix + name, size, self._config.hidden_size, rows=rows, has_bias=has_bias
-                )
+                self._form.sharded(self._weights, prefix + name, size, width, rows=rows, has_bias=has_bias)
                 for name, size, rows in wanted
             ]
         )

@@ -37,6 +37,7 @@ class LayerPart:
             whole,
             num_layers=self.num_layers,
             windows=whole.windows[mine],
+            rotated=whole.rotated[mine],
             experts=None if experts is None else replace(experts, layers=experts.layers[mine]),
             has_head=whole.has_head and self.is_last,
         )

@@ -63,18 +63,18 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     for index in range(c.num_layers):
         prefix = f"{names.model}.layers.{index}."
         wide, narrow = [], []
-        if c.mixer(index) != "recurrent":
+        if c.attends(index):
             wide, narrow = [(names.qkv, (q_size * (1 + c.gates_attention), kv_size, kv_size))], [(names.output, q_size)]
-        if c.recurrent is not None and c.mixer(index) != "attention":
+        if c.recurrent is not None and c.recurs(index):
             products = c.recurrent.products(c.hidden_size)
             layers += [(prefix + name, outputs, inputs) for name, outputs, inputs in products]
         if c.experts is not None and c.experts.layers[index]:
             for number in range(c.experts.num_experts):
                 base, size = f"{c.experts.experts}.{number}.", c.experts.intermediate_size
-                wide.append((tuple(base + name for name in c.experts.gate_up), (size, size)))
+                wide.append((tuple(base + name for name in c.experts.gate_up), (size,) * (1 + c.experts.has_gate)))
                 narrow.append((base + c.experts.down, size))
-        elif c.has_mlp:
-            wide.append((names.gate_up, (c.intermediate_size,) * 2))
+        elif c.adds_mlp(index):
+            wide.append((names.gate_up, (c.intermediate_size,) * (1 + c.has_gate)))
             narrow.append((names.down, c.intermediate_size))
         for found, sizes in wide:
             parts = zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))]

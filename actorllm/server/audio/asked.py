@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from actorllm.errors import nearest_name
 from actorllm.server.audio.form import FILE, UploadForm
+from actorllm.server.audio.words import WITHOUT_SPACES, words_of
 from actorllm.server.envelope import ApiError, shown
 from actorllm.text.tokenizer import Tokenizer
 
@@ -20,6 +21,7 @@ Task: TypeAlias = Literal["transcribe", "translate"]
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 WITH_TIMES = ("verbose_json", "srt", "vtt")
+GRAINS = ("segment", "word")
 
 START, PREVIOUS, NO_TIMES, FIRST_TIME = "<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>", "<|0.00|>"
 
@@ -45,6 +47,8 @@ class AskedSpeech:
     prompt: str
     """What came before the recording, or how words are spelled."""
     format: str
+    grains: tuple[str, ...]
+    """What has times: "segment", "word"."""
     is_streamed: bool
     params: dict[str, Any]
     """Sampling parameters by their names."""
@@ -69,9 +73,10 @@ def read_asked(form: UploadForm, task: Task) -> AskedSpeech:
     wanted = one.get("response_format", "json")
     if wanted not in FORMATS:
         raise ApiError(400, f"response_format={shown(wanted)} must be one of {', '.join(FORMATS)}", "response_format")
-    for grain in form.fields.get("timestamp_granularities", ()):
-        if grain != "segment":
-            fix = "must be 'segment'; words have no times"
+    grains = form.fields.get("timestamp_granularities", [])
+    for grain in grains:
+        if grain not in GRAINS:
+            fix = f"must be one of {', '.join(GRAINS)}"
             raise ApiError(400, f"timestamp_granularities={shown(grain)} {fix}", "timestamp_granularities")
         if wanted != "verbose_json":
             raise ApiError(400, "timestamp_granularities need response_format=verbose_json", "timestamp_granularities")
@@ -90,8 +95,9 @@ def read_asked(form: UploadForm, task: Task) -> AskedSpeech:
     if "max_completion_tokens" in counts:
         counts["max_tokens"] = counts.pop("max_completion_tokens")
     params = {"temperature": 0.0} | numbers | counts
+    prompt, kinds = one.get("prompt", ""), tuple(grains) or ("segment",)
     return AskedSpeech(
-        task, form.file, one.get("model"), one.get("language"), one.get("prompt", ""), wanted, is_streamed, params
+        task, form.file, one.get("model"), one.get("language"), prompt, wanted, kinds, is_streamed, params
     )
 
 
@@ -163,6 +169,21 @@ class SpeechTokens:
         ids.append(self._needed(FIRST_TIME if asked.has_times else NO_TIMES))
         return ids
 
+    def alignment_ids(
+        self, asked: AskedSpeech, language: str | None, text: Sequence[int], most: int
+    ) -> tuple[list[int], int]:
+        """The ids behind which a text is written without time stamps, with the text and its end; and how many come before it.
+
+        most: tokens of the decoder.
+        """
+        ids = [self._needed(START)]
+        if self.languages:
+            ids += [self.languages[language or "en"], self._needed(f"<|{asked.task}|>")]
+        ids.append(self._needed(NO_TIMES))
+        end = self._tokenizer.eos_token_id
+        whole = [*ids, *text, *([] if end is None else [end])]
+        return whole[:most], len(ids)
+
     def _needed(self, text: str) -> int:
         if text not in self._id_of:
             raise ApiError(400, f"the tokenizer of this model has no {text}, which this needs")
@@ -170,5 +191,13 @@ class SpeechTokens:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Without special tokens and time stamps."""
+        return self._tokenizer.decode(self.text_ids(ids))
+
+    def text_ids(self, ids: Sequence[int]) -> list[int]:
+        """Without special tokens and time stamps."""
         special = self._tokenizer.special_ids
-        return self._tokenizer.decode([id for id in ids if id not in special and id not in self.stamps])
+        return [id for id in ids if id not in special and id not in self.stamps]
+
+    def words_of(self, ids: Sequence[int], language: str | None) -> list[tuple[str, int]]:
+        """The words of a text, and how many of its tokens each has. ids: as of `text_ids`."""
+        return words_of(ids, self._tokenizer.decode, has_spaces=language not in WITHOUT_SPACES)

@@ -12,6 +12,7 @@ from typing import Any
 
 from actorllm.server.audio.asked import AskedSpeech, SpeechTokens
 from actorllm.server.audio.windows import Window
+from actorllm.server.audio.words import TimedWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,26 @@ def _clock(seconds: float, point: str) -> str:
     return f"{whole // 3_600_000:02}:{whole // 60_000 % 60:02}:{whole // 1000 % 60:02}{point}{whole % 1000:03}"
 
 
-def verbose(asked: AskedSpeech, language: str | None, seconds: float, segments: Sequence[TimedText]) -> dict[str, Any]:
-    """OpenAI's `verbose_json`."""
+def verbose(
+    asked: AskedSpeech,
+    language: str | None,
+    seconds: float,
+    segments: Sequence[TimedText],
+    words: Sequence[TimedWord],
+) -> dict[str, Any]:
+    """OpenAI's `verbose_json`, with what the client asks times of."""
     temperature = float(asked.params["temperature"])
+    parts: dict[str, Any] = {}
+    if "segment" in asked.grains:
+        parts["segments"] = [one.tree(number, temperature) for number, one in enumerate(segments)]
+    if "word" in asked.grains:
+        parts["words"] = [one.tree() for one in words]
     return {
         "task": asked.task,
         "language": language,
         "duration": seconds,
         "text": "".join(one.text for one in segments),
-        "segments": [one.tree(number, temperature) for number, one in enumerate(segments)],
+        **parts,
         "usage": usage(seconds),
     }
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
+from anyio import to_thread
 from starlette.types import Send
 
 from actorllm.client.stream import RequestStream
@@ -20,6 +22,7 @@ from actorllm.server.audio.asked import KNOWN, STAMP, AskedSpeech, SpeechTokens
 from actorllm.server.audio.form import FILE
 from actorllm.server.audio.formats import TimedText, segments_of, srt, usage, verbose, vtt
 from actorllm.server.audio.windows import Window
+from actorllm.server.audio.words import TimedWord, timed
 from actorllm.server.state import ServerState
 from actorllm.types.outputs import CompletionOutput
 from actorllm.types.params import RequestOutputKind, SamplingParams
@@ -42,6 +45,8 @@ class Speech:
     max_target: int
     suppressed: tuple[int, ...]
     """Ids that the model's author never wants."""
+    row_s: float
+    """Of a row of the encoder."""
 
     @property
     def seconds(self) -> float:
@@ -137,10 +142,13 @@ class SpeechAnswer(Answer):
         speech, asked = self._speech, self._speech.asked
         texts: list[str] = []
         segments: list[TimedText] = []
+        words: list[TimedWord] = []
         async for window, one in self._ended(prompt):
             ids = list(one.token_ids)
             if asked.has_times:
                 segments += segments_of(ids, _logprobs(one), window, speech.tokens)
+                if "word" in asked.grains:
+                    words += await self._words(ids, window, language)
             else:
                 texts.append(speech.tokens.text_of(ids))
         if asked.format == "srt":
@@ -148,11 +156,26 @@ class SpeechAnswer(Answer):
         if asked.format == "vtt":
             return PLAIN, vtt(segments).encode()
         if asked.format == "verbose_json":
-            return JSON, orjson.dumps(verbose(asked, language, speech.seconds, segments))
+            return JSON, orjson.dumps(verbose(asked, language, speech.seconds, segments, words))
         text = "".join(texts)
         if asked.format == "text":
             return PLAIN, f"{text}\n".encode()
         return JSON, orjson.dumps({"text": text, "usage": usage(speech.seconds)})
+
+    async def _words(self, ids: list[int], window: Window, language: str | None) -> list[TimedWord]:
+        """Of the output for one window."""
+        speech, sources = self._speech, self._state.engine.prompts.sources
+        assert sources is not None
+        text = speech.tokens.text_ids(ids)
+        words = speech.tokens.words_of(text, language)
+        if not words:
+            return []
+        whole, before = speech.tokens.alignment_ids(speech.asked, language, text, speech.max_target)
+        # What is behind the last token of the beginning writes the first one of the text.
+        first, num_rows = before - 1, max(1, int(window.seconds / speech.row_s))
+        find = partial(sources.word_starts, window.samples, whole, first, first + len(text) + 1, num_rows)
+        starts = await to_thread.run_sync(find, abandon_on_cancel=True, limiter=self._state.aligning_turn)
+        return timed(words, (starts * speech.row_s).tolist(), window.start_s, window.seconds)
 
     async def _stream(self, prompt: list[int], send: Send) -> None:
         texts: list[str] = []

@@ -77,4 +77,5 @@ def _read(state: ServerState, asked: AskedSpeech) -> Speech:
         tuple(id for id in listed if type(id) is int and 0 <= id < model.vocab_size) if isinstance(listed, list) else ()
     )
     windows = windows_of(samples, rate, seconds)
-    return Speech(asked, tokens, windows, rate, language, model.encoder_decoder.max_target, suppressed)
+    rules = model.encoder_decoder
+    return Speech(asked, tokens, windows, rate, language, rules.max_target, suppressed, seconds / rules.max_source)

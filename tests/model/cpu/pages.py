@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from actorllm.messages import StepPlan
-from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites
+from actorllm.model.cpu.attention import AttentionBatch, Chunk, KVCache, KVWrites
 from actorllm.model.inputs import PersistentBatch
 from tests.model.columns import new_columns
 from tests.model.driver import int32
@@ -158,6 +158,8 @@ class Pages:
         return position
 
     def _dense(self, query: torch.Tensor, history: list[torch.Tensor], window: int | None) -> torch.Tensor:
+        if isinstance(window, Chunk):
+            window = (len(history) - 1) % window + 1
         visible = torch.stack(history[-window:] if window is not None else history, 1).double()
         key, value = visible.repeat_interleave(self.shape.fold, 0).chunk(2)  # each [num_heads, length, head_dim]
         scores = torch.einsum("hd,hnd->hn", query.double(), key) * self.shape.head_dim**-0.5

@@ -17,7 +17,9 @@ SHAPES = st.builds(
     fold=st.integers(1, 3),
     head_dim=st.sampled_from([1, 3, 8, 16]),
     block_size=st.sampled_from([1, 2, 3, 4, 8, 16]),
-    windows=st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=2, unique=True).map(tuple),
+    windows=st.lists(
+        st.none() | st.integers(1, 20) | st.integers(1, 20).map(attention.Chunk), min_size=1, max_size=2, unique=True
+    ).map(tuple),
     sort_gain=st.sampled_from([0, 10, 2048]),
     seed=st.integers(0, 99),
 )
@@ -39,7 +41,7 @@ def test_pages_hold_what_dense_attention_sees(
 
 
 @pytest.mark.parametrize("num_rows", [8, 9])
-@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("window", [None, 21, attention.Chunk(64)])
 def test_a_steady_batch_keeps_its_indices(num_rows: int, window: int | None) -> None:
     """Padded or not: what a group reads is worked out again only where a block leaves the window or the rows grow wider."""
     pages = Pages(Shape(2, 2, 8, 16, (window,), 2048, seed=0))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.model.cpu import int8_cache
+from actorllm.model.cpu.attention import Chunk
 from actorllm.model.cpu.int8_cache import Int8KVCache
 from actorllm.model.inputs import PersistentBatch
 from tests.model.cpu.pages import MAX_LENGTH, NUM_SLOTS, STEPS, Pages, Row, Shape
@@ -25,7 +26,7 @@ SHAPES = st.builds(
     fold=st.integers(1, 2),
     head_dim=st.sampled_from([4, 16]),
     block_size=st.sampled_from([4, 5, 16]),
-    windows=st.sampled_from([(None,), (None, 7), (20,)]),
+    windows=st.sampled_from([(None,), (None, 7), (20,), (Chunk(13),)]),
     sort_gain=st.sampled_from([0, 2048]),
     seed=st.integers(0, 99),
 )

@@ -28,7 +28,7 @@ from tests.model.cuda.conftest import config_of
 from tests.model.families.loaded import chunks_and_decode_steps, cpu_driver, device_driver
 from tests.model.hf.decoders import (
     ALTERNATING,
-    QWEN3_5,
+    MODELS,
     SHAPE,
     TOLERANCE,
     difference,
@@ -141,9 +141,58 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {}),
+    "jamba": ("jamba", {}),
+    "jamba, without experts": (
+        "jamba",
+        {"num_experts": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_dt_rank": "auto"},
+    ),
+    "nemotron-h": ("nemotron-h", {}),
+    "nemotron-h, latents, groups, biases": (
+        "nemotron-h",
+        {"moe_latent_size": 20, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "use_bias": True},
+    ),
+    "nemotron-h, without experts": (
+        "nemotron-h",
+        {
+            "layers_block_type": ["mlp", "linear_attention", "linear_attention", "mlp", "full_attention"],
+            "mlp_bias": True,
+        },
+    ),
+    "llama4": ("llama4", {"head_dim": 32}),
+    "llama4, biases, one expert": (
+        "llama4",
+        {
+            "attention_bias": True,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama4, without chunks": (
+        "llama4",
+        {
+            "attention_chunk_size": None,
+            "no_rope_layers": [1, 1],
+            "architecture": "Llama4ForConditionalGeneration",
+        },
+    ),
     "lfm2-moe": ("lfm2-moe", {}),
     "qwen3.5": ("qwen3.5", {"head_dim": 32}),
     "qwen3.5, tied": ("qwen3.5", {"tie_word_embeddings": True, "architecture": "Qwen3_5ForConditionalGeneration"}),
+    "qwen3.5-moe": ("qwen3.5-moe", {"head_dim": 32}),
+    "qwen3.5-moe, tied": (
+        "qwen3.5-moe",
+        {"tie_word_embeddings": True, "architecture": "Qwen3_5MoeForConditionalGeneration"},
+    ),
     "lfm2, biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
     "gemma3, own head, long window": (
         "gemma3",
@@ -175,33 +224,38 @@ def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path)
 @pytest.mark.skipif(
     INSTALLED < LOWEST_RELEASE, reason="Qwen3.5 came to transformers later, and this compares with its module"
 )
-def test_the_text_of_a_model_with_a_tower_for_images(tmp_path: Path) -> None:
-    text = SHAPE | QWEN3_5 | {"max_position_embeddings": 256}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": text["hidden_size"],
-    }
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe", "Llama4"])
+def test_the_text_of_a_model_with_a_tower_for_images(name: str, tmp_path: Path) -> None:
+    family = {"Qwen3_5": "qwen3.5", "Qwen3_5Moe": "qwen3.5-moe", "Llama4": "llama4"}[name]
+    text = SHAPE | MODELS[family][1] | {"max_position_embeddings": 256}
+    vision = {"hidden_size": 16, "intermediate_size": 16}
+    if name == "Llama4":
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "vision_output_dim": 16}
+        vision |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    else:
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
     torch.manual_seed(1)
-    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = kind._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(tmp_path)
     driver = cpu_driver(tmp_path)
-    assert driver.runner.config.model.architecture == "Qwen3_5ForConditionalGeneration"
+    assert driver.runner.config.model.architecture == f"{name}ForConditionalGeneration"
     assert isinstance(driver.runner.decoder, Decoder)
-    chunks_and_decode_steps(driver, model)
+    # The module of Llama 4 fails without images.
+    chunks_and_decode_steps(driver, model.language_model if name == "Llama4" else model)
 
 
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
-    if plan.recurrent is not None:
-        with pytest.raises(UnsupportedModelError, match=r"needs .*recurrent.* not through transformers either"):
+    if plan.recurrent is not None or model.config.architectures[0].startswith("Llama4"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"needs .*(recurrent|adjacent_pairs).* not through transformers either"
+        ):
             device_driver(tmp_path)
         return
     driver = device_driver(tmp_path)
@@ -388,16 +442,19 @@ def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
             shape["layer_types"] = ["conv", "full_attention"]
         if architecture == "RecurrentGemmaForCausalLM":
             shape["block_types"] = ["recurrent", "attention"]
+        if architecture == "NemotronHForCausalLM":
+            shape["hybrid_override_pattern"] = "M-*E"
+        shape |= {"attn_layer_period": 2, "attn_layer_offset": 1}
         (tmp_path / "config.json").write_text(json.dumps(shape))
         config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
         plan = model_plan(config, hf, CpuRunner)
         assert isinstance(plan, DecoderConfig)
+        (row,) = (row for row in table("fused") if row["architecture"] == architecture)
         # There are no kernels of these yet.
-        is_fused = plan.recurrent is None
+        is_fused = plan.recurrent is None and not plan.has_adjacent_pairs
         assert (plan.switches <= CudaRunner.switches) == is_fused
         if is_fused:
             assert isinstance(model_plan(config, hf, CudaRunner), DecoderConfig)
-        (row,) = (row for row in table("fused") if row["architecture"] == architecture)
         assert row["cuda"] == ("fused" if is_fused else "refused")
         held = {"keys and values": bool(plan.attention_layers), "latents": plan.latent is not None}
         held["states"] = plan.recurrent is not None

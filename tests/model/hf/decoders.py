@@ -24,6 +24,10 @@ VOCAB = 97
 WINDOW = 6
 
 
+CHUNK = 37
+"""Of attention in chunks; no multiple of a block."""
+
+
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -163,8 +167,11 @@ MODELS["lfm2-moe"] = (
     {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4, **EXPERTS},
 )
 RECURRENT = {
+    "jamba",
+    "nemotron-h",
     "lfm2-moe",
     "qwen3.5",
+    "qwen3.5-moe",
     "mamba2",
     "granite-hybrid",
     "falcon-h1",
@@ -181,6 +188,54 @@ QWEN3_5: dict[str, Any] = {
     for key in ("layer_types", "head_dim", *(f"linear_{part}" for part in LINEAR_PARTS))
 }
 MODELS["qwen3.5"] = ("Qwen3_5Text", QWEN3_5)
+MODELS["qwen3.5-moe"] = (
+    "Qwen3_5MoeText",
+    {**QWEN3_5, "num_experts": 4, "shared_expert_intermediate_size": 24, **EXPERTS},
+)
+MODELS["jamba"] = (
+    "Jamba",
+    {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 5,
+        "pad_token_id": 0,
+    },
+)
+MODELS["nemotron-h"] = (
+    "NemotronH",
+    {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 24,
+        **EXPERTS,
+    },
+)
+MODELS["llama4"] = (
+    "Llama4Text",
+    {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 8,
+        "attn_scale": 0.3,
+    },
+)
 MODELS["falcon"] = ("Falcon", {"bias": True})
 MODELS["falcon, new"] = ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
 MODELS["falcon, alibi"] = ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True})

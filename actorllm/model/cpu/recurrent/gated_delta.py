@@ -48,17 +48,14 @@ class GatedDeltaMixer:
 
     def _split(self, made: torch.Tensor) -> Tokens:
         """Queries and keys [n, num_value_heads, key_dim], and values [n, num_value_heads, value_dim]."""
-        shape = self._shape
-        sizes = [shape.num_key_heads * shape.key_dim] * 2 + [shape.inner_size]
-        query, key, value = torch.split(made, sizes, 1)
+        shape, count = self._shape, len(made)
+        both, value = made[:, : -shape.inner_size], made[:, -shape.inner_size :]
+        both = both.reshape(count, 2, shape.num_key_heads, 1, shape.key_dim)
+        scale = both.square().sum(4, keepdim=True).add_(LENGTH_EPS).rsqrt_()
+        scale[:, 0].mul_(shape.key_dim**-0.5)
         repeats = shape.num_value_heads // shape.num_key_heads
-
-        def normed(heads: torch.Tensor) -> torch.Tensor:
-            heads = heads.reshape(len(made), shape.num_key_heads, shape.key_dim)
-            scale = heads.square().sum(2, keepdim=True).add_(LENGTH_EPS).rsqrt_()
-            return (heads * scale).repeat_interleave(repeats, 1)
-
-        return normed(query).mul_(shape.key_dim**-0.5), normed(key), value.reshape(len(made), -1, shape.value_dim)
+        both = (both * scale).expand(-1, -1, -1, repeats, -1).reshape(count, 2, shape.num_value_heads, shape.key_dim)
+        return both[:, 0], both[:, 1], value.reshape(count, -1, shape.value_dim)
 
     def _decode(
         self, inputs: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: States, rows: StateRows
@@ -70,10 +67,10 @@ class GatedDeltaMixer:
         query, key, value = self._split(self._convolution.decode(inputs, before))
         heads.mul_(decay.exp()[:, :, None, None])
         flat = heads.view(-1, shape.key_dim, shape.value_dim)
-        key = key.view(len(flat), 1, -1)
+        key = key.reshape(len(flat), 1, -1)
         missing = value.reshape(len(flat), 1, -1) - torch.bmm(key, flat)
         flat.baddbmm_(key.transpose(1, 2), missing.mul_(beta.reshape(-1, 1, 1)))
-        out = torch.bmm(query.view(len(flat), 1, -1), flat)
+        out = torch.bmm(query.reshape(len(flat), 1, -1), flat)
         if isinstance(where, torch.Tensor):  # rows were gathered, and are put back
             states["conv"].index_copy_(0, where, before)
             states["heads"].index_copy_(0, where, heads)

@@ -17,8 +17,8 @@ from actorllm.model.families.recurrent_shapes import MambaShape
 from actorllm.model.families.recurrent_tensors import MambaTensors
 from actorllm.model.linear import Linear, LinearWeight
 
-MOST_TOKENS = 64
-"""Whose states are in memory together."""
+MOST_NUMBERS = 1 << 18
+"""Of the states of tokens that are worked off together: they stay in the cache of a core."""
 
 
 class MambaMixer:
@@ -30,6 +30,8 @@ class MambaMixer:
         self._convolution = CausalConvolution(tensors.kernel, tensors.kernel_bias)
         self._select, self._steps = linear(tensors.select), linear(tensors.steps)
         self._step_bias, self._decay, self._skip = tensors.step_bias, tensors.decay, tensors.skip
+        self._norms: tuple[torch.Tensor | None, ...] = tensors.norms or (None,) * 3
+        """Weights, of the numbers for step sizes, of B, of C."""
 
     def __call__(self, made: torch.Tensor, states: States, rows: StateRows) -> torch.Tensor:
         """made: [num_tokens, 2 * num_channels]. states: of the layer.
@@ -42,7 +44,8 @@ class MambaMixer:
         chosen = self._select(x.to(made.dtype))
         ranks, b, c = torch.split(chosen, [shape.step_rank, shape.state_size, shape.state_size], 1)
         if shape.norm_eps is not None:
-            ranks, b, c = (self._normed(part) for part in (ranks, b, c))
+            parts = zip((ranks, b, c), self._norms, strict=True)
+            ranks, b, c = (self._normed(part, weight) for part, weight in parts)
         steps = torch.nn.functional.softplus(self._steps(ranks.contiguous()).float() + self._step_bias)
         b, c, new = b.float(), c.float(), x * steps
         out = torch.zeros_like(x)
@@ -54,11 +57,12 @@ class MambaMixer:
             out[tokens] = self._prompt(new[tokens], steps[tokens], b[tokens], c[tokens], states, piece)
         return out.addcmul_(x, self._skip).mul_(torch.nn.functional.silu(gate.float())).to(made.dtype)
 
-    def _normed(self, part: torch.Tensor) -> torch.Tensor:
+    def _normed(self, part: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Divided by its root mean square."""
         exact = part.float()
         assert self._shape.norm_eps is not None
-        return (exact * exact.square().mean(1, keepdim=True).add_(self._shape.norm_eps).rsqrt_()).to(part.dtype)
+        normed = exact * exact.square().mean(1, keepdim=True).add_(self._shape.norm_eps).rsqrt_()
+        return (normed if weight is None else normed.mul_(weight)).to(part.dtype)
 
     def _decode(
         self, new: torch.Tensor, steps: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: States, rows: StateRows
@@ -86,8 +90,9 @@ class MambaMixer:
         channels = states["channels"]
         state = torch.zeros_like(channels[0]) if piece.position == 0 else channels[piece.slot]
         out = torch.empty_like(new)
-        for start in range(0, len(new), MOST_TOKENS):
-            here = slice(start, start + MOST_TOKENS)
+        most = max(1, MOST_NUMBERS // state.numel())
+        for start in range(0, len(new), most):
+            here = slice(start, start + most)
             decays = (steps[here].unsqueeze(2) * self._decay).exp_()  # [count, num_channels, state_size]
             passed = new[here].unsqueeze(2) * b[here].unsqueeze(1)  # which becomes the states, token by token
             for decay, after in zip(decays.unbind(0), passed.unbind(0), strict=True):
