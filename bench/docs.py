@@ -50,7 +50,7 @@ EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
 """What `make bench` does not run."""
-TABLES = ("targets", "sizes", "rows", "recorded", "claims", "strict", "growth", "full", "fairness", "stages")
+TABLES = ("targets", "sizes", "rows", "recorded", "claims", "strict", "growth", "full", "turns", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks

@@ -99,7 +99,7 @@ def command() -> str:
     given = iter(sys.argv[1:])
     for word in given:
         option, equals, value = word.partition("=")
-        if option == "--json" or option == "--models" or option.startswith("--peer-python"):
+        if option in ("--json", "--models", "--against", "--recorded") or option.startswith("--peer-python"):
             value = value if equals else next(given, "")
             if option == "--models" and os.sep not in value:
                 words += [option, value]  # names, not a folder
