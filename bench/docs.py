@@ -50,7 +50,7 @@ EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
 """What `make bench` does not run."""
-TABLES = ("targets", "sizes", "rows", "recorded", "claims", "strict", "growth", "full", "fairness", "stages")
+TABLES = ("targets", "sizes", "rows", "recorded", "claims", "strict", "growth", "full", "turns", "fairness", "stages")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks
@@ -231,7 +231,10 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     parts_of = {
         "docs/slo.md": parts,
         "README.md": {"figures": figures(results)},
-        "docs/embedding.md": {"cost of a token": cost_of_a_token(results / "embedding.json")},
+        "docs/embedding.md": {
+            "aims": aims(results / "embedding.json"),
+            "cost of a token": cost_of_a_token(results / "embedding.json"),
+        },
         "docs/compatibility.md": {
             "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
             "environment variables": environment_variables(),
@@ -450,6 +453,16 @@ def figures(results: Path) -> str:
             places.setdefault(place(result), []).append(name)
     measured = "; ".join(f"{', '.join(names)}: {where}" for where, names in places.items())
     return "\n".join([*table(rows), "", f"{measured}.", ""])
+
+
+def aims(file: Path) -> str:
+    """What was aimed at and measured, and on which machine."""
+    data = json.loads(file.read_text()) if file.is_file() else {}
+    rows = [row for row in data.get("rows", ()) if row.get("target") not in (None, "—")]
+    if not rows:
+        return "Not measured yet.\n"
+    columns = ("measure", "actorllm", "peer", "peer value", "ratio", "target", "met")
+    return "\n".join([*table([{name: row[name] for name in columns} for row in rows]), "", f"{place(data)}.", ""])
 
 
 def cost_of_a_token(file: Path) -> str:

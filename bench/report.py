@@ -99,7 +99,9 @@ def command() -> str:
     given = iter(sys.argv[1:])
     for word in given:
         option, equals, value = word.partition("=")
-        if option in ("--json", "--models", "--models-folder") or option.startswith("--peer-python"):
+        if option in ("--json", "--models", "--models-folder", "--against", "--recorded") or option.startswith(
+            "--peer-python"
+        ):
             value = value if equals else next(given, "")
             if option == "--models" and os.sep not in value:
                 words += [option, value]  # names, not a folder

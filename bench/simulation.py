@@ -1,6 +1,6 @@
 """How many requests per second does the simulator get through, and what does a step of it cost policy and scheduler?
 
-    python bench/simulation.py [--json FILE] [--requests N] [--trace FILE] [--full]
+    python bench/simulation.py [--json FILE] [--requests N] [--trace FILE] [--full | --against TREE]
 
 Conversations: lengths and burstiness like those of the Azure trace of 2023, which --trace replaces by a file (it is repeated
 as often as need be). One core, the published step times of an A100 with Llama-3-8B. The share of the policy is measured in a
@@ -9,6 +9,9 @@ over 64 replicas in 20 minutes.
 
 --full runs these two as they stand, to their figures, each in a process of its own, and adds them to the file. It takes a
 quarter of an hour. What counts is the time of the one core that they use; the time on the clock has in it what else ran.
+
+--against: runs of that tree and of this one take turns, each tree in a process of its own, and are compared by CPU time. Sessions
+are compared with single requests of this tree. The table is added to the file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import datetime
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import command, environment, print_table, versions, write_json
+from report import ROOT, code, command, environment, print_table, versions, write_json
 
 from actorllm.scheduling.cost_model import preset
 from actorllm.scheduling.loading import load_policy
@@ -51,6 +55,10 @@ NUM_FULL = 1_000_000
 FULL = (("fcfs", 512, 1, "round-robin", 360), ("fcfs", 512, 64, "least-load", 1200))
 """Policy, tokens per step, replicas, router, and seconds that they may take."""
 MAX_FULL_MIB = 1000
+AGAINST = {"one": ("one replica", 0.75), "many": ("64 replicas, least-load", 0.75)}
+"""Kinds of `simulation_peer`: what they are, and what share of the other tree's CPU time they may take."""
+MAX_SESSIONS = 2.0
+"""What a request of a session may take, as a multiple of a single one of the other tree, which may know no sessions."""
 
 
 class Timed:
@@ -153,6 +161,71 @@ def in_its_own_process(number: int, trace: str | None) -> dict[str, Any]:
     return row | {"target": f"≤ {seconds} CPU s{memory}", "met": met}
 
 
+class Peer:
+    """The process of a tree (`simulation_peer.py`)."""
+
+    def __init__(self, tree: Path) -> None:
+        words = [sys.executable, str(Path(__file__).with_name("simulation_peer.py")), str(tree)]
+        self._process = subprocess.Popen(words, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, kind: str, num: int, trace: str | None) -> tuple[float, int, int, float]:
+        """Seconds of CPU, steps planned, steps skipped, and peak MiB of the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([kind, num, trace]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            self.close()
+            raise RuntimeError(f"the process of a tree ended with {self._process.returncode}")
+        seconds, planned, skipped, peak = json.loads(answer)
+        return seconds, planned, skipped, peak
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def compare(other: Path, num: int, rounds: int, trace: str | None) -> list[dict[str, Any]]:
+    """This tree and another in turns; a ratio is the median over pairs of runs."""
+    there, here = Peer(other), Peer(ROOT)
+    pairs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in AGAINST}
+    sessions: list[float] = []
+    for number in range(rounds):
+        for kind in AGAINST:
+            took = {}
+            for peer in (there, here) if number % 2 else (here, there):
+                took[peer] = peer.run(kind, num, trace)[0]
+            pairs[kind].append((took[there], took[here]))
+        sessions.append(here.run("sessions", num, None)[0])
+    there.close()
+    here.close()
+
+    def row(what: str, compared: str, found: list[tuple[float, float]], most: float | None) -> dict[str, Any]:
+        ratio = statistics.median(this / base for base, this in found)
+        return {
+            "requests": what,
+            "compared with": compared,
+            "µs a request": round(1e6 * statistics.median(this for _, this in found) / num),
+            "µs of those": round(1e6 * statistics.median(base for base, _ in found) / num),
+            "ratio": round(ratio, 3),
+            "target": "—" if most is None else f"≤ {most:g}x",
+            "met": "—" if most is None else ratio <= most,
+        }
+
+    rows = [row(what, "the other tree", pairs[kind], most) for kind, (what, most) in AGAINST.items()]
+    single = [list(zip(side, sessions, strict=True)) for side in zip(*pairs["one"], strict=True)]
+    rows.append(row("sessions, one replica", "single requests of the other tree", single[0], MAX_SESSIONS))
+    rows.append(row("sessions, one replica", "single requests of this tree", single[1], None))
+    return rows
+
+
+def measured_of(other: Path) -> dict[str, Any]:
+    """When this was, and of which commits."""
+    told = [code(tree) for tree in (ROOT, other)]
+    commits = [f"{one.get('commit', 'unknown')}{' with changes' if one.get('dirty') else ''}" for one in told]
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return {"this tree": commits[0], "the other tree": commits[1], "date": date}
+
+
 def conversations(num: int, trace: str | None) -> Workload:
     workload = load_trace(trace).workload.repeated(num) if trace else synthetic(num, RATE, seed=1)
     return assign_classes(workload, parse_mix(MIX), seed=1)
@@ -164,6 +237,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--trace")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--against", type=Path, metavar="TREE", help="another tree to compare this one with")
+    parser.add_argument("--rounds", type=int, default=5, help="of each tree, for --against")
     parser.add_argument("--full-case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.full_case is not None:
@@ -175,6 +250,14 @@ def main() -> None:
         print_table("a million requests on one core", rows)
         if arguments.json:
             write_json(arguments.json, known | {"full": rows, "full_command": command()})
+        return
+    if arguments.against is not None:
+        other = arguments.against.resolve()
+        trace = arguments.trace and str(Path(arguments.trace).resolve())
+        rows = [row | measured_of(other) for row in compare(other, arguments.requests, arguments.rounds, trace)]
+        print_table(f"CPU time of simulated requests, against {other}", rows)
+        if arguments.json:
+            write_json(arguments.json, known | {"turns": rows, "turns_command": command()})
         return
     load_before = os.getloadavg()
     num = arguments.requests
@@ -200,7 +283,7 @@ def main() -> None:
                 },
                 "rows": rows,
             }
-            | {key: known[key] for key in ("full", "full_command") if key in known},
+            | {key: known[key] for key in ("full", "full_command", "turns", "turns_command") if key in known},
         )
 
 

@@ -96,6 +96,16 @@ class BlockPool:
         self._references[blocks] = _ONE
         return blocks.astype(np.int32)
 
+    def count(self, change: int) -> None:
+        """So many more blocks have a reference (fewer, if negative), of a pool that never says which. The caller has checked
+        `num_free`; IndexError otherwise."""
+        if change > self.num_free:
+            raise IndexError(f"{change} blocks asked for, {self.num_free} free")
+        self.num_free -= change
+        self._num_stacked -= change
+        if self.num_free < self._lowest_free:
+            self._lowest_free = self.num_free
+
     def share(self, blocks: I32) -> None:
         """One more reference to each of these (distinct) blocks: referenced ones, or free ones that are kept."""
         index = blocks.astype(np.intp)

@@ -246,6 +246,22 @@ class KVCacheManager:
         self.num_blocks[sorted_slots] = counts
         self.capacity[sorted_slots] = counts * self._size
 
+    def extend_over(self, slots: I32, spare: I32, steps: int) -> None:
+        """What so many steps in a row would take: a slot gets a block in step number spare[i], and in every block_size-th after it.
+
+        The caller has checked `num_free`.
+        """
+        first = int(spare.min())
+        if first >= steps:
+            return
+        if first + self.block_size >= steps:  # no slot gets two
+            grown = (spare < steps).nonzero()[0]
+            self.extend_in_order(slots[grown[spare[grown].argsort(kind="stable")]])
+        else:
+            when = spare[:, None] + self.block_size * np.arange(-(-steps // self.block_size) + 1)
+            grown, times = np.nonzero(when < steps)
+            self.extend_in_order(slots[grown[np.lexsort((grown, when[grown, times]))]])
+
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
         blocks = self._table[slot, : self.num_blocks.item(slot)]  # nothing is written there before they are released
@@ -335,6 +351,11 @@ class KVCacheManager:
         return self._actions
 
     @property
+    def has_actions(self) -> bool:
+        """Whether a plan to come must have blocks cleared or copied."""
+        return self._actions is not None
+
+    @property
     def has_copies(self) -> bool:
         """Whether a plan to come must have blocks copied."""
         return self._actions is not None and bool(self._actions.copy or self._actions.copy_later)
@@ -419,15 +440,58 @@ class KVCacheManager:
         assert (references[targets] == 1).all(), "a block that is copied to must have one holder"
 
 
-class KVCacheManagerWithoutIds(KVCacheManager):
-    """Of a simulated scheduler: the ids of sampled tokens are all 0 and take no room."""
+class CountedKVCacheManager(KVCacheManager):
+    """Of a simulated scheduler: how many blocks each slot has, and not which ones. No block is shared, found again or read."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_slots: int, max_len: int, enable_prefix_caching: bool = False
     ) -> None:
-        super().__init__(num_blocks, block_size, num_slots, max_len, enable_prefix_caching)
+        if enable_prefix_caching:
+            raise ValueError(
+                "blocks that are only counted cannot be found again: prefix caching needs a KVCacheManager"
+            )
+        super().__init__(num_blocks, block_size, num_slots, max_len)
         self.token_ids = np.zeros((0, block_size), np.int32)
         self._flat_ids = NO_I32
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def fill(self, demand: list[tuple[int, int]], shared: dict[int, I32] | None = None) -> I32:
+        if shared:
+            raise ValueError("blocks that are only counted cannot be shared: forks need a KVCacheManager")
+        for slot, count in demand:
+            self.pool.count(count)
+            self.num_blocks[slot] = count
+            self.capacity[slot] = count * self.block_size
+        return NO_I32
+
+    def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
+        return self.num_blocks.item(slot)
+
+    def extend(self, slots: I32) -> I32:
+        self.pool.count(slots.size)
+        index = slots.astype(np.intp)
+        counts = self.num_blocks[index]
+        counts += self._one
+        self.num_blocks[index] = counts
+        self.capacity[index] = counts * self._size
+        return NO_I32
+
+    def extend_over(self, slots: I32, spare: I32, steps: int) -> None:
+        more = np.maximum((steps + self.block_size - 1 - spare) // self._size, 0)
+        self.pool.count(int(np.add.reduce(more)))
+        index = slots.astype(np.intp)
+        counts = self.num_blocks[index]
+        counts += more
+        self.num_blocks[index] = counts
+        self.capacity[index] = counts * self._size
+
+    def empty(self, slot: int, *, zero: bool = False) -> None:
+        self.pool.count(-self.num_blocks.item(slot))
+        self.num_blocks[slot] = 0
+        self.capacity[slot] = 0
 
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None: ...
 
@@ -437,3 +501,8 @@ class KVCacheManagerWithoutIds(KVCacheManager):
 
     def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
         return np.zeros(max(0, stop - start), np.int32)
+
+    def check_integrity(self) -> None:
+        assert (self.num_blocks >= 0).all(), "a slot has a negative number of blocks"
+        assert int(self.num_blocks.sum()) + self.num_free == self.pool.num_blocks, "blocks are miscounted"
+        assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"

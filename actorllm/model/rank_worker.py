@@ -32,6 +32,9 @@ class RankWorker:
         self.model_runner = model_runner
         """A `ModelRunner`: with the model, the KV cache and the batch."""
         model_runner.load_weights = self._bring
+        model = getattr(model_runner, "model", None)
+        if model is not None and self.config.model.module is None:  # else it is the application's own
+            model.load_weights = self._bring
 
     def _bring(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """`load_weights` of the model: keeps copies, since a caller may use its memory again. Returns the names.

@@ -102,10 +102,12 @@ class PlanBuilder:
         return StepPlan(step=step, **columns)
 
 
+NO_PLAN = StepPlan(step=0)
+"""Of a simulated scheduler."""
+
+
 class NoPlanBuilder(PlanBuilder):
     """Of a simulated scheduler: no worker applies its plans, and nothing is collected for them."""
-
-    _plan = StepPlan(step=0)
 
     def free(self, slot: int) -> None: ...
 
@@ -124,7 +126,7 @@ class NoPlanBuilder(PlanBuilder):
         max_drafts: int = 0,
         lane: I32 = NO_I32,
     ) -> StepPlan:
-        return self._plan
+        return NO_PLAN
 
 
 def _new_columns(

@@ -79,7 +79,10 @@ class Results:
         cache: PrefixCache,
         stopping: Stopping,
         drafts: DraftCounters,
+        is_simulated: bool = False,
     ) -> None:
+        """is_simulated: results are right. Without prefix caching nothing reads the ids of sampled tokens and their places."""
+        self._is_simulated = is_simulated
         self.num_output_tokens = 0
         self.num_corrupted = 0
         """Requests that ended because their states or logits were not finite."""
@@ -107,6 +110,8 @@ class Results:
 
         record: None if the step is not the oldest in flight; the result is held against the schema alone.
         """
+        if self._is_simulated:
+            return NO_SPANS
         if result.counts is not NO_I32 and record is not None:
             self._ends_of_run = self._right_run(result, record)
             if self._ends_of_run is not None:
@@ -141,7 +146,9 @@ class Results:
         if not plain or not is_whole:
             events = self._append_rows(record, result)
         elif not result.counts.size:
-            events = self._append_column(record, result.tokens)
+            only_counts = self._is_simulated and self._kv.index is None
+            append = self._count_column if only_counts else self._append_column
+            events = append(record, result.tokens)
         elif not self._stopping.is_watching and (ends := self._ends_in(result)) is not None:
             events = self._append_runs(record, result.tokens, result.counts, ends)
         else:
@@ -357,6 +364,21 @@ class Results:
             if (end := self._stop(sequences.item(row), tokens.item(row), index.item(row) + 1)) is not None
         ]
         return Events(sequences, tokens, index, NO_I32, tuple(ends), cached=tuple(cached))
+
+    def _count_column(self, record: StepRecord, tokens: I32) -> Events:
+        """As `_append_column`, where only the numbers of tokens are known afterwards."""
+        batch, rows, sequences = self._batch, record.rows, record.rows.sequences
+        known = batch.num_known[rows.index] + ONE
+        batch.num_known[rows.index] = known
+        self.num_output_tokens += tokens.size
+        cached = self._first_tokens(record) if record.num_decode < tokens.size else []
+        ends: list[End] = []
+        for row in self._stopping.candidates(rows, tokens, known):
+            sequence: Sequence = sequences.item(row)
+            end = self._stop(sequence, tokens.item(row), known.item(row) - sequence.num_prompt)
+            if end is not None:
+                ends.append(end)
+        return Events(sequences, tokens, NO_I32, NO_I32, tuple(ends), cached=tuple(cached))
 
     def _first_tokens(self, record: StepRecord) -> list[Sequence]:
         """Prompts that ended with this step have their first token. Returns those that had found a part of them cached."""

@@ -40,12 +40,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
+from actorllm.kvcache.manager import CountedKVCacheManager, KVCacheManager
 from actorllm.kvcache.window_group import WindowGroup
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
 from actorllm.messages.embeds import chunk_of_items
 from actorllm.scheduling.admission import Admission, Refusal
-from actorllm.scheduling.batch import ONE, Batch
+from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.decode_rows import DecodeRows
 from actorllm.scheduling.draft_budget import DraftBudget
 from actorllm.scheduling.events import NOTHING, End, Events
@@ -57,7 +57,7 @@ from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.loading import BuildsPolicy, load_policies
 from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
-from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder, with_states
+from actorllm.scheduling.plan import NO_PLAN, NoPlanBuilder, PlanBuilder, with_states
 from actorllm.scheduling.policy import PlanPolicy, StepDone
 from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
@@ -132,9 +132,10 @@ class Scheduler:
         `PrefixCache`. window: tokens that a token sees in the layers of a second KV group; None: there is one group.
         snapshots: places that the workers have for states of recurrent layers behind prefixes; 0: no layer is recurrent.
         snapshot_tokens: such states are behind multiples of so many tokens.
-        is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is made; not with
-        prefix caching. num_lanes: among which decode rows are shared out (`lanes`); with several, depth counts
-        nothing, and one step of each is in flight. build_policy: makes what `change_policy` names.
+        is_simulated: plans are read by nothing and not made, and results are right. Without prefix caching, ids of sampled tokens
+        and numbers of blocks are not made either; not with forks then. num_lanes: among which decode rows are shared out
+        (`lanes`); with several, depth counts nothing, and one step of each is in flight. build_policy: makes what
+        `change_policy` names.
         tiers: what there is of KV elsewhere (`tiers.transfers`); None: nothing, also no lease of another replica. lends: where
         other replicas see what they may copy of this one; None: nothing."""
         depth = depth if num_lanes == 1 else num_lanes
@@ -164,9 +165,8 @@ class Scheduler:
         self._build_policy = build_policy
         self.num_policy_changes = 0
         self.batch = batch = Batch(max_num_seqs)
-        if is_simulated and enable_prefix_caching:
-            raise ValueError("a simulated scheduler has no token ids by which a prefix could be found")
-        cache = KVCacheManagerWithoutIds if is_simulated else KVCacheManager
+        only_counts = is_simulated and window is None and not enable_prefix_caching
+        cache = CountedKVCacheManager if only_counts else KVCacheManager
         self.kv = kv = cache(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         if window is not None:
             num_window = num_window_blocks(
@@ -249,7 +249,11 @@ class Scheduler:
             cache=self._cache,
             stopping=self._stopping,
             drafts=draft_counters,
+            is_simulated=is_simulated,
         )
+        is_plain = window is None and num_lanes == 1 and tiers is None and not self._drafts.is_used and not snapshots
+        self._plans_decode_alone = is_simulated and is_plain
+        """Whether `_plan_decode` may plan a step."""
         self.transfers: Transfers | None = None
         """What moves between memory and the tiers; None: there are none."""
         if tiers is not None:
@@ -520,7 +524,9 @@ class Scheduler:
         if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
             return None
         self.now = now
-        plan = self._plan_step() if self._lanes is None else self._plan_lane()
+        plan = self._plan_decode() if self._plans_decode_alone else None
+        if plan is None:
+            plan = self._plan_step() if self._lanes is None else self._plan_lane()
         if plan is None and self._step_failures.is_holding_back and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
@@ -906,6 +912,62 @@ class Scheduler:
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
+    def _plan_decode(self) -> StepPlan | None:
+        """As `_plan_step`, of a simulated step of decode rows alone, of which no policy need be asked. None: it is another one."""
+        table, decode = self._table, self._decode
+        if (
+            self.prefilling
+            or table.waiting
+            or table.preempted
+            or self._step_failures.is_recovering
+            or self.kv.has_actions
+        ):
+            return None
+        if not getattr(self._policy, "ignores_decode_steps", False):
+            return None
+        decode.find()
+        rows, growing = decode.rows, decode.growing
+        num_rows = rows.slots.size
+        if not num_rows or growing.size > self.kv.num_free:
+            return None
+        self.wake_at = math.inf
+        table.displaced.clear()
+        if growing.size:
+            self.kv.extend(growing)
+        computed = decode.computed + ONE
+        self.batch.num_computed[rows.index] = computed
+        self.batch.stop_rows(rows.index[computed >= rows.limits - ONE])
+        self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(table.blocked)
+        rows.hold()
+        self.ledger.launch(StepRecord(self.ledger.next_step, rows, num_rows, (), num_rows, self.now))
+        self._num_steps += 1
+        return NO_PLAN
+
+    def steady_rows(self) -> Rows | None:
+        """The decode rows, if the next steps are of them alone, and no part nor the policy need hear of such steps; else None."""
+        table = self._table
+        if self.prefilling or table.waiting or table.preempted or table.tokenless or not self.has_room:
+            return None
+        if self.kv.window is not None or self._snapshots is not None or self._lanes is not None:
+            return None
+        if self.kv.has_copies or self._step_failures.is_recovering:
+            return None
+        rows = self.batch.rows()
+        if not rows.slots.size or not getattr(self._policy, "ignores_decode_steps", False):
+            return None
+        for record in self.ledger.in_flight:
+            if record.prefills or record.rows is not rows:
+                return None
+        return rows
+
+    def blocks_of_steps(self, steps: int) -> list[int]:
+        """How many blocks the first 0, 1 ... of so many steady steps (`advance`) take together: [1 + steps]."""
+        kv, index = self.kv, self.batch.rows().index
+        spare = np.maximum(kv.capacity[index] - self.batch.num_computed[index] - self._ahead, 0)
+        when = spare[:, None] + kv.block_size * np.arange(steps // kv.block_size + 1)
+        counts = np.bincount(when[when < steps], minlength=steps)
+        return [0, *counts.cumsum().tolist()]
+
     def advance(self, steps: int, now: float, token_ids: I32 | None = None) -> int:
         """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
 
@@ -917,43 +979,25 @@ class Scheduler:
         find the output.
         """
         self.now = now
-        if (
-            self.prefilling
-            or self._table.waiting
-            or self._table.preempted
-            or self._table.tokenless
-            or not self.has_room
-        ):
+        rows = self.steady_rows()
+        if rows is None:
             return 0
-        if self.kv.window is not None or self._snapshots is not None:
-            return 0
-        if self.kv.has_copies or self._step_failures.is_recovering or self._lanes is not None:
-            return 0
-        batch, kv, rows = self.batch, self.kv, self.batch.rows()
+        batch, kv = self.batch, self.kv
         slots, index = rows.slots, rows.index
-        if not slots.size or not getattr(self._policy, "ignores_decode_steps", False):
-            return 0
-        if any(record.prefills or record.rows is not rows for record in self.ledger):
-            return 0
-        steps = min(steps, int((rows.limits - batch.num_computed[index]).min()) - 2)
+        computed = batch.num_computed[index]
+        steps = min(steps, int(np.minimum.reduce(rows.limits - computed)) - 2)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
-        spare = np.maximum(kv.capacity[index] - batch.num_computed[index] - self._ahead, 0)
+        spare = np.maximum(kv.capacity[index] - computed - self._ahead, 0)
         if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # an upper bound of what all rows can need
             while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
                 steps -= 1
         if steps <= 0:
             return 0
-        first = int(spare.min())
-        if first + kv.block_size >= steps > first:  # no row gets two
-            grown = (spare < steps).nonzero()[0]
-            kv.extend_in_order(slots[grown[spare[grown].argsort(kind="stable")]])
-        elif steps > first:
-            when = spare[:, None] + kv.block_size * np.arange(-(-steps // kv.block_size) + 1)
-            grown, times = np.nonzero(when < steps)
-            kv.extend_in_order(slots[grown[np.lexsort((grown, when[grown, times]))]])
-        batch.num_computed[index] += steps
+        kv.extend_over(slots, spare, steps)
+        batch.num_computed[index] = computed + steps
         if token_ids is None:
-            batch.is_simulated[index] = True
+            if kv.index is not None:
+                batch.is_simulated[index] = True
         else:
             positions: I32 = batch.num_known[index].repeat(steps)
             positions += np.tile(np.arange(steps, dtype=np.int32), index.size)

@@ -32,6 +32,8 @@ class Stopping:
         self._vocab_size = vocab_size
         self._num_stopping = self._without_requests()
         """How many requests alive end at this id."""
+        self._num_ids = self._num_own = int(np.count_nonzero(self._num_stopping))
+        """Ends that any row could meet, those of the model included; 0: no token is looked up."""
         self._num_watched = 0
 
     def _without_requests(self) -> I32:
@@ -54,10 +56,13 @@ class Stopping:
         for token in sequence.submit.stop_token_ids:
             if 0 <= token < self._vocab_size:
                 self._num_stopping[token] += by
+                self._num_ids += by
 
     def candidates(self, rows: Rows, tokens: I32, known: I32) -> list[int]:
         """Those of the rows that `end_of` has to be asked of; each got one token and knows so many now."""
-        may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
+        may_end = known >= rows.limits
+        if self._num_ids:
+            may_end |= self._num_stopping.take(tokens).astype(np.bool_)
         if self._num_watched:
             may_end |= _repeats(rows, tokens)
         found: list[int] = may_end.nonzero()[0].tolist()
@@ -100,6 +105,8 @@ class Stopping:
             num_watched += sequence.watch is not None
             np.add.at(expected, [t for t in sequence.submit.stop_token_ids if t < self._vocab_size], 1)
         assert self._num_watched == num_watched, "count of watched requests"
+        num_ids = self._num_own + sum(0 <= t < self._vocab_size for s in alive for t in s.submit.stop_token_ids)
+        assert self._num_ids == num_ids, "count of ids to end at"
         assert (expected == self._num_stopping).all(), "counts of stop ids differ from the requests alive"
 
 

@@ -96,12 +96,14 @@ class SubmitValidation:
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
         # Ids below zero count only where the prompt has rows for them.
-        lowest = int(sequence.known.min())
         if submit.prompt_embeds.size:
             if error := wrong_rows(submit, self._embedding_bytes):
                 return error
-            lowest -= LOWEST_ID
-        if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
+            is_inside = int(sequence.known.min()) >= LOWEST_ID and int(sequence.known.max()) < self._vocab_size
+        else:
+            most = int(np.maximum.reduce(sequence.known.view(np.uint32)))  # an id below zero is a very large one
+            is_inside = most < self._vocab_size
+        if not is_inside:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
         # Rows of an encoder come before the tokens of its decoder.
         if self._max_source and (error := self._wrong_source(sequence)):

@@ -80,6 +80,8 @@ MAX_IDLE_WAKES = 100_000
 
 MAX_SKIP = 4096
 """Decode steps that are made at once at most."""
+MAX_FORESEEN = 32
+"""Decode steps that a replica may be behind what is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class EngineShape:
         has_plans: False: the simulation does not look at its plans, which makes it faster. tiers: of its replica. lends:
         where others see what they may copy of it.
         """
-        is_simulated = not has_plans and not self.enable_prefix_caching
+        is_simulated = not has_plans and tiers is None and lends is None
         return Scheduler(
             policy=policy, is_simulated=is_simulated, tiers=tiers, lends=lends, **self.scheduler_arguments()
         )
@@ -240,6 +242,11 @@ class Worker(Protocol):
 
         All of them lie before the horizon. Empty: the next step is to be planned.
         """
+        ...
+
+    def foresee(self, scheduler: Scheduler, now: float) -> tuple[list[float], list[int]]:
+        """As `skip`, which is not done yet: when the next steps end in which nothing happens but decoding, those in flight first,
+        and how many blocks the first 0, 1 ... of those planned from now on take. Empty: the next step is to be planned."""
         ...
 
 
@@ -315,8 +322,9 @@ class ModelledWorker:
                 self._left -= 1
             else:
                 reached = computed[rows.index]
-                self._rows, self._context = rows, int(reached.sum())
-                self._left = int((self._ends_by_row(rows) - reached).min())
+                ends = rows.limits if self._ends is None else self._ends_by_row(rows)
+                self._rows, self._context = rows, int(np.add.reduce(reached))
+                self._left = int(np.minimum.reduce(ends - reached))
             context = self._context
         else:
             self._rows = None
@@ -410,15 +418,35 @@ class ModelledWorker:
     def turn_after(self, at: float) -> float:
         return at
 
+    def _may_skip(self, scheduler: Scheduler) -> bool:
+        rows = self._rows
+        if self._seconds_of is not None:
+            return False  # the longest row is asked for in every step
+        if rows is None or self._left <= 3 or len(self._in_flight) != scheduler.ledger.depth - 1:
+            return False
+        return not (scheduler.num_waiting or scheduler.prefilling or scheduler.batch.rows() is not rows)
+
+    def foresee(self, scheduler: Scheduler, now: float) -> tuple[list[float], list[int]]:
+        if not self._may_skip(scheduler) or self._rows is None or scheduler.steady_rows() is not self._rows:
+            return [], []
+        most, d = min(self._left - 2, MAX_FORESEEN), len(self._rows)
+        blocks = scheduler.blocks_of_steps(most)
+        if blocks[-1] > scheduler.kv.num_free:
+            return [], []
+        seconds = self._model.decode_run(d, self._context + d, most).tolist()
+        if self._residuals is not None:
+            seconds = [s * f for s, f in zip(seconds, self._draw(most), strict=False)]
+        ends = [end for _, _, _, end, _ in self._in_flight]
+        planned, free_at = now, self._free_at
+        for number, second in enumerate(seconds):
+            free_at = max(planned + self._launch_s, free_at + self._gap_s) + second
+            ends.append(free_at)
+            planned = ends[number]
+        return ends[:most], blocks
+
     def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
         rows, flying = self._rows, len(self._in_flight)
-        if self._seconds_of is not None:
-            return []  # the longest row is asked for in every step
-        if rows is None or self._left <= 3 or flying != scheduler.ledger.depth - 1:
-            return []
-        if flying and self.next_result_at >= horizon:
-            return []
-        if scheduler.num_waiting or scheduler.prefilling or scheduler.batch.rows() is not rows:
+        if rows is None or (flying and self.next_result_at >= horizon) or not self._may_skip(scheduler):
             return []
         starts = [start for _, _, start, _, _ in self._in_flight]
         ends = [end for _, _, _, end, _ in self._in_flight]
@@ -493,6 +521,9 @@ class WaitingWorker(MeteredWorker):
     def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
         return []  # its policy is asked for every step
 
+    def foresee(self, scheduler: Scheduler, now: float) -> tuple[list[float], list[int]]:
+        return [], []
+
 
 class NoWorker:
     """In the place of workers that are started again: nothing is planned meanwhile."""
@@ -512,6 +543,9 @@ class NoWorker:
 
     def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
         return []
+
+    def foresee(self, scheduler: Scheduler, now: float) -> tuple[list[float], list[int]]:
+        return [], []
 
 
 class ScriptedWorker:
@@ -549,6 +583,9 @@ class ScriptedWorker:
 
     def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
         return []
+
+    def foresee(self, scheduler: Scheduler, now: float) -> tuple[list[float], list[int]]:
+        return [], []
 
 
 # A replica ---------------------------------------------------------------------------------------------------------------
@@ -614,6 +651,12 @@ class SimulatedReplica:
         self._num_idle_wakes = 0
         self._aborts: list[tuple[float, Key]] = []
         self._finishes: dict[int, list[tuple[Key, Any, Any]]] = {}
+        self._num_happened = 0
+        """Changes of its scheduler: while there is none, its load stays what it is."""
+        self._load_of, self._load = -1, (0, 0, 0, 0, 0)
+        self._foreseen_of = -1
+        self._foreseen: tuple[list[float], list[int]] = [], []
+        """Of its worker, after so many changes."""
 
     # What reaches it
 
@@ -652,6 +695,7 @@ class SimulatedReplica:
     def lose_workers(self, error: str, now: float, *, is_scheduler_lost: bool = False) -> None:
         """They are gone with their KV, until `workers_are_back`. is_scheduler_lost: with what this scheduler knew as well."""
         self._worker.lose()
+        self._num_happened += 1
         self._lost_worker, self._worker = self._worker, NoWorker()
         self._turn_at = self._timer_at = math.inf
         if not is_scheduler_lost:
@@ -686,31 +730,47 @@ class SimulatedReplica:
 
     def view(self, now: float) -> ReplicaView:
         """What a router may know of it, as of now; everything before now has been run."""
-        scheduler, kv = self.scheduler, self.scheduler.kv
         view = ReplicaView(
             self.number,
-            num_waiting=scheduler.num_waiting,
-            num_waiting_tokens=sum(sequence.submit.prompt.size for sequence in scheduler.waiting()),
-            num_free_blocks=kv.num_free,
-            block_size=kv.block_size,
-            max_num_batched_tokens=scheduler.limits.max_tokens,
-            max_num_seqs=scheduler.limits.max_seqs,
+            block_size=self.scheduler.kv.block_size,
+            max_num_batched_tokens=self.scheduler.limits.max_tokens,
+            max_num_seqs=self.scheduler.limits.max_seqs,
             step_seconds=self._step_seconds,
-            find=None if self._hashes is None else self._hashes.find,
-            seen=now,
             role=self.role,
         )
-        num_computed = scheduler.batch.num_computed
-        for sequence in scheduler.running():
-            computed = int(num_computed[sequence.slot])
-            left = sequence.submit.prompt.size - computed
-            if left > 0:
-                view.num_waiting += 1
-                view.num_waiting_tokens += left
-            else:
-                view.num_running += 1
-                view.num_context += computed
+        self.refresh(view, now)
         return view
+
+    def refresh(self, view: ReplicaView, now: float) -> None:
+        """Bring a view of it up to date."""
+        if self._load_of != self._num_happened or self.aside is not None:  # others may take blocks of a lender
+            self._load_of, self._load = self._num_happened, self._count_load()
+        view.num_running, view.num_waiting, view.num_waiting_tokens, context, num_free = self._load
+        if self._turn_at < now and self._foreseen_of == self._num_happened:  # it is behind, and only decoded since
+            ends, blocks = self._foreseen
+            num_planned = 1 + bisect.bisect_left(ends, now)
+            context += num_planned * view.num_running
+            num_free -= blocks[num_planned]
+        view.num_context, view.num_free_blocks = context, num_free
+        view.find = None if self._hashes is None else self._hashes.find
+        view.seen = now
+
+    def _count_load(self) -> tuple[int, int, int, int, int]:
+        """Sequences that run and that wait, prompt tokens to be computed, context of those that run, and free blocks."""
+        scheduler, kv, batch = self.scheduler, self.scheduler.kv, self.scheduler.batch
+        num_waiting = scheduler.num_waiting
+        num_tokens = sum(sequence.submit.prompt.size for sequence in scheduler.waiting())
+        slots = kv.num_blocks.nonzero()[0]  # whatever has a slot has blocks
+        computed = batch.num_computed[slots]
+        left = batch.num_prompt[slots] - computed
+        num_running, context = slots.size, int(np.add.reduce(computed))
+        waits = left > 0
+        if num_prefilling := int(np.count_nonzero(waits)):
+            num_running -= num_prefilling
+            num_waiting += num_prefilling
+            num_tokens += int(left[waits].sum())
+            context -= int(computed[waits].sum())
+        return num_running, num_waiting, num_tokens, context, kv.num_free
 
     def show_cache(self) -> None:
         """From here on views tell what the prefix cache has, as that of a live replica does."""
@@ -723,11 +783,13 @@ class SimulatedReplica:
     # The loop
 
     def _happened(self, now: float) -> None:
+        self._num_happened += 1
         if self._turn_at == math.inf:
             self._turn_at = self._worker.turn_after(now)
 
-    def run_until(self, until: float) -> None:
-        """Everything that happens before this time."""
+    def run_until(self, until: float, *, for_views: bool = False) -> None:
+        """Everything that happens before this time. for_views: the caller only looks at it (`refresh`), so that decode steps in
+        which nothing happens may be left for later."""
         worker, aborts, latest = self._worker, self._aborts, until
         while True:
             until = min(latest, self.horizon)
@@ -743,13 +805,22 @@ class SimulatedReplica:
                 when, key = heapq.heappop(aborts)
                 self.abort([key], when)
             elif turn_at <= at:
-                if turn_at >= until:
+                if turn_at >= until or (for_views and self._only_decodes(turn_at, until)):
                     return
                 self._turn(turn_at, until)
             elif at < until:
                 self._complete(at)
             else:
                 return
+
+    def _only_decodes(self, turn_at: float, until: float) -> bool:
+        """Whether nothing happens but decoding from this turn on until then."""
+        if self._foreseen_of != self._num_happened:
+            self._foreseen_of = self._num_happened
+            may_skip = self._can_skip and self.aside is None and self._timer_at == math.inf
+            self._foreseen = self._worker.foresee(self.scheduler, turn_at) if may_skip else ([], [])
+        ends, _ = self._foreseen
+        return bool(ends) and until <= ends[-1] and until <= self._next_abort()
 
     @property
     def next_event_at(self) -> float:
@@ -761,6 +832,7 @@ class SimulatedReplica:
     def _turn(self, now: float, until: float) -> None:
         """Plan what there is room for."""
         scheduler, worker = self.scheduler, self._worker
+        self._num_happened += 1
         is_timer = self._timer_at <= self._turn_at
         self._turn_at = self._timer_at = math.inf
         if self.aside is not None:
@@ -804,15 +876,17 @@ class SimulatedReplica:
     def _complete(self, now: float) -> None:
         """Apply the oldest result."""
         scheduler = self.scheduler
+        self._num_happened += 1
         result = self._worker.pop()
         if isinstance(result, StepFailed):
             events = scheduler.fail(result, now)
         else:
             events = scheduler.update(result, now)
         self.tokens.push(events.sequences, (now,))
-        for more in range(1, int(events.counts.max(initial=1))):  # further tokens of the same step
-            self.tokens.push(events.sequences[events.counts > more], (now,))
-            self.tokens.num_repeated += 1
+        if events.counts.size:
+            for more in range(1, int(events.counts.max())):  # further tokens of the same step
+                self.tokens.push(events.sequences[events.counts > more], (now,))
+                self.tokens.num_repeated += 1
         if events.ends:
             self._tell(events.ends)
         if self._finishes and (stops := self._finishes.pop(result.step, None)):
@@ -843,10 +917,13 @@ class TokenLog:
         if sequences is not self._last:  # the same array as long as none joins or leaves
             self._last = sequences
             step = len(self.step_ends)
-            streaming, got = self._streaming, dict.fromkeys(sequences.tolist(), step)
-            for sequence in streaming.keys() - got.keys():
-                self._add(sequence, streaming.pop(sequence), step)
-            for sequence in got.keys() - streaming.keys():
+            streaming, got = self._streaming, sequences.tolist()
+            joined = [sequence for sequence in got if sequence not in streaming]
+            if len(joined) != len(got) - len(streaming):
+                there = set(got)
+                for sequence in [sequence for sequence in streaming if sequence not in there]:
+                    self._add(sequence, streaming.pop(sequence), step)
+            for sequence in joined:
                 streaming[sequence] = step
         self.step_ends.extend(ends)
 
@@ -1069,6 +1146,7 @@ def simulate(
     num_unsent = 0
     try:
         if client is None:
+            sender.may_lag = True
             for row, at in enumerate(workload.arrival.tolist()):
                 sender.send(row, row, at)
             sender.run_to_end(until)
@@ -1277,6 +1355,8 @@ class _Sender:
         self.faults: FailureDriver | Rescheduler | None = None
         """What fails on the way, or moves requests; None: nothing."""
         self._apart: SimulatedRoles | None = None
+        self.may_lag = False
+        """Nothing but arrivals looks at replicas, so that they may be behind."""
         self._line = line
         self._scaling = scaling
         if scaling is not None:
@@ -1302,6 +1382,7 @@ class _Sender:
         self._has_prefixes = has_prefixes
         self._needs_views = getattr(router, "needs_views", True) or scaling is not None
         self._views: list[ReplicaView] = []
+        self._view_of_each: dict[int, ReplicaView] = {}
         self._next_view_at = -math.inf
         self._ends = ends
         if len(replicas) > 1 and self._needs_views:
@@ -1321,12 +1402,28 @@ class _Sender:
 
         apart.begin(self._replicas, moved)
 
+    def _view_of(self, replica: SimulatedReplica, at: float) -> ReplicaView:
+        view = self._view_of_each.get(replica.number)
+        if view is None:
+            view = self._view_of_each[replica.number] = replica.view(at)
+        else:
+            replica.refresh(view, at)
+        return view
+
     def _run_all(self, until: float) -> None:
         """Everything that happens at all replicas before this time."""
         if self._apart is not None:
             self._apart.run_until(until)
         for replica in self._replicas:
             replica.run_until(until)
+
+    def _look_at_all(self, at: float) -> None:
+        """As `_run_all`, as far as views tell."""
+        if not self.may_lag or self._apart is not None or self._scaling is not None or self.faults is not None:
+            self._run_all(at)
+            return
+        for replica in self._replicas:
+            replica.run_until(at, for_views=True)
 
     @property
     def next_tick(self) -> float:
@@ -1400,10 +1497,10 @@ class _Sender:
                 self._next_view_at = -math.inf  # there may be others now
             # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if at >= self._next_view_at and (self._needs_views or not self._views or faults is not None):
-                self._run_all(at)
-                those = replicas if self._scaling is None else self._scaling.ready(at)
-                those = those if faults is None else [replicas[number] for number in up]
-                self._views = [replica.view(at) for replica in those]
+                self._look_at_all(at)
+                ready = replicas if self._scaling is None else self._scaling.ready(at)
+                numbers = [replica.number for replica in ready] if faults is None else up
+                self._views = [self._view_of(replicas[number], at) for number in numbers]
                 self._next_view_at = at + self._view_interval_s
             request = Routable(
                 self._num_prompt[row],

@@ -109,6 +109,10 @@ def test_a_state_dict_of_transformers_is_taken_as_it_is(
         ({"model.nrm.weight": torch.ones(3)}, "'model.nrm.weight'"),
         ({"model.norm.weight": torch.ones(256, dtype=torch.int32)}, "'model.norm.weight' is torch.int32"),
         ({"model.norm.weight": torch.full((256,), torch.nan)}, "'model.norm.weight' holds NaN"),
+        (
+            {"model.norm.weight": torch.full((256,), 1e300, dtype=torch.float64)},
+            "holds NaN or infinity, as torch.float32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_change_nothing(

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from actorllm.kvcache.block_pool import BlockPool
-from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.manager import CountedKVCacheManager, KVCacheManager
+from tests.effort import examples
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -80,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert statistics.num_shared == sum(n > 1 for n in self.references.values())
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(33, 100), stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 
@@ -142,6 +143,46 @@ def test_extending_in_order_equals_extending_one_by_one() -> None:
     other.check_integrity()
     assert np.array_equal(one.tables, other.tables)
     assert np.array_equal(one.capacity, other.capacity)
+
+
+def test_counted_blocks_are_as_many_as_named_ones() -> None:
+    """In every step as many are free, in every slot as many are held, and the peak is the same."""
+    rng = np.random.default_rng(3)
+    named, counted = KVCacheManager(80, 4, 6, 64), CountedKVCacheManager(80, 4, 6, 64)
+    held = np.zeros(6, np.int32)
+    for _ in range(200):
+        slot = int(rng.integers(0, 6))
+        grown = np.flatnonzero((held > 0) & (held < 10)).astype(np.int32)
+        spare, steps = rng.integers(0, 5, grown.size).astype(np.int32), int(rng.integers(1, 13))
+        for kv in (named, counted):
+            if held[slot]:
+                kv.empty(slot)
+            else:
+                kv.fill([(slot, 3)])
+        held[slot] = 0 if held[slot] else 3
+        grown = grown[held[grown] > 0]
+        for kv in (named, counted):
+            if grown.size:
+                kv.extend(grown[:1])
+                kv.extend_over(grown, spare[: grown.size], steps)
+            kv.check_integrity()
+        held = named.num_blocks.copy()
+        assert counted.num_blocks.tolist() == held.tolist()
+        assert counted.capacity.tolist() == named.capacity.tolist()
+        assert counted.statistics() == named.statistics()
+        assert [counted.num_exclusive(slot) for slot in range(6)] == held.tolist()
+    assert named.statistics().peak_used > 40
+
+
+def test_counted_blocks_cannot_be_shared_nor_overdrawn() -> None:
+    kv = CountedKVCacheManager(4, 4, 2, 16)
+    with pytest.raises(IndexError, match="5 blocks asked for, 4 free"):
+        kv.fill([(0, 5)])
+    kv.fill([(0, 2)])
+    with pytest.raises(ValueError, match="cannot be shared"):
+        kv.fork(0, 2, 1, 2)
+    with pytest.raises(ValueError, match="prefix caching"):
+        CountedKVCacheManager(4, 4, 2, 16, enable_prefix_caching=True)
 
 
 def test_token_ids_are_read_back_across_blocks() -> None:

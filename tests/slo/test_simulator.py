@@ -202,6 +202,23 @@ def test_skipping_changes_nothing(depth: int, policy: str, num_blocks: int) -> N
         assert one.timeline.num_preemptions.sum() > 0
 
 
+@pytest.mark.parametrize(
+    ("depth", "policy", "num_blocks"), [(1, "fcfs", 150), (2, "cohost", 150), (2, "qoserve", 2000), (3, "hrrn", 150)]
+)
+def test_what_only_plans_tell_changes_nothing(depth: int, policy: str, num_blocks: int) -> None:
+    """Where no plan is looked at, blocks are counted and not named, and steady steps are planned without the policy."""
+    shape = replace(SHAPE, depth=depth, num_blocks=num_blocks)
+    workload = mixed(100, rate=6.0, patience=2.0).asking_for(150)
+    arguments: dict[str, Any] = {"policy": policy, "seed": 4, "num_replicas": 2, "router": "least-load"}
+    one = simulate(workload, shape, NOISY, **arguments)
+    other = simulate(workload, shape, NOISY, **arguments, on_plan=lambda number, plan: None)
+    assert_equal(one, other)
+    assert one.num_steps_skipped > other.num_steps_skipped == 0
+    assert {FINISHED, ABORTED} <= set(one.timeline.outcome.tolist())
+    if num_blocks == 150:
+        assert one.timeline.num_preemptions.sum() > 0
+
+
 def test_shared_prefixes_are_found_and_output_as_well() -> None:
     """Also those of steps that were made many at a time."""
     workload = share_prefixes(mixed(150, 5.0), num_groups=3, num_tokens=128, block_tokens=32, seed=2)
@@ -216,6 +233,7 @@ def test_shared_prefixes_are_found_and_output_as_well() -> None:
     without = simulate(workload, replace(shape, enable_prefix_caching=False), NOISY)
     assert without.timeline.num_cached.sum() == 0
     assert_equal(without, simulate(replace(workload, prefixes=None), shape, NOISY))
+    assert_equal(run, simulate(workload, shape, NOISY, on_plan=lambda number, plan: None))
 
 
 def test_the_seed_decides() -> None:

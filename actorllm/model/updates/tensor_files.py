@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, shown
+from actorllm.types.params import is_text
 
 MAX_NAME = 1000
 """Characters of the name of a tensor."""
@@ -174,9 +175,11 @@ def tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name == "__metadata__":
-        raise InvalidParameterError(f"tensor name {shown(name)} must be a string of 1 to {MAX_NAME} characters")
-    return name
+    if not is_text(name) or not 0 < len(str(name)) <= MAX_NAME or name == "__metadata__":
+        raise InvalidParameterError(
+            f"tensor name {shown(name)} must be a string of valid Unicode with 1 to {MAX_NAME} characters"
+        )
+    return str(name)
 
 
 def _record_of(name: object, value: object) -> TensorRecord:

@@ -84,3 +84,15 @@ def test_what_is_not_updated_yet_is_named(tmp_path: Path, make_runner: Callable[
     runner = make_runner(path, load_format="auto", enable_lora=True)
     with pytest.raises(UnsupportedModelError, match="on CUDA with enable_lora=True yet"):
         runner.stage_weights(WeightSource("two", "x", str(path)))
+
+
+def test_an_extension_of_the_worker_gives_weights_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerActor, "_load", load)
+    one, two = (saved(tmp_path / str(seed), seed) for seed in (1, 2))
+    with LLM(str(two), **FILES) as fresh:
+        wanted = generate(fresh)
+    with LLM(str(one), worker_extension_cls="tests.api.worker_functions:WeightExtension", **FILES) as llm:
+        for _ in range(2):
+            llm.collective_rpc("update_weights_from_path", args=(str(two / "model.safetensors"),))
+            assert generate(llm) == wanted
+        assert llm.weight_version == "2"

@@ -250,6 +250,28 @@ def test_the_text_of_a_model_with_a_tower_for_images(name: str, tmp_path: Path) 
     chunks_and_decode_steps(driver, model.language_model if name == "Llama4" else model)
 
 
+def test_experts_are_read_from_one_tensor_as_from_many(tmp_path: Path) -> None:
+    """Released files of Qwen3.5 have those of all experts in one; transformers writes either."""
+    model = save("qwen3.5-moe", tmp_path, max_position_embeddings=256, num_hidden_layers=2)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for base in sorted({name.partition(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}):
+        if f"{base}gate_up_proj" in tensors:
+            gates_and_ups, downs = (tensors.pop(f"{base}{name}").unbind(0) for name in ("gate_up_proj", "down_proj"))
+            for number, (both, down) in enumerate(zip(gates_and_ups, downs, strict=True)):
+                gate, up = both.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+                tensors |= {f"{base}{number}.{name}.weight": one.contiguous() for name, one in parts.items()}
+        else:
+            parts = [
+                torch.stack([tensors.pop(f"{base}{number}.{name}.weight") for number in range(4)])
+                for name in ("gate_proj", "up_proj", "down_proj")
+            ]
+            tensors |= {f"{base}gate_up_proj": torch.cat(parts[:2], 1), f"{base}down_proj": parts[2]}
+    save_file(tensors, file, {"format": "pt"})
+    chunks_and_decode_steps(cpu_driver(tmp_path), model)
+
+
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
     if plan.recurrent is not None or model.config.architectures[0].startswith("Llama4"):

@@ -53,6 +53,7 @@ def test_what_is_read_is_what_was_given_whatever_its_type_and_layout() -> None:
         ({"a": 3}, "tensor 'a' is int"),
         ({3: torch.ones(1)}, "tensor name 3"),
         ({"x" * 5000: torch.ones(1)}, "1 to 1000 characters"),
+        ({"\ud800": torch.ones(1)}, "valid Unicode"),
         ({"__metadata__": torch.ones(1)}, "__metadata__"),
         ({"a": torch.ones(1, dtype=torch.complex64)}, "torch.complex64"),
         ({"a": torch.eye(2).to_sparse()}, "sparse"),
@@ -85,4 +86,4 @@ def test_each_tensor_is_kept_once_over_many_files() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + len(expected)
     for file in files:
         file.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

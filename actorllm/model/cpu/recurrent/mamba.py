@@ -2,7 +2,7 @@
 
 A channel keeps `state_size` numbers. A token multiplies each by a decay of its own, adds its x times B, and reads them by C. Decays
 that differ in every number leave no product of matrices to work off several tokens at once. So rows of prompts go token by token,
-with one operation for each in all channels.
+with one operation for each in all channels. What surrounds these is computed for as many tokens as stay in the cache of a core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actorllm.model.families.recurrent_shapes import MambaShape
 from actorllm.model.families.recurrent_tensors import MambaTensors
 from actorllm.model.linear import Linear, LinearWeight
 
-MOST_NUMBERS = 1 << 18
+MOST_NUMBERS = 1 << 17
 """Of the states of tokens that are worked off together: they stay in the cache of a core."""
 
 
@@ -67,7 +67,7 @@ class MambaMixer:
     def _decode(
         self, new: torch.Tensor, steps: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: States, rows: StateRows
     ) -> torch.Tensor:
-        """One token of each sequence.
+        """One token of each sequence, rounded as in `_prompt`.
 
         Arguments:
             new: what is added to states, times B; [n, num_channels].
@@ -78,10 +78,11 @@ class MambaMixer:
         """
         where = rows.decodes
         channels = states["channels"][where]  # [n, num_channels, state_size]
-        channels.mul_((steps.unsqueeze(2) * self._decay).exp_()).addcmul_(new.unsqueeze(2), b.unsqueeze(1))
+        decays = (steps.unsqueeze(2) * self._decay).exp_()
+        torch.addcmul(new.unsqueeze(2) * b.unsqueeze(1), decays, channels, out=channels)
         if isinstance(where, torch.Tensor):  # rows were gathered, and are put back
             states["channels"].index_copy_(0, where, channels)
-        return torch.bmm(channels, c.unsqueeze(2)).squeeze(2)
+        return _read(channels, c, decays)
 
     def _prompt(
         self, new: torch.Tensor, steps: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: States, piece: Piece
@@ -97,6 +98,19 @@ class MambaMixer:
             passed = new[here].unsqueeze(2) * b[here].unsqueeze(1)  # which becomes the states, token by token
             for decay, after in zip(decays.unbind(0), passed.unbind(0), strict=True):
                 state = after.addcmul_(decay, state)
-            out[here] = torch.bmm(passed, c[here].unsqueeze(2)).squeeze(2)
+            out[here] = _read(passed, c[here], decays)
         piece.store(channels, state)
         return out
+
+
+def _read(states: torch.Tensor, c: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """What tokens read of their states. A sum of its own for each channel, so that its bits depend on no other token.
+
+    Arguments:
+        states: [n, num_channels, state_size].
+        c: [n, state_size].
+        room: of the shape of states, which is written to.
+
+    Returns [n, num_channels].
+    """
+    return torch.mul(states, c.unsqueeze(1), out=room).sum(2)
