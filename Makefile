@@ -43,8 +43,13 @@ ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
 	  tests/scheduling/test_random_runs.py tests/supervision/blame/test_scheduler_deaths.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py \
 	  tests/fleet/nodes/test_frames.py tests/fleet/test_dispatcher.py tests/scheduling/test_drafts.py tests/scheduling/test_lanes.py \
-	  tests/scheduling/tiers/test_leases.py tests/model/cpu/test_drafts.py
-	ACTORLLM_EXEC=1 $(BIN)/python -m pytest -m "not slow" tests/api tests/supervision tests/fleet tests/chaos
+	  tests/scheduling/tiers/test_leases.py tests/model/cpu/test_drafts.py tests/types/test_params.py tests/kvcache tests/text \
+	  tests/ring tests/intake/test_job_queue.py tests/model/test_inputs.py tests/model/test_sampler.py tests/model/speculation \
+	  tests/model/cpu/test_int8_cache.py tests/model/cpu/test_attention.py tests/scheduling/test_on_time.py \
+	  tests/scheduling/test_autoscaler.py tests/scheduling/admissions tests/server/bodies tests/server/test_message_parts.py \
+	  tests/server/tool_formats tests/hostile/test_all_fields.py tests/fleet/nodes/test_relay.py
+	ACTORLLM_EXEC=1 $(BIN)/python -m pytest -m "not slow" tests/api tests/supervision tests/fleet tests/chaos tests/embedding \
+	  tests/attach tests/cli tests/compat tests/server tests/project/test_examples.py
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.gates
 	$(MAKE) test-lowest

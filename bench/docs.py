@@ -231,7 +231,10 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     parts_of = {
         "docs/slo.md": parts,
         "README.md": {"figures": figures(results)},
-        "docs/embedding.md": {"cost of a token": cost_of_a_token(results / "embedding.json")},
+        "docs/embedding.md": {
+            "aims": aims(results / "embedding.json"),
+            "cost of a token": cost_of_a_token(results / "embedding.json"),
+        },
         "docs/compatibility.md": {
             "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
             "environment variables": environment_variables(),
@@ -360,6 +363,12 @@ def body_fields() -> str:
     return "\n".join(parts)
 
 
+ENDPOINTS_THAT_DIFFER = {
+    "POST /init_weight_transfer_engine": "backend `shm` only",
+    "POST /update_weights": "parts are files: [weights.md](weights.md)",
+}
+
+
 def http_endpoints() -> str:
     """Which endpoints of vLLM's server there are, and which only this one has."""
     from actorllm.server.app import add_routes
@@ -378,7 +387,9 @@ def http_endpoints() -> str:
                 {"name": f"`{name}`", "status": "not there", "note": "a 404 says why" if name in refused else ""}
             )
         else:
-            rows.append({"name": f"`{name}`", "status": "same" if name in theirs else "ours", "note": ""})
+            note = ENDPOINTS_THAT_DIFFER.get(name, "")
+            status = "differs" if note else "same" if name in theirs else "ours"
+            rows.append({"name": f"`{name}`", "status": status, "note": note})
     return "\n".join([*table(rows), ""])
 
 
@@ -442,6 +453,16 @@ def figures(results: Path) -> str:
             places.setdefault(place(result), []).append(name)
     measured = "; ".join(f"{', '.join(names)}: {where}" for where, names in places.items())
     return "\n".join([*table(rows), "", f"{measured}.", ""])
+
+
+def aims(file: Path) -> str:
+    """What was aimed at and measured, and on which machine."""
+    data = json.loads(file.read_text()) if file.is_file() else {}
+    rows = [row for row in data.get("rows", ()) if row.get("target") not in (None, "—")]
+    if not rows:
+        return "Not measured yet.\n"
+    columns = ("measure", "actorllm", "peer", "peer value", "ratio", "target", "met")
+    return "\n".join([*table([{name: row[name] for name in columns} for row in rows]), "", f"{place(data)}.", ""])
 
 
 def cost_of_a_token(file: Path) -> str:

@@ -4,6 +4,7 @@ A first engine computes a prefix twice, so that it is stored, and ends. A second
 system has no longer in memory. A third engine has no tiers. Both are asked for the prefix with another end. Each length is
 measured so once in a round, with random weights. The second part has two engines with a cache of few blocks, one of them with a
 disk tier, and prompts that share nothing. Rounds alternate between the two. All times are medians of rounds.
+Beside the clock, what all processes and the scheduler have used of the cores is compared: it differs less between rounds.
 The second part takes a smaller model: what tiers cost is paid for each request and each step, and steps of that one are short.
 Run: python bench/kv_tiers.py [--json FILE] [--model 0.6B] [--threads 2] [--rounds 3] [--lengths 2048 8192]
                               [--model-without-reuse 135M] [--rounds-without-reuse 12]
@@ -24,6 +25,7 @@ from typing import Any
 
 from model import SHAPES
 from report import environment, write_json
+from sides import cpu_seconds, process_tree
 from weight_updates import tensors_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +97,8 @@ def without_reuse(model: str, options: dict[str, Any], rounds: int) -> dict[str,
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
     few = options | {"max_model_len": 512, "max_num_seqs": 8, "num_gpu_blocks_override": 160}
     seconds: dict[str, list[float]] = {"with": [], "without": []}
+    cpu: dict[str, list[float]] = {"with": [], "without": []}
+    planning: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
         tier = {"kv_disk_path": folder, "kv_disk_size": DISK_GIB}
         with LLM(model, **few | tier) as tiered, LLM(model, **few) as plain:
@@ -102,16 +106,23 @@ def without_reuse(model: str, options: dict[str, Any], rounds: int) -> dict[str,
                 order = [("with", tiered), ("without", plain)]
                 for name, llm in order if number % 2 else order[::-1]:
                     prompts = [prompt_of(1000 * number + i, PROMPT, 1) for i in range(PROMPTS)]
-                    began = time.perf_counter()
+                    pids: Any = llm._engine.pids
+                    began, used = time.perf_counter(), cpu_seconds(process_tree(os.getpid()))[1]
+                    planned = cpu_seconds([pids["scheduler"]])[1]
                     llm.generate(prompts, params, use_tqdm=False)
                     if number:  # the first round is not counted
                         seconds[name].append(time.perf_counter() - began)
+                        cpu[name].append(cpu_seconds(process_tree(os.getpid()))[1] - used)
+                        planning[name].append(cpu_seconds([pids["scheduler"]])[1] - planned)
             stored = transfers(tiered)["num_stored_blocks"]
     ratios = [a / b for a, b in zip(seconds["with"], seconds["without"], strict=True)]
     return {
         "with_s": statistics.median(seconds["with"]),
         "without_s": statistics.median(seconds["without"]),
         "ratio": statistics.median(ratios),
+        "cpu_ratio": statistics.median(a / b for a, b in zip(cpu["with"], cpu["without"], strict=True)),
+        "scheduler_us_of_a_request": 1e6 * statistics.median(planning["with"]) / PROMPTS,
+        "scheduler_us_of_a_request_without": 1e6 * statistics.median(planning["without"]) / PROMPTS,
         "stored_blocks": stored,
     }
 
@@ -160,9 +171,11 @@ def main() -> None:
             row = without_reuse(folder, options, arguments.rounds_without_reuse)
         rows.append({"figure": "without reuse", "model": arguments.model_without_reuse, **row})
         print(
-            f"without reuse: {row['with_s']:.2f} s with tiers, {row['without_s']:.2f} s without: {row['ratio']:.3f} "
-            f"(target {1 + SLOWDOWN:g}); {row['stored_blocks']:.0f} blocks stored"
+            f"without reuse: {row['with_s']:.2f} s with tiers, {row['without_s']:.2f} s without: {row['ratio']:.3f}, of "
+            f"processor time {row['cpu_ratio']:.3f} (target {1 + SLOWDOWN:g}); {row['stored_blocks']:.0f} blocks stored"
         )
+        with_tiers, plain = row["scheduler_us_of_a_request"], row["scheduler_us_of_a_request_without"]
+        print(f"the scheduler took {with_tiers:.0f} µs of a request with tiers, {plain:.0f} without")
     if arguments.json is not None:
         names = ("model", "threads", "rounds", "model_without_reuse", "rounds_without_reuse")
         data = {

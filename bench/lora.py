@@ -1,8 +1,7 @@
 """What do adapters cost a decode step, beside the same step of their base?
 
 Four runners in one process, step by step in turns: without adapters, with adapters that no row has, with one adapter for all
-rows, and with eight adapters over the rows. The model and its adapters have random weights. A round is one step of each; its
-ratios are the base's time over that of each other. Printed are medians of times, and of ratios with their quartiles.
+rows, and with eight adapters over the rows. The model and its adapters have random weights. A round is one step of each.
 Run: python bench/lora.py [--json FILE] [--threads 2] [--model 135M] [--rank 16] [--rounds 60] [--cpu]
 With --cpu, times are of the processor, of all threads: beside other programs they tell more than those of the clock.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from model import SHAPES
-from report import command, environment
+from report import compared, finish
 
 ROOT = Path(__file__).resolve().parent.parent
 
 SIDES = {"base": 0, "no row": 0, "1 adapter": 1, "8 adapters": 8}
 """How many adapters the rows have."""
-TARGETS = {("decode 16", "1 adapter"): 0.9, ("decode 16", "8 adapters"): 0.8}
+TARGETS = {(16, "1 adapter"): 0.9, (16, "8 adapters"): 0.8}
 """Times the tokens/s of the base."""
 MAX_LORAS, CONTEXT = 8, 128
+BATCHES = (1, 16)
 
 
 def measure(
@@ -71,7 +70,7 @@ def measure(
                 runner.adapters.put(slot, str(slot), tensors)
     now = time.process_time if is_cpu else time.perf_counter
     figures: dict[str, dict[str, list[float]]] = {}
-    for batch in (1, 16):
+    for batch in BATCHES:
         rows = np.arange(batch, dtype=np.int32)
         for side, runner in runners.items():
             per_row = -(-(CONTEXT + num_rounds + 10) // runner.config.cache.block_size)
@@ -121,7 +120,7 @@ def main() -> None:
     from actorllm.config import EngineConfig
     from actorllm.model.threads import worker_environment
 
-    before = list(os.getloadavg())
+    before = os.getloadavg()
     config = EngineConfig.from_arguments("storyteller", num_threads=arguments.threads)
     child = subprocess.run(
         [
@@ -134,38 +133,30 @@ def main() -> None:
         check=True,
     )
     rows: list[dict[str, Any]] = []
+    found = json.loads(child.stdout)
+    for batch in BATCHES:
+        rates = {side: [1e3 * batch / ms for ms in times] for side, times in found[f"decode {batch}"].items()}
+        for side in list(SIDES)[1:]:
+            target = TARGETS.get((batch, side))
+            given = {} if target is None else {"at_least": target}
+            what = f"tokens/s of {batch} row{'s' * (batch > 1)}, {side}"
+            rows.append(compared(what, rates[side], "the base", rates["base"], **given))
     clock = "processor" if arguments.cpu else "clock"
-    print(f"{f'ms, {clock}':14}{''.join(f'{side:>12}' for side in SIDES)}   times the base's tokens/s (quartiles)")
-    for figure, rounds in json.loads(child.stdout).items():
-        values = {side: statistics.median(times) for side, times in rounds.items()}
-        row: dict[str, Any] = {"figure": figure, **values}
-        told = []
-        for side in SIDES:
-            if side == "base":
-                continue
-            ratios = [base / other for base, other in zip(rounds["base"], rounds[side], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            row |= {f"{side}, times": middle, f"{side}, quartiles": [low, high]}
-            target = TARGETS.get((figure, side))
-            told.append(
-                f"{side} {middle:.2f} ({low:.2f} to {high:.2f}){'' if target is None else f', target {target:g}'}"
-            )
-        rows.append(row | {"rounds": rounds})
-        print(f"{figure:14}{''.join(f'{values[side]:12.2f}' for side in SIDES)}   {'; '.join(told)}")
-    if arguments.json is not None:
-        data = {
-            "command": command(),
-            "environment": environment(),
-            "load_before": before,
-            "configuration": {
-                "model": arguments.model,
-                "rank": arguments.rank,
-                "threads": arguments.threads,
-                "clock": clock,
-            },
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+    finish(
+        "lora",
+        f"Decode steps of {arguments.model} with adapters of rank {arguments.rank}, {arguments.threads} threads",
+        rows,
+        arguments.json,
+        before,
+        configuration={
+            "model": arguments.model,
+            "rank": arguments.rank,
+            "threads": arguments.threads,
+            "clock": clock,
+            "context": CONTEXT,
+        },
+        milliseconds=found,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What does an update of the weights take, beside a copy of the same bytes?
 
 An engine in processes of its own has random weights. The tensors of its model are handed over through shared memory, again and
-again, and each time the same bytes are copied in this process, into memory that is mapped for it. Times are medians. The gap is the
-longest between two tokens of a stream that runs meanwhile and keeps its KV; beside it, the longest without an update.
+again, and each time the same bytes are copied in this process, into memory that is mapped for it. Times are medians. What all
+processes use of the cores meanwhile is told, too. The gap is the longest between two tokens of a stream that runs meanwhile and
+keeps its KV; beside it, the longest without an update.
 Run: python bench/weight_updates.py [--json FILE] [--model 135M] [--threads 2] [--times 7]
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from model import SHAPES
 from report import command, environment
+from sides import cpu_seconds, process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,6 +40,11 @@ def tensors_of(shape: dict[str, Any]) -> dict[str, Any]:
     config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**shape)
     model = getattr(transformers, architecture)(config).to(torch.bfloat16)
     return dict(model.state_dict())
+
+
+def processor_s() -> float:
+    """What this process and its descendants have used of the cores."""
+    return float(cpu_seconds(process_tree(os.getpid()))[1])
 
 
 async def measure(model: str, num_threads: int, times: int) -> dict[str, float]:
@@ -73,15 +80,18 @@ async def measure(model: str, num_threads: int, times: int) -> dict[str, float]:
             await listen(100)
             idle_gap = max(end - start for start, end in gaps)
             copies, updates, busy_gaps = [], [], []
+            copy_cpu, update_cpu = [], []
             for _ in range(times):
                 gaps.clear()
-                began = time.perf_counter()
+                began, used = time.perf_counter(), processor_s()
                 for tensor in tensors.values():
                     torch.empty_like(tensor).copy_(tensor)
                 copies.append(time.perf_counter() - began)
-                began = time.perf_counter()
+                copy_cpu.append(processor_s() - used)
+                began, used = time.perf_counter(), processor_s()
                 await llm.update_weights_from_tensors(tensors)
                 updates.append(time.perf_counter() - began)
+                update_cpu.append(processor_s() - used)
                 stream = asyncio.create_task(listen(900))
                 await until(5)
                 gaps.clear()
@@ -94,6 +104,8 @@ async def measure(model: str, num_threads: int, times: int) -> dict[str, float]:
         "MiB": sum(one.numel() * one.element_size() for one in tensors.values()) / 2**20,
         "copy_ms": 1e3 * statistics.median(copies),
         "update_ms": 1e3 * statistics.median(updates),
+        "copy_processor_ms": 1e3 * statistics.median(copy_cpu),
+        "update_processor_ms": 1e3 * statistics.median(update_cpu),
         "longest_gap_ms": 1e3 * idle_gap,
         "longest_gap_in_update_ms": 1e3 * statistics.median(busy_gaps),
     }
@@ -113,7 +125,8 @@ def main() -> None:
     print(f"{'model':8}{'MiB':>8}{'copy ms':>10}{'update ms':>11}{'times':>7}   longest gap between tokens, ms")
     print(
         f"{arguments.model:8}{found['MiB']:8.0f}{found['copy_ms']:10.1f}{found['update_ms']:11.1f}{ratio:7.2f}   "
-        f"{found['longest_gap_in_update_ms']:.1f}, without an update {found['longest_gap_ms']:.1f} (target of times {TARGET:g})"
+        f"{found['longest_gap_in_update_ms']:.1f}, without an update {found['longest_gap_ms']:.1f} (target of times {TARGET:g}); "
+        f"processor time {found['update_processor_ms']:.0f} ms, of the copy {found['copy_processor_ms']:.0f}"
     )
     if arguments.json is not None:
         data = {

@@ -42,6 +42,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
+    },
+}
+"""With experts; `intermediate_size` is that of the experts that a token takes together."""
+
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
@@ -63,7 +83,7 @@ def make_folder(directory: Path, name: str) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        **SHAPES[name],
+        **(SHAPES | MIXTURES)[name],
         dtype="bfloat16",
         rms_norm_eps=NORM_EPS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
@@ -144,7 +164,10 @@ TENSOR_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"qwen3_moe": "qwen3moe"}
+"""As llama.cpp calls them, where that differs."""
 
 
 def make_gguf(folder: Path, kind: int = BF16_TENSOR) -> Path:
@@ -152,7 +175,7 @@ def make_gguf(folder: Path, kind: int = BF16_TENSOR) -> Path:
     file = folder / f"model-{'q8_0' if kind == Q8_0_TENSOR else 'bf16'}.gguf"
     if file.is_file():
         return file
-    shape = SHAPES[folder.name]
+    shape = (SHAPES | MIXTURES)[folder.name]
     tokens = [f"<{token}>" for token in range(shape["vocab_size"])]
     pairs: list[tuple[str, int, Any]] = [  # xllamacpp starts with no model that has no vocabulary
         ("tokenizer.ggml.model", STRING, "gpt2"),
@@ -227,7 +250,7 @@ def _write_value(out: BinaryIO, kind: int, value: Any) -> None:
 
 
 def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    architecture = shape["model_type"]
+    architecture = ARCHITECTURES.get(shape["model_type"], shape["model_type"])
     yield "general.architecture", STRING, architecture
     yield "general.alignment", UINT32, ALIGNMENT
     numbers = {
@@ -242,6 +265,12 @@ def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         "attention.key_length": shape["head_dim"],
         "attention.value_length": shape["head_dim"],
     }
+    if "num_experts" in shape:
+        numbers |= {
+            "expert_count": shape["num_experts"],
+            "expert_used_count": shape["num_experts_per_tok"],
+            "expert_feed_forward_length": shape["moe_intermediate_size"],
+        }
     for key, number in numbers.items():
         yield f"{architecture}.{key}", UINT32, number
     yield f"{architecture}.rope.freq_base", FLOAT32, ROPE_THETA
@@ -257,13 +286,19 @@ def _gguf_tensors(
 
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - not a mapping
-            tensor = weights.get_tensor(name)
+            if ".experts." in name:
+                if ".experts.0." not in name:
+                    continue  # the file has those of all experts as one
+                parts = [name.replace(".experts.0.", f".experts.{number}.") for number in range(shape["num_experts"])]
+                tensor = torch.stack([weights.get_tensor(part) for part in parts])
+            else:
+                tensor = weights.get_tensor(name)
             if is_llama and name.endswith(("q_proj.weight", "k_proj.weight")):
                 heads = tensor.shape[0] // shape["head_dim"]
                 # llama.cpp rotates neighbouring pairs where transformers rotates halves
                 tensor = tensor.view(heads, 2, shape["head_dim"] // 2, -1).transpose(1, 2).reshape(tensor.shape)
             dimensions = list(tensor.shape)
-            if tensor.dim() == 1:
+            if tensor.dim() == 1 or name.endswith("mlp.gate.weight"):
                 data, kind = tensor.float().view(torch.uint8), F32_TENSOR
             elif matrices == Q8_0_TENSOR:
                 data, kind = _q8_0(tensor), Q8_0_TENSOR
@@ -287,7 +322,9 @@ def _gguf_name(name: str) -> str:
     if name in outside:
         return outside[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{TENSOR_NAMES[rest.removesuffix('.weight')]}.weight"
+    suffix = "_exps" if ".experts.0." in rest else ""
+    name = TENSOR_NAMES[rest.replace(".experts.0", "").removesuffix(".weight")]
+    return f"blk.{layer}.{name}{suffix}.weight"
 
 
 def _write_string(out: BinaryIO, text: str) -> None:

@@ -23,11 +23,14 @@ from hypothesis import HealthCheck, settings
 from actorllm.config import EngineConfig
 from actorllm.supervision import standby
 from actorllm.testing.plugin import pytest_pycollect_makeitem
-from tests.forking import forked_actors
+from tests.forking import IS_ASKED_TO_EXEC, forked_actors
+from tests.programs import copied_programs, name_of
+from tests.quick_starts import FOLDER, keep_measured_sizes
 
 __all__ = ["pytest_pycollect_makeitem"]
 
 
+gc.disable()  # until everything is collected: see `pytest_runtestloop`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Some containers forbid bytecode, and then each process of each engine compiles the package again: a third of its CPU time.
@@ -39,6 +42,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatev
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+if not IS_ASKED_TO_EXEC:
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="actorllm-sizes-")
+    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
@@ -55,6 +61,14 @@ def pytest_runtest_setup() -> None:
 ALARM_EVERY_S = 2.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What was imported and collected lives as long as this process: collections of garbage do not look at it again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 def _shared_memory_names() -> set[str]:
     """Segments that this process made and that have a name still (see ring.segment); other runs may be under way."""
     folder = Path("/dev/shm")
@@ -66,26 +80,24 @@ LAZY_PROCESSES = ("actor:intake", "actor:encoder")
 """Of an engine that many tests share: they may begin with any of them, and end with the engine."""
 
 
-def _children() -> set[int]:
-    """Processes whose parent is this one, those that begin when needed left out."""
-    return {pid for pid, name in _named_children().items() if name not in LAZY_PROCESSES}
+def _child_processes() -> set[int]:
+    """Processes whose parent is this one."""
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
+    return found
 
 
-def _named_children() -> dict[int, str]:
-    """The names of the processes whose parent is this one."""
-    named: dict[int, str] = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            for pid in (task / "children").read_text().split():
-                named[int(pid)] = Path(f"/proc/{pid}/comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return named
+def _new_children(before: set[int]) -> set[int]:
+    """Those that were not there before, those that begin when needed left out."""
+    return {pid for pid in _child_processes() - before if name_of(pid) not in LAZY_PROCESSES}
 
 
 @pytest.fixture(autouse=True, scope="session")
 def engines_start_quickly() -> Iterator[None]:
-    with forked_actors():
+    with forked_actors(), copied_programs():
+        keep_measured_sizes()
         yield
 
 
@@ -139,17 +151,18 @@ def computed_as_asked() -> Iterator[None]:
 def no_intake_process_leaks() -> Iterator[None]:
     """None outlives the engines of its module."""
     yield
-    assert not set(LAZY_PROCESSES) & set(_named_children().values()), "left a process of the intake or an encoder"
+    names = set(map(name_of, _child_processes()))
+    assert not names.intersection(LAZY_PROCESSES), "left a process of the intake or an encoder"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """As `nothing_leaks`, of a module whose tests kill and restart processes of one engine (`leaks_by_module`)."""
-    children = _children()
+    children = _child_processes()
     yield
     if request.node.get_closest_marker("leaks_by_module"):
-        _wait_until(lambda: _children() <= children)
-        assert _children() <= children, "left a child process"
+        _wait_until(lambda: not _new_children(children))
+        assert not _new_children(children), "left a child process"
         assert not {name for name in _shared_memory_names() if "actorllm" in name}, "left in /dev/shm"
 
 
@@ -159,29 +172,31 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("leaks_by_module"):
         yield
         return
-    names, children, fds = _shared_memory_names(), _children(), _descriptors()
+    names, children, fds = _shared_memory_names(), _child_processes(), set(os.listdir("/proc/self/fd"))
     yield
     assert _shared_memory_names() <= names, "left in /dev/shm"
-    _wait_until(lambda: _children() <= children)  # a test that saw one end as a zombie may be faster than what reaps it
-    assert _children() <= children, "left a child process"
+    _wait_until(
+        lambda: not _new_children(children)
+    )  # a test that saw one end as a zombie may be faster than what reaps it
+    assert not _new_children(children), "left a child process"
     # A collection that another thread is in makes another one return at once, so it is asked for again.
-    _wait_until(lambda: len(_descriptors()) <= len(fds) + 4 or (gc.collect(), False)[1])
-    after = _descriptors()
-    left = [f"{number}: {target}" for number, target in after.items() if fds.get(number) != target]
-    assert len(after) <= len(fds) + 4, f"left file descriptors open: {', '.join(left)}"
+    _wait_until(lambda: len(os.listdir("/proc/self/fd")) <= len(fds) + 4 or (gc.collect(), False)[1])
+    if len(after := _descriptors()) > len(fds) + 4:
+        left = [f"{number}: {target}" for number, target in after.items() if number not in fds]
+        raise AssertionError(f"left file descriptors open: {', '.join(left)}")
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Returns in any case."""
     until = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def _descriptors() -> dict[int, str]:
+def _descriptors() -> dict[str, str]:
     """The open descriptors of this process, and what they are."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
     return found

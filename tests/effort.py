@@ -29,6 +29,22 @@ def grid(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
+def each_value(*factors: Sequence[Any]) -> list[Any]:
+    """As `grid`, where the factors do not act on each other: the quick cells have each value of a factor.
+
+    A value that is a tuple is several arguments.
+    """
+    num_quick = max(map(len, factors))
+    quick = {tuple(number % len(values) for values in factors) for number in range(num_quick)}
+    rest = pytest.mark.slow(reason="the quick cells have each value of each factor")
+    found = []
+    for cell in itertools.product(*(range(len(values)) for values in factors)):
+        chosen = [values[i] for values, i in zip(factors, cell, strict=True)]
+        arguments = [one for value in chosen for one in (value if isinstance(value, tuple) else (value,))]
+        found.append(pytest.param(*arguments, marks=[] if cell in quick else rest))
+    return found
+
+
 def _with_each_pair(cells: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
     """Chosen one by one, each time a cell with the most pairs that no chosen one has."""
     left = {pair for cell in cells for pair in _pairs_of(cell)}

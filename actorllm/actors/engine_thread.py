@@ -57,6 +57,10 @@ STOP_TIMEOUT_S = 5.0
 # Loops, ours and others' ----------------------------------------------------------------------------------------------
 
 
+class SeveralWaitersError(RuntimeError):
+    """A second task waits where one does."""
+
+
 class Waiter(ABC):
     """An event for one waiting task that resets itself. `set` is called on the waiter's own loop only."""
 
@@ -225,6 +229,21 @@ class AsyncioLoop(HostLoop):
         return AsyncioWaiter(loop)
 
 
+def _resolved() -> asyncio.Future[None]:
+    """A future with a result and without callbacks, for which its loop does nothing."""
+
+    class NoLoop:
+        get_debug = staticmethod(bool)
+
+    future: asyncio.Future[None] = asyncio.Future(loop=NoLoop())  # type: ignore[arg-type]
+    future.set_result(None)
+    return future
+
+
+_RESUMED = _resolved()
+"""What all tasks are resumed with. Of a future that is one of asyncio's own, a task asks the result without a call in Python."""
+
+
 class AsyncioWaiter(Waiter):
     """What the waiting task holds in place of a future, again and again.
 
@@ -274,7 +293,7 @@ class AsyncioWaiter(Waiter):
         wakeup, self._wakeup = self._wakeup, None
         if wakeup is not None:
             assert self._context is not None
-            self._context.run(wakeup, self)
+            self._context.run(wakeup, _RESUMED)
 
     @types.coroutine
     def wait(self, until: float | None = None) -> Generator[Any, None, bool]:
@@ -283,7 +302,9 @@ class AsyncioWaiter(Waiter):
             yield  # one turn of the loop
             return True
         if self._is_waited_for:
-            raise RuntimeError("two tasks wait on one Waiter")
+            raise SeveralWaitersError(
+                "two tasks wait for one stream at the same time; let one task read it, or generate twice"
+            )
         self._is_waited_for = True
         if until is not None:
             self._set_timer(until, 0.0)

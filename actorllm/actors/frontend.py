@@ -152,7 +152,7 @@ class JournalEntry:
     is_aborted: bool = False
     had_slot: bool = False
     """A scheduler said so, when it was paused."""
-    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] | None = None
     """Those that have come and were not handed out; they are, with the first token or the end."""
     num_prompt_logprobs: int = 0
     """How many have come."""
@@ -625,21 +625,24 @@ class FrontendActor(Actor):
                 self._num_late += 1
                 continue
             consumer, emitted = entry.consumer, entry.emitted
-            # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
-            # before it come again after a restart of the scheduler, and the consumer must not see them twice.
-            if new and index[row] != len(emitted):
-                if index[row] > len(emitted):
+            if new:
+                # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
+                # before it come again after a restart of the scheduler, and the consumer must not see them twice.
+                due = len(emitted)
+                if index[row] == due:
+                    emitted += new
+                    if entry.first_token is None:
+                        entry.first_token = emitted_at
+                    # A new token shows that the request does not kill schedulers: deaths before it do not count.
+                    if entry.num_recoveries or entry.record.num_deaths:
+                        entry.record.prove(rid, journal)
+                elif index[row] > due:
                     self._fail_gap(rid, entry, index[row])
                     woken.append(consumer)
                     continue
-                self._num_repeated += 1  # had before; but its end, if it brings one, counts
-                new, piece = [], ""
-            emitted += new
-            if entry.first_token is None and new:
-                entry.first_token = emitted_at
-            # A new token shows that the request does not kill schedulers: deaths before it do not count.
-            if new and (entry.num_recoveries or entry.record.num_deaths):
-                entry.record.prove(rid, journal)
+                else:
+                    self._num_repeated += 1  # had before; but its end, if it brings one, counts
+                    new, piece = [], ""
             # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:
@@ -662,8 +665,8 @@ class FrontendActor(Actor):
             # Prompt log-probabilities may come in rows without a token; they wait for the first delta.
             if new or piece or end is not None:
                 of_prompt = None
-                if entry.prompt_logprobs:
-                    of_prompt, entry.prompt_logprobs = entry.prompt_logprobs, []
+                if entry.prompt_logprobs is not None:
+                    of_prompt, entry.prompt_logprobs = entry.prompt_logprobs, None
                 vector = vectors.get(row) if vectors else None
                 consumer.push(_new_delta(Delta, (new, piece, end, emitted_at, vector, of_tokens, of_prompt, 0.0)))
                 if end is not None or not consumer.wakes_at_end:
@@ -714,6 +717,8 @@ class FrontendActor(Actor):
                 continue
             num_had = entry.num_prompt_logprobs + 1 - span.position
             if 0 <= num_had < len(entries):
+                if entry.prompt_logprobs is None:
+                    entry.prompt_logprobs = []
                 entry.prompt_logprobs += entries[num_had:]
                 entry.num_prompt_logprobs += len(entries) - num_had
         return of_tokens
@@ -735,13 +740,14 @@ class FrontendActor(Actor):
 
     def _wake(self, consumers: list[Consumer]) -> None:
         by_host: dict[HostLoop, list[Consumer]] = {}
+        unheard: list[Consumer] = []
+        last: HostLoop | None = None
+        waiting = unheard
         for consumer in consumers:
             host = consumer.host
-            if host is not None:
-                if host in by_host:
-                    by_host[host].append(consumer)
-                else:
-                    by_host[host] = [consumer]
+            if host is not last:  # most often all are of one loop
+                last, waiting = host, unheard if host is None else by_host.setdefault(host, [])
+            waiting.append(consumer)
         for host, waiting in by_host.items():
             if not host.call_soon_threadsafe(_wake_all, waiting):
                 self._drop_consumers(host)

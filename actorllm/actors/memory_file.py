@@ -8,6 +8,14 @@ import os
 class MemoryFile:
     """It has no name of its own. So it goes with this process, whatever kills it."""
 
+    @classmethod
+    def opened(cls, path: str) -> MemoryFile:
+        """That of another process of this user, which may end. Raises OSError."""
+        file = cls.__new__(cls)
+        file.fd = -1
+        file.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return file
+
     def __init__(self, purpose: str, num_bytes: int = 0) -> None:
         """purpose: a word for listings of open files. Raises OSError."""
         self.fd = -1

@@ -556,6 +556,8 @@ class WorkerActor(Actor):
             self._take_time(self.runner.commit_weights, self._staged[1])
             self._weights = source
             self._asleep.discard("weights")
+            if self._calls is not None:
+                self._calls.forget_weights()
         self._staged = None
         return True
 

@@ -10,6 +10,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from actorllm.actors.call_values import decode_value, encode_value
 from actorllm.actors.link import Link
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, nearest_name
 from actorllm.ring import codec
 from actorllm.types.import_path import load_object
@@ -24,6 +26,7 @@ from actorllm.types.import_path import load_object
 if TYPE_CHECKING:
     from actorllm.actors.step_gate import StepGate
     from actorllm.model.rank_worker import RankWorker
+    from actorllm.model.updates.tensor_files import TensorFile
 
 U8: TypeAlias = NDArray[np.uint8]
 
@@ -40,6 +43,8 @@ class WorkerCalls:
         self._worker = worker
         self._last: tuple[str, U8] | None = None
         """The newest call, by its identity, and the answer."""
+        self._file: TensorFile | None = None
+        """What the newest call has brought, for the engine."""
 
     def answer(self, identity: str, target: str, is_of_model: bool, data: U8) -> U8:
         """What a function returns, or what it raises. data: its arguments."""
@@ -58,12 +63,30 @@ class WorkerCalls:
             if inspect.iscoroutine(value):
                 value.close()
                 raise TypeError(f"{target} is a coroutine function; workers call plain functions")
-            return encode_value({"value": value}, "the result")
+            return encode_value({"value": value, **self._weights()}, "the result")
         except Exception as error:  # of the application's function: the answer of this rank
+            self._worker.take_weights()  # a call that fails brings nothing
             told = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
             error.__traceback__ = None  # its frames may hold tensors of the model
             text = f"{type(error).__name__}: {error}"[:MAX_TRACEBACK].encode(errors="replace").decode()
             return encode_value({"error": text, "traceback": told.encode(errors="replace").decode()}, "the error")
+
+    def _weights(self) -> dict[str, str]:
+        """Where the engine finds what the call has brought; nothing: it has brought nothing, or another rank tells."""
+        self.forget_weights()
+        tensors = self._worker.take_weights()
+        if not tensors or self._worker.rank or self._worker.replica:  # all ranks are given the same
+            return {}
+        from actorllm.model.updates.tensor_files import file_of_tensors
+
+        self._file = file_of_tensors(tensors, partial(MemoryFile, "weights"))
+        return {"weights": self._file.path}
+
+    def forget_weights(self) -> None:
+        """The engine has what calls have brought. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _function(self, target: str) -> Callable[..., Any]:
         """A method of the worker; or a function at a path, which gets the worker before its arguments."""
@@ -100,6 +123,9 @@ async def call_all_ranks(host: CallingHost, link: Callable[[], Link], gate: Step
 
 
 def answers_of(data: U8) -> list[Any]:
-    """What `call_all_ranks` returned, by rank: {"value": ...}, or {"error": ..., "traceback": ...}."""
+    """What `call_all_ranks` returned, by rank: {"value": ...}, or {"error": ..., "traceback": ...}.
+
+    Beside a value may stand "weights": the path of new ones that the call has brought.
+    """
     _, answers = codec.decode(data.tobytes())
     return [decode_value(answer) for answer in answers]

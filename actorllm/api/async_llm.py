@@ -21,7 +21,7 @@ from actorllm.api.awaited_tokenizer import awaited
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.api.worker_path import folder_to_reload, is_reload
-from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
+from actorllm.client.collective_calls import Called, call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring, tokenization_of
@@ -761,7 +761,7 @@ class AsyncLLM:
         target = check_target("method", method, is_path=False)
         data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
         await self.start()
-        return await HostLoop.current().result_of(self._engine.call_workers(target, data, timeout=seconds))
+        return await self._results(self._engine.call_workers(target, data, timeout=seconds))
 
     async def apply_model(self, func: str) -> list[Any]:
         """Call a function with the loaded model of every rank of every replica, between two steps, as `collective_rpc`.
@@ -777,8 +777,15 @@ class AsyncLLM:
         """
         target = check_target("func", func, is_path=True)
         await self.start()
-        called = self._engine.call_workers(target, call_arguments((), None), is_of_model=True)
-        return await HostLoop.current().result_of(called)
+        return await self._results(self._engine.call_workers(target, call_arguments((), None), is_of_model=True))
+
+    async def _results(self, calling: Future[Called]) -> list[Any]:
+        """Of a call. Weights that it has brought are a version from here on."""
+        called = await HostLoop.current().result_of(calling)
+        path = called.weights
+        if path is not None:
+            await self._update_weights(lambda: NewWeights.of_worker(path), None, "recompute")
+        return called.results
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it.
@@ -966,7 +973,7 @@ class AsyncLLM:
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
 
         Arguments:
-            request: {"update_info": {"tensors": {name: tensor}}}.
+            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
 
         Raises:
             InvalidParameterError: no update was started, or the request or a tensor is not what it must be.

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
 from actorllm.api.worker_path import folder_to_reload, is_reload
-from actorllm.client.collective_calls import call_arguments, check_target, check_timeout_of_call
+from actorllm.client.collective_calls import Called, call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
 from actorllm.client.weight_updates import NewWeights, check_transport
@@ -204,7 +204,7 @@ class BlockingDoor(ABC):
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
 
         Arguments:
-            request: {"update_info": {"tensors": {name: tensor}}}.
+            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
 
         Raises:
             InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
@@ -320,7 +320,7 @@ class BlockingDoor(ABC):
         target = check_target("method", method, is_path=False)
         data, seconds = call_arguments(args, kwargs), check_timeout_of_call(timeout)
         self._engine.start()
-        return self._engine.call_workers(target, data, timeout=seconds).result()
+        return self._results(self._engine.call_workers(target, data, timeout=seconds).result())
 
     def apply_model(self, func: str) -> list[Any]:
         """Call a function with the loaded model of every rank of every replica, between two steps.
@@ -338,7 +338,14 @@ class BlockingDoor(ABC):
         """
         target = check_target("func", func, is_path=True)
         self._engine.start()
-        return self._engine.call_workers(target, call_arguments((), None), is_of_model=True).result()
+        return self._results(self._engine.call_workers(target, call_arguments((), None), is_of_model=True).result())
+
+    def _results(self, called: Called) -> list[Any]:
+        """Of a call. Weights that it has brought are a version from here on."""
+        path = called.weights
+        if path is not None:
+            self._update_weights(lambda: NewWeights.of_worker(path), None, "recompute")
+        return called.results
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the workers read an adapter before a request comes with it, as `AsyncLLM.add_lora`.

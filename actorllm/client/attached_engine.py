@@ -10,6 +10,7 @@ from typing import Any
 from actorllm.actors.engine_thread import Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.client import AttachClient
+from actorllm.client.collective_calls import Called
 from actorllm.client.engine import Engine
 from actorllm.client.weight_updates import NewWeights
 from actorllm.errors import EngineError
@@ -77,7 +78,7 @@ class AttachedEngine(Engine):
 
     def call_workers(
         self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
-    ) -> Future[list[Any]]:
+    ) -> Future[Called]:
         """Raises EngineError: it is not ours."""
         self._check()
         raise EngineError("this engine belongs to another process, which alone can call its workers")

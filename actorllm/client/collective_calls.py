@@ -9,7 +9,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
@@ -24,6 +24,15 @@ class CalledEngine(Protocol):
 
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
     def starting(self) -> list[anyio.Event]: ...
+
+
+class Called(NamedTuple):
+    """What became of a call."""
+
+    results: list[Any]
+    """In the order of replicas and ranks."""
+    weights: str | None
+    """Where a worker has new weights that functions of the application gave to `load_weights`; None: they gave none."""
 
 
 def check_target(name: str, target: object, *, is_path: bool) -> str:
@@ -68,28 +77,30 @@ def call_arguments(args: object, kwargs: object) -> Any:
 
 async def call_everywhere(
     engine: CalledEngine, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
-) -> list[Any]:
-    """What all ranks of all replicas return, in the order of replicas and ranks.
+) -> Called:
+    """What all ranks of all replicas return.
 
     Raises CollectiveCallError with what each of them raised; TimeoutError; EngineError.
     """
+    told: Any = None
     with contextlib.nullcontext() if timeout == math.inf else anyio.move_on_after(timeout):  # there may be no loop
         for has_started in engine.starting():  # a replica that starts is called, too
             await has_started.wait()
         arguments = {"identity": secrets.token_hex(16), "target": target, "is_of_model": is_of_model, "data": data}
         told = await engine.ask_all_schedulers("call_workers", timeout=math.inf, **arguments)
-        return _results(target, told if isinstance(told, list) else [told])
-    raise TimeoutError(
-        f"{target!r} has not returned within {timeout:g} s; it goes on, and steps wait until it is through"
-    )
+    if told is None:
+        raise TimeoutError(
+            f"{target!r} has not returned within {timeout:g} s; it goes on, and steps wait until it is through"
+        )
+    return _results(target, told if isinstance(told, list) else [told])
 
 
-def _results(target: str, told: Sequence[Any]) -> list[Any]:
+def _results(target: str, told: Sequence[Any]) -> Called:
     answers = [(replica, rank, a) for replica, one in enumerate(told) for rank, a in enumerate(answers_of(one))]
     results = [answer.get("value") for *_, answer in answers]
     failed = {i: answer for i, (*_, answer) in enumerate(answers) if "error" in answer}
     if not failed:
-        return results
+        return Called(results, next((answer["weights"] for *_, answer in answers if "weights" in answer), None))
     where = [(f"replica {replica}, " if len(told) > 1 else "") + f"rank {rank}" for replica, rank, _ in answers]
     lines = "; ".join(f"{where[i]}: {answer['error']}" for i, answer in failed.items())
     error = CollectiveCallError(f"{target!r} failed on {len(failed)} of {len(answers)} ranks: {lines}")

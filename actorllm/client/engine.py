@@ -34,6 +34,7 @@ from actorllm.actors.memory_file import MemoryFile
 from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
+from actorllm.client.collective_calls import Called
 from actorllm.client.draining import Draining, EngineFrontend
 from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.client.plugin_data import PluginData
@@ -986,7 +987,7 @@ class Engine:
 
     def call_workers(
         self, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
-    ) -> Future[list[Any]]:
+    ) -> Future[Called]:
         """Call a function on all ranks of all replicas; see `collective_calls.call_everywhere`."""
         self._check()
         until = math.inf if self.stepper is not None else timeout  # on the caller's stack nothing ends it

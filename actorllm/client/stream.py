@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from actorllm.actors.engine_thread import HostLoop, Waiter, stay_at_exit
+from actorllm.actors.engine_thread import HostLoop, SeveralWaitersError, Waiter, stay_at_exit
 from actorllm.actors.frontend import Delta
-from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.messages import DEADLINE_PASSED
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.lora_request import LoRARequest
-from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.outputs import CompletionOutput, RequestFacts, RequestOutput
 from actorllm.types.params import RequestOutputKind
 from actorllm.types.request_end import RequestEnd
-from actorllm.types.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from actorllm.intake.tokenization import EncoderInput
@@ -47,6 +46,7 @@ class Mailbox:
     __slots__ = (
         "_max_deltas",
         "_num_sequences",
+        "_other_starts",
         "deltas",
         "error",
         "has_end",
@@ -59,8 +59,8 @@ class Mailbox:
         "replica",
         "rids",
         "sent",
+        "starts",
         "stream",
-        "versions",
         "waiter",
         "wakes_at_end",
     )
@@ -89,8 +89,10 @@ class Mailbox:
         self.sent: float | None = None
         """When the frontend submitted it, in monotonic seconds: what came before is the intake's time."""
         self.is_aborted = False
-        self.versions: dict[int, tuple[tuple[int, str], ...]] = {}
-        """By sequence: the index of the first token of each version of the weights. Values are replaced, never changed."""
+        self.starts: tuple[tuple[int, str], ...] = ()
+        """The index of the first token of each version of the weights, of the first sequence. Replaced, never changed."""
+        self._other_starts: dict[int, tuple[tuple[int, str], ...]] = {}
+        """Of each further sequence."""
         self.replica: int | None = None
         """The replica that it is pinned to; None: any."""
         self.kv_transfer: dict[str, Any] | None = None
@@ -102,10 +104,19 @@ class Mailbox:
         self.num_cached = num_tokens
 
     def note_version(self, num_tokens: int, version: str, index: int = 0) -> None:
-        starts = tuple(start for start in self.versions.get(index, ()) if start[0] < num_tokens)
-        if not starts or starts[-1][1] != version:
-            starts += ((num_tokens, version),)
-        self.versions[index] = starts
+        if not num_tokens:
+            starts = _from_the_start(version)
+        else:
+            starts = tuple(start for start in self.starts_of(index) if start[0] < num_tokens)
+            if not starts or starts[-1][1] != version:
+                starts += ((num_tokens, version),)
+        if index:
+            self._other_starts[index] = starts
+        else:
+            self.starts = starts
+
+    def starts_of(self, index: int) -> tuple[tuple[int, str], ...]:
+        return self._other_starts.get(index, ()) if index else self.starts
 
     def push(self, delta: Delta, index: int = 0) -> None:
         self.deltas.append((index, delta))
@@ -222,7 +233,6 @@ class Completion:
 
     __slots__ = (
         "_cumulative_logprob",
-        "_is_delta",
         "_logprobs",
         "_new",
         "_new_list",
@@ -231,6 +241,7 @@ class Completion:
         "_token_ids",
         "end",
         "index",
+        "is_delta",
         "num_tokens",
     )
 
@@ -238,7 +249,7 @@ class Completion:
         self.index = index
         self.end: RequestEnd | None = None
         self.num_tokens = 0
-        self._is_delta = kind is RequestOutputKind.DELTA
+        self.is_delta = kind is RequestOutputKind.DELTA
         self._text = ""
         self._token_ids: list[int] = []
         self._new: list[Delta] = []
@@ -257,15 +268,11 @@ class Completion:
         if delta.end is not None:
             self.end = delta.end
 
-    def output_of(self, delta: Delta, starts: tuple[tuple[int, str], ...]) -> CompletionOutput:
-        """As `add` and `output`, where there is one delta, no log-probabilities and no end."""
-        token_ids, text = delta.tokens, delta.text
-        self.num_tokens += len(token_ids)
-        if not self._is_delta:
-            self._token_ids += token_ids
-            self._text += text
-            token_ids, text = self._token_ids.copy(), self._text
-        return CompletionOutput._of_stream(self.index, text, token_ids, starts, self.num_tokens)
+    def repeated(self, text: str, token_ids: list[int]) -> tuple[str, list[int]]:
+        """What outputs that repeat everything have once these have come, whose tokens are counted already."""
+        self._token_ids += token_ids
+        self._text += text
+        return self._text, self._token_ids.copy()
 
     def output(self, starts: tuple[tuple[int, str], ...] = ()) -> CompletionOutput:
         """What was added since the last output, or everything, as the kind of the request says.
@@ -278,14 +285,12 @@ class Completion:
         else:
             text = "".join([delta.text for delta in new])
             token_ids = [token for delta in new for token in delta.tokens]
-        if not self._is_delta:
-            self._token_ids += token_ids
-            self._text += text
-            token_ids, text = self._token_ids.copy(), self._text
+        if not self.is_delta:
+            text, token_ids = self.repeated(text, token_ids)
         output = CompletionOutput._of_stream(self.index, text, token_ids, starts, self.num_tokens)
         if self._new_logprobs is not None:
             output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
-            if not self._is_delta:
+            if not self.is_delta:
                 self._logprobs += output.logprobs
                 output.logprobs = self._logprobs[:]
             output.cumulative_logprob = self._cumulative_logprob
@@ -326,13 +331,9 @@ class RequestStream:
         deadline: float | None = None,
     ) -> None:
         """is_flat: log-probabilities come as FlatLogprobs."""
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids: list[int] = []
-        self.lora_request: LoRARequest | None = None
+        self._facts = RequestFacts(request_id, prompt, arrival)
         self.encoder_input: EncoderInput | None = None
         self._kind = output_kind
-        self._arrival = arrival
         self._mailbox = mailbox
         self._on_abort = on_abort
         self._prompt_logprobs: Any = None
@@ -340,12 +341,12 @@ class RequestStream:
             self._prompt_logprobs = FlatLogprobs() if is_flat else []
             self._prompt_logprobs.append(None)
         self._completions = [Completion(index, output_kind, has_logprobs, is_flat) for index in range(num_sequences)]
+        self._first = self._completions[0]
         self._num_open = num_sequences
         has_any_logprobs = has_logprobs or has_prompt_logprobs
         self._is_plain = num_sequences == 1 and not has_any_logprobs and output_kind is not RequestOutputKind.FINAL_ONLY
-        self._ahead: list[tuple[int, Delta]] = []
-        """What was taken from the mailbox and is no part of an output yet (`take_deltas`)."""
-        self._first_emitted: float | None = None
+        self._ahead: tuple[int, Delta] | None = None
+        """What was taken from the mailbox and is no part of an output yet: the end of a sequence."""
         self._last_emitted: float | None = None
         self._is_over = False
         self._ends_at = None if deadline is None else deadline + DEADLINE_GRACE_S
@@ -354,6 +355,38 @@ class RequestStream:
         self._hold = hold
         """Keeps the engine running, until there is nothing more to come."""
         mailbox.stream = weakref.ref(self)
+
+    @property
+    def request_id(self) -> str:
+        """As given, or made."""
+        return self._facts.request_id
+
+    @property
+    def prompt(self) -> str | None:
+        """The text of the prompt; None: it was given otherwise, or is not rendered yet."""
+        return self._facts.prompt
+
+    @prompt.setter
+    def prompt(self, text: str | None) -> None:
+        self._facts.prompt = text
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Empty until the prompt has been read."""
+        return self._facts.prompt_token_ids
+
+    @prompt_token_ids.setter
+    def prompt_token_ids(self, ids: list[int]) -> None:
+        self._facts.prompt_token_ids = ids
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """The adapter that it is computed with; None: none."""
+        return self._facts.lora_request
+
+    @lora_request.setter
+    def lora_request(self, lora_request: LoRARequest | None) -> None:
+        self._facts.lora_request = lora_request
 
     @property
     def mailbox(self) -> Mailbox:
@@ -390,6 +423,8 @@ class RequestStream:
                     self._meet_host()
                 else:
                     self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except SeveralWaitersError:
+            raise  # of another task, and no reason to end the request
         except BaseException:
             self.abort()  # nothing, unless the task was cancelled as it waited
             raise
@@ -441,11 +476,11 @@ class RequestStream:
                 break  # the engine thread is joining them, and wakes us when it is done
             index, delta = entry
             if delta.end is not None:
-                self._ahead.append(entry)
+                self._ahead = entry
                 break
             self._completions[index].num_tokens += len(delta.tokens)
-            if self._first_emitted is None and delta.tokens:
-                self._first_emitted = delta.first_emitted or delta.emitted
+            if self._facts.first_token is None and delta.tokens:
+                self._facts.first_token = delta.first_emitted or delta.emitted
             self._last_emitted = delta.emitted
             found.append(entry)
         return None if not found and (has_failed or self._ahead or self._is_over) else found
@@ -458,11 +493,38 @@ class RequestStream:
         """
         if self._is_over:
             return None
-        pending, error = self._mailbox.deltas, self._mailbox.error
-        if self._is_plain and len(pending) == 1 and not self._ahead:
-            output = self._take_one(pending)
-            if output is not None:
-                return output
+        mailbox = self._mailbox
+        pending, error = mailbox.deltas, mailbox.error
+        if not self._is_plain or len(pending) != 1 or self._ahead:
+            return self._take_all(pending, error)
+        # One delta in the middle of a request: nearly all outputs are such. They are made here, in one go.
+        try:
+            entry = pending.popleft()
+        except IndexError:  # the engine thread is joining it with others, and wakes us when it is done
+            return self._take_all(pending, error)
+        delta = entry[1]
+        if delta.end is not None:
+            self._ahead = entry
+            return self._take_all(pending, error)
+        text, token_ids, emitted, facts = delta.text, delta.tokens, delta.emitted, self._facts
+        if facts.first_token is None and token_ids:
+            facts.first_token = delta.first_emitted or emitted
+        last = self._last_emitted
+        if last is None or emitted > last:
+            last = self._last_emitted = emitted
+        completion = self._first
+        completion.num_tokens += len(token_ids)
+        if not completion.is_delta:
+            text, token_ids = completion.repeated(text, token_ids)
+        output = RequestOutput._of_delta(
+            facts, text, token_ids, mailbox.num_cached, last, completion.num_tokens, mailbox.starts
+        )
+        if self.encoder_input is not None:
+            self._add_encoder_input(output, self.encoder_input)
+        return output
+
+    def _take_all(self, pending: deque[tuple[int, Delta]], error: BaseException | None) -> RequestOutput | None:
+        """As `take`, whatever has come. error: of the mailbox, as it was before."""
         if self._kind is RequestOutputKind.FINAL_ONLY and not self._mailbox.has_end:
             pending = _NOTHING  # half an output is none
         if not pending and not self._ahead:
@@ -472,35 +534,6 @@ class RequestStream:
             return None
         changed = self._add_pending(pending)
         return self._output(changed) if changed else None
-
-    def _take_one(self, pending: deque[tuple[int, Delta]]) -> RequestOutput | None:
-        """What `take` makes of one delta in the middle of a request, at half the cost: nearly all outputs are such.
-
-        None: the delta is an end, or is just being joined with others.
-        """
-        try:
-            entry = pending.popleft()
-        except IndexError:
-            return None
-        delta = entry[1]
-        if delta.end is not None:
-            self._ahead.append(entry)
-            return None
-        if self._first_emitted is None and delta.tokens:
-            self._first_emitted = delta.first_emitted or delta.emitted
-        if self._last_emitted is None or delta.emitted > self._last_emitted:
-            self._last_emitted = delta.emitted
-        completion, mailbox = self._completions[0], self._mailbox
-        outputs = [completion.output_of(delta, mailbox.versions.get(0, ()))]
-        times = (self._arrival, self._first_emitted, self._last_emitted, completion.num_tokens)
-        output = RequestOutput._of_stream(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, mailbox.num_cached, times
-        )
-        if self.lora_request is not None:
-            output.lora_request = self.lora_request
-        if self.encoder_input is not None:
-            self._add_encoder_input(output, self.encoder_input)
-        return output
 
     @staticmethod
     def _add_encoder_input(output: RequestOutput, given: EncoderInput) -> None:
@@ -516,26 +549,26 @@ class RequestStream:
         own = copy.copy(error)
         if isinstance(own, RequestFailedError) and own.end is not None:
             self._completions[0].end = own.end
-            own.metrics = self._metrics()
+            own.metrics = self._facts.metrics_at_end(self._ends, self._last_emitted, self._num_tokens)
         return own
 
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
         """Add what has come to its sequences; returns those."""
         changed: dict[int, Completion] = {}
-        ahead = self._ahead
-        while pending or ahead:
+        while pending or self._ahead is not None:
             try:
-                index, delta = ahead.pop() if ahead else pending.popleft()
+                index, delta = self._ahead or pending.popleft()
             except IndexError:
                 break  # the engine thread is joining them, and wakes us when it is done
+            self._ahead = None
             completion = changed[index] = self._completions[index]
             completion.add(delta)
             if self._prompt_logprobs is not None and delta.prompt_logprobs is not None and index == 0:
                 # not in place: outputs that were taken hold what there was
                 self._prompt_logprobs = self._prompt_logprobs[:]
                 self._prompt_logprobs.extend(delta.prompt_logprobs)
-            if self._first_emitted is None and delta.tokens:
-                self._first_emitted = delta.first_emitted or delta.emitted
+            if self._facts.first_token is None and delta.tokens:
+                self._facts.first_token = delta.first_emitted or delta.emitted
             if self._last_emitted is None or delta.emitted > self._last_emitted:
                 self._last_emitted = delta.emitted
             if delta.end is not None:
@@ -548,7 +581,7 @@ class RequestStream:
         changed = self._add_pending(self._mailbox.deltas)
         for completion in self._completions:
             if completion.end is None:
-                times = (self._arrival, None, self._first_emitted, self._last_emitted)
+                times = (self._facts.arrival, None, self._facts.first_token, self._last_emitted)
                 completion.end = RequestEnd(0, "abort", DEADLINE_PASSED, None, *times, 0, 0, 0)
                 changed[completion.index] = completion
         self._num_open = 0
@@ -561,22 +594,19 @@ class RequestStream:
             self._prompt_logprobs = type(prompt_logprobs)()  # flat ones stay flat
         if is_finished:
             self._end_here()
-        mailbox, versions = self._mailbox, self._mailbox.versions
+        mailbox = self._mailbox
         indexes = sorted(changed) if len(changed) > 1 else changed
-        outputs = [changed[index].output(versions.get(index, ())) for index in indexes]
-        times = (self._arrival, self._first_emitted, self._last_emitted, self._num_tokens)
+        outputs = [changed[index].output(mailbox.starts_of(index)) for index in indexes]
+        ends = self._ends if is_finished else ()
         output = RequestOutput._of_stream(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, mailbox.num_cached, times
+            self._facts, outputs, mailbox.num_cached, self._last_emitted, self._num_tokens, ends
         )
         if prompt_logprobs is not None:
             output.prompt_logprobs = prompt_logprobs
-        if self.lora_request is not None:
-            output.lora_request = self.lora_request
         if self.encoder_input is not None:
             self._add_encoder_input(output, self.encoder_input)
         if is_finished:
             output.finished = True
-            output.metrics = self._metrics()
             output.kv_transfer_params = mailbox.kv_transfer
         return output
 
@@ -586,33 +616,10 @@ class RequestStream:
             return self._completions[0].num_tokens
         return sum([completion.num_tokens for completion in self._completions])
 
-    def _metrics(self) -> RequestMetrics:
-        """Of the request at its end."""
-        ends = [completion.end for completion in self._completions if completion.end is not None]
-        num_recoveries = sum([end.num_recoveries for end in ends])
-        # A scheduler that took over knows of no earlier token than its own first one.
-        first = [self._first_emitted] if num_recoveries else []
-        return RequestMetrics(
-            to_epoch(self._arrival),
-            queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
-            scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
-            first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
-            last_token_ts=_epoch([end.last_token for end in ends], max),
-            finished_time=_epoch([self._last_emitted], max),
-            num_generation_tokens=self._num_tokens,
-            num_preemptions=sum([end.num_preemptions for end in ends]),
-            num_cached_tokens=ends[0].num_cached_tokens,
-            num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
-            is_corrupted=any(end.num_nonfinite for end in ends),
-            num_nonfinite=sum([end.num_nonfinite for end in ends]),
-            num_recoveries=num_recoveries,
-            recovery_time=max([end.recovery_s for end in ends]),
-            num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
-            num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
-            scheduler_time=max([end.planning_s for end in ends]),
-            model_forward_time=max([end.forward_s for end in ends]),
-            model_execute_time=max([end.execution_s for end in ends]),
-        )
+    @property
+    def _ends(self) -> list[RequestEnd]:
+        """Of its sequences, as far as they have ended."""
+        return [completion.end for completion in self._completions if completion.end is not None]
 
     def abort(self) -> None:
         """End the request where it is. Idempotent, from any thread; what was produced until then can still be taken."""
@@ -671,7 +678,7 @@ class TextStream:
         await self.aclose()
 
 
-def _epoch(monotonic_s: list[float | None], choose: Callable[[list[float]], float]) -> float:
-    """One of the times that are known, in epoch seconds; 0.0 when none is."""
-    known = [time_s for time_s in monotonic_s if time_s is not None]
-    return to_epoch(choose(known)) if known else 0.0
+@functools.lru_cache(maxsize=8)
+def _from_the_start(version: str) -> tuple[tuple[int, str], ...]:
+    """One object for all requests that begin with it: what streams share is in the processor's caches when a token comes."""
+    return ((0, version),)

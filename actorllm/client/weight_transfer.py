@@ -45,15 +45,18 @@ class WeightTransfer:
         close(parts)
 
     def read(self, request: object) -> NewWeights:
-        """A part, copied. Raises InvalidParameterError, naming the tensor."""
+        """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
         self._check_started("update_weights")
         info = _part_of("update_info", request)
-        if info.keys() != {"tensors"}:
-            raise InvalidParameterError(
-                f"update_info has {', '.join(sorted(map(str, info))) or 'nothing'}; it must have 'tensors', a mapping from the "
-                f"names in the checkpoint to tensors, which travel through shared memory"
-            )
-        return NewWeights.of_tensors(info["tensors"])
+        if info.keys() == {"tensors"}:
+            return NewWeights.of_tensors(info["tensors"])
+        if info.keys() == {"files"}:
+            return NewWeights.of_files(info["files"])
+        given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
+        raise InvalidParameterError(
+            f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "
+            f"through shared memory, or 'files', paths of safetensors files"
+        )
 
     def add(self, part: NewWeights) -> None:
         """Keep a part, unless the update was given up meanwhile. A tensor that came before is replaced."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+from anyio import to_thread
 
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.config import EngineConfig
@@ -33,14 +34,20 @@ from actorllm.types.weight_version import (
 )
 
 if TYPE_CHECKING:
+    from actorllm.client.stepper import Stepper
     from actorllm.model.updates.tensor_files import TensorFile
 
+MAX_FILES = 1000
+"""Of a part of an update."""
 LONGEST_S = float("inf")
 """Reading weights takes as long as it takes."""
 
 
 class UpdatedEngine(Protocol):
     """What an update asks of its engine."""
+
+    stepper: Stepper | None
+    """None: it has a loop."""
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None: ...
     async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any: ...
@@ -81,6 +88,40 @@ class NewWeights:
         except OSError as error:
             raise EngineError(f"there is no memory for the new weights, and nothing was changed: {error}") from error
 
+    @classmethod
+    def of_files(cls, files: object) -> NewWeights:
+        """The tensors of safetensors files, copied; of two with one name the later counts.
+
+        Raises InvalidParameterError, naming the file; CorruptModelError: it holds no such tensors; EngineError for want of memory.
+        """
+        from actorllm.model.updates.tensor_files import tensors_of_file
+
+        if not isinstance(files, list | tuple) or not files or len(files) > MAX_FILES:
+            raise InvalidParameterError(
+                f"update_info: files={shown(files)} must be a list of 1 to {MAX_FILES} paths of safetensors files"
+            )
+        tensors: dict[str, Any] = {}
+        for file in files:
+            if not isinstance(file, str | os.PathLike) or not os.path.isfile(file):  # a pipe would be waited for
+                raise InvalidParameterError(f"update_info: {shown(str(file))} is no file")
+            try:
+                tensors |= tensors_of_file(Path(file))
+            except OSError as error:
+                raise InvalidParameterError(f"update_info: {shown(str(file))} cannot be read: {error}") from error
+        return cls.of_tensors(tensors)
+
+    @classmethod
+    def of_worker(cls, path: str) -> NewWeights:
+        """Tensors that functions of the application have given `load_weights` in a worker. Raises EngineError: it has ended."""
+        from actorllm.model.updates.tensor_files import TensorFile
+
+        try:
+            return cls(tensor_files=[TensorFile.opened(MemoryFile.opened(path), partial(MemoryFile, "weights"))])
+        except OSError as error:
+            raise EngineError(
+                f"the worker that had the new weights has ended, and nothing was changed: {error}"
+            ) from error
+
     def close(self) -> None:
         for file in self.tensor_files:
             file.close()
@@ -103,10 +144,16 @@ def check_transport(transport: object) -> None:
     """Raises InvalidParameterError for a way that tensors do not travel."""
     if transport in ("cuda_ipc", "ipc", "nccl"):
         raise InvalidParameterError(
-            f"transport={transport!r} needs the model on a GPU, where weights cannot be updated; use transport='shm'"
+            f"transport={transport!r} is not supported: tensors travel through shared memory, also to a model on a GPU; use 'shm'"
         )
     if transport != "shm":
         raise InvalidParameterError(f"transport={shown(transport)} must be 'shm'")
+
+
+def close_all(files: Iterable[TensorFile]) -> None:
+    """No worker needs them any more."""
+    for file in files:
+        file.close()
 
 
 class WeightUpdates:
@@ -163,9 +210,15 @@ class WeightUpdates:
         self._tensor_files = list(layers)
         self._num_updates += 1
         await self._commit(source, running)
-        for file in dropped:  # every worker has the new ones
-            file.close()
+        await self._close(dropped)  # every worker has the new ones
         return source.version
+
+    async def _close(self, files: Sequence[TensorFile]) -> None:
+        """Beside the loop: the system takes a tenth of a second for a GiB."""
+        if self._engine.stepper is not None:  # there is no loop
+            close_all(files)
+        elif files:
+            await to_thread.run_sync(close_all, files)
 
     async def name(self, version: str) -> str:
         """Call the version that counts otherwise, for tokens from now on. Raises EngineError while an update is under way."""

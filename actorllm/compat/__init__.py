@@ -141,7 +141,12 @@ _SETTINGS = dict.fromkeys(
     (
         *("AttentionConfig", "CompilationConfig", "KVEventsConfig", "KVTransferConfig", "LoadConfig"),
         *("ObservabilityConfig", "ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+        "WeightTransferConfig",
     ),
+    f"{_FUNCTIONS}:Settings",
+)
+_TRANSFERS = dict.fromkeys(
+    ("WeightTransferInitRequest", "WeightTransferUpdateRequest"),
     f"{_FUNCTIONS}:Settings",
 )
 _CLEANING = dict.fromkeys(
@@ -170,6 +175,7 @@ _CONFIG_HOMES = {
         *(("observability", "ObservabilityConfig"), ("parallel", "ParallelConfig"), ("pooler", "PoolerConfig")),
         *(("profiler", "ProfilerConfig"), ("scheduler", "SchedulerConfig"), ("speculative", "SpeculativeConfig")),
         *(("structured_outputs", "StructuredOutputsConfig"), ("vllm", "VllmConfig")),
+        ("weight_transfer", "WeightTransferConfig"),
     )
 }
 _CHAT_UTILS = {
@@ -187,6 +193,8 @@ MODULES: dict[str, dict[str, str]] = {
     "config.compilation": {**_SETTINGS, **_same(_FUNCTIONS, "CompilationMode")},
     "distributed": _CLEANING,
     "distributed.parallel_state": _CLEANING,
+    "distributed.weight_transfer": _TRANSFERS,
+    "distributed.weight_transfer.base": _TRANSFERS,
     "engine": {},
     "engine.arg_utils": _same("actorllm", "EngineArgs", "AsyncEngineArgs"),
     "engine.async_llm_engine": {**_ASYNC, "AsyncEngineDeadError": "actorllm.errors:EngineDeadError"},

@@ -6,6 +6,7 @@ per rank, when its model is loaded, also in a process that takes the place of an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,35 @@ from actorllm.types.import_path import load_class
 class RankWorker:
     """See the module docstring.
 
-    What a method changes of the weights is no version of them. The prefix cache goes on holding KV of the weights before, and a
-    process that is started again has the weights without the change. `update_weights_from_tensors` has neither of these faults.
+    `model_runner.model.load_weights` takes new weights, as the models of vLLM do. They are a version of the engine once the call is
+    over. What a method changes of the weights in another way is no version. The prefix cache goes on holding KV of the weights
+    before, and a process that is started again has the weights without the change.
     """
+
+    _brought: dict[str, torch.Tensor] | None = None
+    """What the call that is under way has given to `load_weights`."""
 
     def __init__(self, model_runner: Any) -> None:
         self.model_runner = model_runner
         """A `ModelRunner`: with the model, the KV cache and the batch."""
+        model_runner.load_weights = self._bring
+        model = getattr(model_runner, "model", None)
+        if model is not None and self.config.model.module is None:  # else it is the application's own
+            model.load_weights = self._bring
+
+    def _bring(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """`load_weights` of the model: keeps copies, since a caller may use its memory again. Returns the names.
+
+        weights: pairs of a name in the checkpoint and a whole tensor.
+        """
+        brought = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        self._brought = {**(self._brought or {}), **brought}
+        return set(brought)
+
+    def take_weights(self) -> dict[str, torch.Tensor]:
+        """What a call has brought, which is forgotten here."""
+        brought, self._brought = self._brought, None
+        return brought or {}
 
     @property
     def rank(self) -> int:

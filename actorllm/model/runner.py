@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -158,6 +158,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """What its products are computed as, where that was measured (`ModelConfig.scheme`)."""
     adapters: Adapters | None = None
     """Of requests; made with the weights. None: there are none."""
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], set[str]] | None = None
+    """What functions of the application find at the model; None: no worker of theirs was made (`rank_worker`)."""
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None

@@ -148,12 +148,15 @@ class CheckpointWeights(Weights):
         if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
             needed = "floats are" if wanted.is_floating_point else f"{wanted} is"
             raise CorruptModelError(f"{self._place(file)}: tensor {name!r} is {tensor.dtype}, {needed} needed")
-        if self._is_update and tensor.is_floating_point() and not is_finite(tensor):
-            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} holds NaN or infinity")
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        return tensor.to(wanted, copy=self._is_update and file not in self._overlays)
+        # Vectors are kept as they are, and one that is a view would keep all of a file.
+        is_copied = self._is_update and (file not in self._overlays or len(shape) == 1)
+        made = tensor.to(wanted, copy=is_copied)
+        if self._is_update and made.is_floating_point() and not is_finite(made):  # in the type that is computed with
+            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} holds NaN or infinity, as {wanted}")
+        return made
 
     def _place(self, file: str) -> str:
         """Of a file, for messages."""
@@ -235,6 +238,7 @@ class DummyWeights(Weights):
 
 def tensors_of_version(model: ModelConfig) -> dict[str, torch.Tensor]:
     """All tensors of the version of the weights that the configuration names, copied. Raises CorruptModelError."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
     source = model.weights
     folder = None if model.load_format == "dummy" and source.folder is None else Path(source.folder or model.path)
     path_of = {} if folder is None else {name: folder / file for name, file in tensor_files(folder).items()}
@@ -250,18 +254,23 @@ def tensors_of_version(model: ModelConfig) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError) as error:
             raise CorruptModelError(f"{place} cannot be read: {error}") from error
         for name in (name for name, where in path_of.items() if where == path):
-            if tensors[name].is_floating_point() and not is_finite(tensors[name]):
+            is_wide = tensors[name].is_floating_point() and tensors[name].dtype.itemsize > dtype.itemsize
+            if tensors[name].is_floating_point() and not is_finite(
+                tensors[name].to(dtype) if is_wide else tensors[name]
+            ):
                 raise CorruptModelError(f"{place}: tensor {name!r} holds NaN or infinity")
     return tensors
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    if tensor.dtype.itemsize == 1:  # of 8 bits: torch adds none of these
+    if not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:  # of 8 bits: torch compares none of these
         tensor = tensor.float()
-    # Of all ways to look at every element the quickest. A sum that is too large says nothing.
-    total = tensor.sum(dtype=torch.float32)
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+    # One pass over the numbers in their own type. NaN is both the least and the largest.
+    least, largest = tensor.aminmax()
+    return bool(least.isfinite()) and bool(largest.isfinite())
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

@@ -61,6 +61,7 @@ BODIES: tuple[type[Body], ...] = (
     *(inference.InferenceRequest, several.BatchChatRequest),
     *(adapter_routes.LoadAdapterRequest, adapter_routes.UnloadAdapterRequest),
     *(developer_routes.CollectiveRpcRequest, developer_routes.FolderUpdateRequest, developer_routes.VersionRequest),
+    *(developer_routes.TransferInitRequest, developer_routes.TransferPartRequest, developer_routes.TransferEndRequest),
 )
 
 ROUTERS = (

@@ -75,6 +75,25 @@ class VersionRequest(Body):
     new_version: str
 
 
+class TransferInitRequest(Body):
+    """`POST /init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any] | None = None
+
+
+class TransferPartRequest(Body):
+    """`POST /update_weights`."""
+
+    update_info: dict[str, Any]
+    """{"files": [...]}: paths of safetensors files on the machine of the server."""
+
+
+class TransferEndRequest(Body):
+    """`POST /finish_weight_update`."""
+
+    weight_version: str | None = None
+
+
 @router.post("/sleep")
 async def sleep(request: Request) -> Response:
     """Give memory back. Query: level=1 or 2, mode=abort, wait or keep; requests=wait or refuse."""
@@ -165,6 +184,55 @@ async def update_weights_from_disk(request: Request) -> Response:
     except ActorLLMError as error:
         raise error_of(error, FolderUpdateRequest.model_fields, "folder") from error
     return JSONResponse({"weight_version": version})
+
+
+@router.post("/init_weight_transfer_engine", openapi_extra=takes(TransferInitRequest))
+async def init_weight_transfer_engine(request: Request) -> Response:
+    """Get ready for an update in parts."""
+    body = await read_body(request, TransferInitRequest)
+    try:
+        await state_of(request).llm.init_weight_transfer_engine({"init_info": body.init_info or {}})
+    except ActorLLMError as error:
+        raise error_of(error, TransferInitRequest.model_fields, "init_info") from error
+    return JSONResponse({"status": "initialized"})
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(request: Request) -> Response:
+    """Begin an update in parts; one that was not finished is forgotten."""
+    await state_of(request).llm.start_weight_update()
+    return JSONResponse({"status": "started"})
+
+
+@router.post("/update_weights", openapi_extra=takes(TransferPartRequest))
+async def update_weights(request: Request) -> Response:
+    """Bring a part of the new weights: files on the machine of the server, which are copied."""
+    body = await read_body(request, TransferPartRequest)
+    try:
+        await state_of(request).llm.update_weights({"update_info": body.update_info})
+    except ActorLLMError as error:
+        raise error_of(error, TransferPartRequest.model_fields, "update_info") from error
+    return JSONResponse({"status": "updated"})
+
+
+@router.post("/finish_weight_update", openapi_extra=takes(TransferEndRequest))
+async def finish_weight_update(request: Request) -> Response:
+    """Compute with all parts from the next step on. A body is not needed."""
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    body = await read_body(request, TransferEndRequest) if has_body else TransferEndRequest()
+    llm = state_of(request).llm
+    try:
+        await llm.finish_weight_update(body.weight_version)
+    except ActorLLMError as error:
+        raise error_of(error, TransferEndRequest.model_fields, "weight_version") from error
+    return JSONResponse({"weight_version": llm.weight_version})
+
+
+@router.post("/shutdown_weight_transfer_engine")
+async def shutdown_weight_transfer_engine(request: Request) -> Response:
+    """Forget an update that was not finished."""
+    await state_of(request).llm.shutdown_weight_transfer_engine()
+    return JSONResponse({"status": "shut down"})
 
 
 @router.post("/update_weight_version", openapi_extra=takes(VersionRequest))

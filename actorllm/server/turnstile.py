@@ -13,7 +13,7 @@ import anyio
 
 from actorllm.actors.engine_thread import AsyncioLoop, HostLoop
 
-PER_TURN = 4
+PER_TURN = 2
 
 
 class Turnstile:

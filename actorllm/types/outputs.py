@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from actorllm.clock import to_epoch
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
 from actorllm.types.lora_request import LoRARequest
+from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
 from actorllm.types.weight_version import WeightVersionSpan, spans_until
 
@@ -39,6 +41,55 @@ class _Sparse:
         if missing.default_factory is not MISSING:
             return missing.default_factory()
         return missing.default
+
+
+class RequestFacts:
+    """What all outputs of one request repeat. Its stream has one, and outputs look into it when they are asked."""
+
+    __slots__ = ("arrival", "first_token", "lora_request", "prompt", "prompt_token_ids", "request_id")
+
+    def __init__(self, request_id: str, prompt: str | None, arrival: float) -> None:
+        """arrival: in monotonic seconds."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.arrival = arrival
+        self.prompt_token_ids: list[int] = []
+        self.lora_request: LoRARequest | None = None
+        self.first_token: float | None = None
+        """When it came, in monotonic seconds; None: it has not come."""
+
+    def metrics_at_end(self, ends: Sequence[RequestEnd], last_token: float | None, num_tokens: int) -> RequestMetrics:
+        """ends: of its sequences. last_token: when the last output of any came, in monotonic seconds."""
+        num_recoveries = sum([end.num_recoveries for end in ends])
+        # A scheduler that took over knows of no earlier token than its own first one.
+        first = [self.first_token] if num_recoveries else []
+        return RequestMetrics(
+            to_epoch(self.arrival),
+            queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
+            scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
+            first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
+            last_token_ts=_epoch([end.last_token for end in ends], max),
+            finished_time=_epoch([last_token], max),
+            num_generation_tokens=num_tokens,
+            num_preemptions=sum([end.num_preemptions for end in ends]),
+            num_cached_tokens=ends[0].num_cached_tokens,
+            num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
+            is_corrupted=any(end.num_nonfinite for end in ends),
+            num_nonfinite=sum([end.num_nonfinite for end in ends]),
+            num_recoveries=num_recoveries,
+            recovery_time=max([end.recovery_s for end in ends]),
+            num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
+            num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
+            scheduler_time=max([end.planning_s for end in ends]),
+            model_forward_time=max([end.forward_s for end in ends]),
+            model_execute_time=max([end.execution_s for end in ends]),
+        )
+
+
+def _epoch(monotonic_s: list[float | None], choose: Callable[[list[float]], float]) -> float:
+    """One of the times that are known, in epoch seconds; 0.0 when none is."""
+    known = [time_s for time_s in monotonic_s if time_s is not None]
+    return to_epoch(choose(known)) if known else 0.0
 
 
 @dataclass(slots=True)
@@ -158,36 +209,62 @@ class RequestOutput(_Sparse):
     @classmethod
     def _of_stream(
         cls,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        facts: RequestFacts,
         outputs: list[CompletionOutput],
         num_cached_tokens: int,
-        times: tuple[float, float | None, float | None, int],
+        last_token: float | None,
+        num_tokens: int,
+        ends: Sequence[RequestEnd] = (),
     ) -> RequestOutput:
-        """One of a stream whose request runs. times: of arrival, of the first and of the last token, in monotonic seconds (None:
-        there is none), and the number of tokens."""
+        """One of a stream. last_token: when it came, in monotonic seconds; None: none has. ends: of a request that has ended."""
         made = cls.__new__(cls)
-        made.request_id = request_id
-        made.prompt = prompt
-        made.prompt_token_ids = prompt_token_ids
         made.outputs = outputs
         made.finished = False
         made.num_cached_tokens = num_cached_tokens
-        made._origin = times
+        made._origin = (facts, last_token, num_tokens, ends)
+        return made
+
+    @classmethod
+    def _of_delta(
+        cls,
+        facts: RequestFacts,
+        text: str,
+        token_ids: list[int],
+        num_cached_tokens: int,
+        last_token: float | None,
+        num_tokens: int,
+        starts: tuple[tuple[int, str], ...],
+    ) -> RequestOutput:
+        """As both `_of_stream`, of a request with one sequence: nearly all outputs are such, and one call takes less than two."""
+        completion = CompletionOutput.__new__(CompletionOutput)
+        completion.index = 0
+        completion.text = text
+        completion.token_ids = token_ids
+        completion.finish_reason = completion.stop_reason = None
+        completion._origin = (starts, num_tokens)
+        made = cls.__new__(cls)
+        made.outputs = [completion]
+        made.finished = False
+        made.num_cached_tokens = num_cached_tokens
+        made._origin = (facts, last_token, num_tokens, ())
         return made
 
     def _made(self, missing: Field[Any]) -> Any:
-        if missing.name != "metrics":
-            return _Sparse._made(self, missing)
-        arrival, first, last, num_tokens = self._origin
-        return RequestMetrics(
-            to_epoch(arrival),
-            first_token_ts=0.0 if first is None else to_epoch(first),
-            last_token_ts=0.0 if last is None else to_epoch(last),
-            num_generation_tokens=num_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-        )
+        facts, last_token, num_tokens, ends = self._origin
+        match missing.name:
+            case "request_id" | "prompt" | "prompt_token_ids" | "lora_request":
+                return getattr(facts, missing.name)
+            case "metrics" if ends:
+                return facts.metrics_at_end(ends, last_token, num_tokens)
+            case "metrics":
+                return RequestMetrics(
+                    to_epoch(facts.arrival),
+                    first_token_ts=to_epoch(facts.first_token) if num_tokens and facts.first_token is not None else 0.0,
+                    last_token_ts=0.0 if last_token is None else to_epoch(last_token),
+                    num_generation_tokens=num_tokens,
+                    num_cached_tokens=self.num_cached_tokens,
+                )
+        return _Sparse._made(self, missing)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

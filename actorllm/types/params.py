@@ -621,9 +621,12 @@ def check_pooling_type(value: Any, where: str = "") -> PoolingType:
 def _number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
-    if not isinstance(value, int | float) and isinstance(value, numbers.Real):
-        value = float(value)  # of numpy
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+    if type(value) is not float:  # most often it is one, and asking for the other kinds takes long
+        if not isinstance(value, int | float) and isinstance(value, numbers.Real):
+            value = float(value)  # of numpy
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
+    if not abs(value) <= MAX_FLOAT:
         raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
     if not low <= value <= high or (above is not None and value <= above):
         bound = f"> {above:g}" if above is not None else f">= {low:g}" if low > -math.inf else ""
@@ -633,10 +636,11 @@ def _number(
 
 
 def _integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
-    if not isinstance(value, int) and isinstance(value, numbers.Integral):
-        value = int(value)  # of numpy
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
+    if type(value) is not int:
+        if not isinstance(value, int) and isinstance(value, numbers.Integral):
+            value = int(value)  # of numpy
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
     if low is not None and value < low:
         raise InvalidParameterError(f"{name}={shown(value)} must be >= {low}")
     if high is not None and value > high:

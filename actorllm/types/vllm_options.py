@@ -207,7 +207,7 @@ class VLLMOptions(TypedDict, total=False):
     fault_tolerance_config: Annotated[Mapping[str, Any] | None, None, {}]
     tokens_only: Literal[False]
     shutdown_timeout: Literal[0]
-    weight_transfer_config: Literal[None]
+    weight_transfer_config: Annotated[Mapping[str, Any] | None, None, {}, {"backend": "shm"}]
     fail_on_environ_validation: Literal[False]
     gdn_prefill_backend: Annotated[Any, None]
     kda_prefill_backend: Annotated[Any, None]

@@ -6,6 +6,7 @@ so that a process which is started again has the committed version. `WeightVersi
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,10 @@ FIRST_WEIGHTS = WeightSource()
 def files_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """`WeightSource.files` of a folder as it is now. CorruptModelError: it cannot be read."""
     try:
-        stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors*"))]
+        found = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors*"))]
     except OSError as error:
         raise CorruptModelError(f"{folder} cannot be read: {error}") from error
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    for name, told in found:
+        if not stat.S_ISREG(told.st_mode):  # a pipe would be waited for
+            raise CorruptModelError(f"{folder / name} is no regular file")
+    return tuple((name, told.st_size, told.st_mtime_ns) for name, told in found)

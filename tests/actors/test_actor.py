@@ -430,7 +430,7 @@ async def test_a_task_that_wakes_itself_starves_nobody() -> None:
 
         actor = Restless("restless")
         runner = Runner(actor, pair.ends.append)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 await bring_to_life(tasks, runner)
                 runner.run()

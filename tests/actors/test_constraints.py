@@ -344,7 +344,7 @@ async def test_a_grammar_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch
         runner = Runner(bench.actor, lambda _: None)
         runner._tasks = tasks
         await bench.send(submit(1, grammar=REGEX))
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while not bench.plans:
                 await anyio.sleep(0.002)
     assert threads

@@ -134,18 +134,18 @@ def test_steps_without_memory_are_followed_by_smaller_ones(build: Callable[..., 
 
 def test_controls_are_answered_between_steps(build: Callable[..., LLM]) -> None:
     llm = build(topology="inline")
-    assert llm._engine.ask_scheduler("reset_prefix_cache").result(5) is True
-    llm._engine.ask_scheduler("start_timeline").result(5)
+    assert llm._engine.ask_scheduler("reset_prefix_cache").result(30) is True
+    llm._engine.ask_scheduler("start_timeline").result(30)
     run(llm, 2)
-    names = [event["name"] for event in llm._engine.ask_scheduler("take_timeline").result(5)]
+    names = [event["name"] for event in llm._engine.ask_scheduler("take_timeline").result(30)]
     for name in ("plan 1", "step 1", "update 1", "detokenize 1", "send 1"):
         assert name in names
 
 
 def test_a_profile_is_taken_of_every_rank(build: Callable[..., LLM]) -> None:
     llm = build(2, topology="inline")
-    assert llm._engine.ask_scheduler("start_profile").result(5) == [True, True]
-    assert llm._engine.ask_scheduler("stop_profile", folder="f").result(5) == ["f/rank0", "f/rank1"]
+    assert llm._engine.ask_scheduler("start_profile").result(30) == [True, True]
+    assert llm._engine.ask_scheduler("stop_profile", folder="f").result(30) == ["f/rank0", "f/rank1"]
 
 
 class SulksLater(KeyPolicy):

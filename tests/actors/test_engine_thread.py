@@ -34,7 +34,7 @@ def thread() -> Iterator[LoopThread]:
     thread.start_thread()
     yield thread
     thread.request_stop()
-    assert thread.join(5)
+    assert thread.join(30)
 
 
 class TestLoopThread:
@@ -46,16 +46,16 @@ class TestLoopThread:
         def fail(*, why: str) -> None:
             raise ValueError(why)
 
-        assert thread.call(double, 21).result(5) == 42
-        assert thread.call(threading.get_ident).result(5) == thread._thread.ident
+        assert thread.call(double, 21).result(30) == 42
+        assert thread.call(threading.get_ident).result(30) == thread._thread.ident
         with pytest.raises(ValueError, match="because"):
-            thread.call(fail, why="because").result(5)
+            thread.call(fail, why="because").result(30)
 
     def test_posts_run_in_order(self, thread: LoopThread) -> None:
         seen: list[int] = []
         for number in range(1000):
             thread.post(seen.append, number)
-        thread.call(lambda: None).result(5)
+        thread.call(lambda: None).result(30)
         assert seen == list(range(1000))
 
     def test_a_posted_function_finds_anyio(self, thread: LoopThread) -> None:
@@ -88,18 +88,18 @@ class TestLoopThread:
                 ended.set()
 
         future = thread.call(forever)
-        assert began.wait(5)
+        assert began.wait(30)
         assert future.cancel()
-        assert ended.wait(5)
+        assert ended.wait(30)
 
     def test_the_end_of_the_loop_resolves_every_call(self) -> None:
         thread = LoopThread("short")
         thread.start_thread()
         waiting = thread.call(anyio.sleep_forever)
         thread.request_stop()
-        assert thread.join(5)
+        assert thread.join(30)
         with pytest.raises(EngineShutdownError):
-            waiting.result(5)
+            waiting.result(30)
         with pytest.raises(EngineShutdownError):
             thread.call(lambda: None)
         with pytest.raises(EngineShutdownError):
@@ -228,7 +228,7 @@ class TestEngineThread:
         thread = EngineThread(Stub())
         thread.start()
         thread.post(thread.stop)
-        assert thread.join(5)
+        assert thread.join(30)
 
     def test_a_service_that_does_not_stop_is_killed(self, caplog: pytest.LogCaptureFixture) -> None:
         stub = Stub(is_deaf=True)
@@ -362,7 +362,7 @@ class TestHostLoop:
                 await HostLoop.current().result_of(thread.call(forever))
 
         run(main)
-        assert ended.wait(5)
+        assert ended.wait(30)
 
     def test_a_closed_loop_refuses_quietly(self, run: Run, kind: type[HostLoop]) -> None:
         hosts: list[HostLoop] = []

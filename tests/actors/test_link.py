@@ -222,7 +222,7 @@ async def test_memory_links_cross_threads() -> None:
         assert here.steps == there.steps == list(range(20_000))
     finally:
         thread.request_stop()
-        assert thread.join(5)
+        assert thread.join(30)
 
 
 async def test_a_frame_that_is_no_message_breaks_the_link() -> None:

@@ -181,7 +181,7 @@ def test_inline_runs_on_no_thread_and_by_no_other_call() -> None:
     before = threading.active_count()
     engine = LLMEngine("storyteller", topology="inline", num_threads=1)
     engine.add_request("x", PROMPTS[0], short(3))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert engine._engine.pids == {}
     counts = []
     while engine.has_unfinished_requests():

@@ -134,6 +134,45 @@ def test_several_sequences_of_a_prompt_have_the_adapter(llm: LLM, adapters: Path
     assert [one.token_ids for one in output.outputs] == [expected["c"]] * 3
 
 
+def test_preempted_requests_have_the_streams_of_their_adapters(adapters: Path, expected: Streams) -> None:
+    names = [None, "a", "b", "a", None, "b", "a", "b"]
+    few = {"num_gpu_blocks_override": 7, "max_model_len": 96, "max_num_seqs": 4}
+    with LLM("storyteller", topology="inline", max_loras=2, **few, **ENGINE) as llm:
+        loras = [request_of(adapters, name) for name in names]
+        outputs = llm.generate([PROMPT] * len(names), greedy(), use_tqdm=False, lora_request=loras)
+        assert llm.stats()["scheduler"]["scheduler"]["num_preemptions"] > 0
+    assert tokens(outputs) == [expected[name] for name in names]
+
+
+def test_vectors_are_those_of_merged_weights(adapters: Path, expected: Streams) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = str(BUNDLED_MODELS["storyteller"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    tensors = load_file(adapters / "a" / "adapter_model.safetensors")
+    deltas = {  # lora_alpha is r, so they are not scaled
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): tensors[name.replace("lora_A", "lora_B")]
+        @ a
+        for name, a in tensors.items()
+        if "lora_A" in name
+    }
+    wanted = {}
+    with torch.inference_mode():
+        for name, one in (("a", merged(model, deltas)), (None, model)):
+            state = one.base_model(ids).last_hidden_state[0, -1]
+            wanted[name] = state / state.norm()
+    loras = [request_of(adapters, name) for name in ("a", None, "a")]
+    with LLM("storyteller", runner="pooling", topology="inline", max_loras=2, **ENGINE) as llm:
+        found = [output.outputs.embedding for output in llm.embed([PROMPT] * 3, lora_request=loras, use_tqdm=False)]
+        (whole,) = llm.encode(PROMPT, pooling_task="embed", lora_request=loras[0], use_tqdm=False)
+    for vector, name in zip([*found, whole.outputs.data], ("a", None, "a", "a"), strict=True):
+        torch.testing.assert_close(torch.as_tensor(vector), wanted[name], rtol=0, atol=1e-5)
+    assert (wanted["a"] - wanted[None]).norm() > 0.1
+
+
 def test_a_grammar_and_an_adapter_go_together(llm: LLM, adapters: Path, expected: Streams) -> None:
     pytest.importorskip("llguidance")
     from actorllm.types.structured_outputs import StructuredOutputsParams

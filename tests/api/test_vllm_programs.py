@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from actorllm.config import BUNDLED_MODELS
+from tests import programs
 
 PROGRAMS = Path(__file__).parent / "vllm_programs"
 EXPECTED = {
@@ -38,8 +38,8 @@ def test_only_the_import_is_changed(tmp_path: Path, name: str) -> None:
     model = str(BUNDLED_MODELS["storyteller"]) if name == "prompt_embeds" else "storyteller"
     arguments = ["--model", model] if name == "engine" else [model]
     environment = os.environ | {"PYTHONPATH": str(PROGRAMS.parent.parent)}
-    done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+    done = programs.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 0, done.stderr
     for words in EXPECTED[name]:

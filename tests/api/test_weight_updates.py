@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
-from actorllm.errors import CorruptModelError, EngineError, InvalidParameterError
+from actorllm.errors import CollectiveCallError, CorruptModelError, EngineError, InvalidParameterError
 from actorllm.kvcache import prefix_index
 from actorllm.scheduling import prefix_cache
 from actorllm.types.weight_version import WeightVersionSpan
@@ -108,6 +109,10 @@ def test_a_state_dict_of_transformers_is_taken_as_it_is(
         ({"model.nrm.weight": torch.ones(3)}, "'model.nrm.weight'"),
         ({"model.norm.weight": torch.ones(256, dtype=torch.int32)}, "'model.norm.weight' is torch.int32"),
         ({"model.norm.weight": torch.full((256,), torch.nan)}, "'model.norm.weight' holds NaN"),
+        (
+            {"model.norm.weight": torch.full((256,), 1e300, dtype=torch.float64)},
+            "holds NaN or infinity, as torch.float32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_change_nothing(
@@ -126,6 +131,8 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
     (tmp_path / "lacking").mkdir()
     save_file(tensors, tmp_path / "lacking" / "model.safetensors")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "model.safetensors")
     torn = write(tmp_path / "torn", changed(1))
     os.truncate(torn / "model.safetensors", 100_000)
     other = write(tmp_path / "other", changed(1))
@@ -134,6 +141,7 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
     for folder, error, said in (
         ("lacking", CorruptModelError, "model.norm.weight"),
         ("empty", InvalidParameterError, "has no safetensors files"),
+        ("pipe", CorruptModelError, "model.safetensors is no regular file"),
         ("nowhere", InvalidParameterError, "is no folder"),
         ("torn", CorruptModelError, "model.safetensors"),
         ("other", CorruptModelError, "describes another model"),
@@ -144,7 +152,7 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
         with pytest.raises(InvalidParameterError, match=next(iter(arguments))):
             llm.update_weights_from_disk(STORYTELLER, **arguments)  # type: ignore[arg-type]
     for transport in ("cuda_ipc", "nccl"):
-        with pytest.raises(InvalidParameterError, match=f"'{transport}' needs the model on a GPU"):
+        with pytest.raises(InvalidParameterError, match=f"'{transport}' is not supported"):
             llm.update_weights_from_tensors(changed(1), transport=transport)
     assert tell(llm).outputs[0].token_ids == expected[0]
 
@@ -177,7 +185,12 @@ def test_parts_count_together_by_the_verbs_of_vllm(llm: LLM, expected: list[list
             "update_info has names",
         ),
         (lambda llm: (llm.start_weight_update(), llm.update_weights(3)), "must be a mapping"),
-        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "'nccl' needs"),
+        (
+            lambda llm: (llm.start_weight_update(), llm.update_weights({"files": []})),
+            "must be a list of 1 to 1000 paths",
+        ),
+        (lambda llm: (llm.start_weight_update(), llm.update_weights({"files": ["/dev/zero"]})), "is no file"),
+        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "'nccl' is not supported"),
         (lambda llm: llm.init_weight_transfer_engine({"init_info": {"master_port": 1}}), "master_port"),
         (lambda llm: llm.update_weight_version(""), "version=''"),
     ],
@@ -305,6 +318,48 @@ def test_running_requests_do_as_asked(folders: list[Path], running: Any) -> None
         engine.shutdown()
 
 
+def scored(folder: Path, prompt: list[int], streams: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities of tokens behind a prompt, by an engine that has these weights from the start."""
+    prompts: list[Any] = [{"prompt_token_ids": [*prompt, *tokens]} for tokens in streams]
+    with LLM(str(folder), topology="inline", **ENGINE) as fresh:
+        outputs = fresh.generate(prompts, greedy(1, prompt_logprobs=0), use_tqdm=False)
+    told = [
+        zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
+        for output, tokens in zip(outputs, streams, strict=True)
+    ]
+    return [[by_id[token].logprob for by_id, token in one] for one in told]
+
+
+def test_log_probabilities_of_siblings_are_of_the_version_that_sampled_each_token(folders: list[Path]) -> None:
+    """Rollouts that an update divides: some have ended before it, some go on over it, some begin behind it."""
+    engine = LLMEngine("storyteller", topology="inline", max_num_seqs=2, **ENGINE)
+    params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=0)
+    try:
+        engine.add_request("a", PROMPT, params)
+        outputs: dict[int, Any] = {}
+        num_steps = 0
+        while engine.has_unfinished_requests():
+            num_steps += 1
+            if num_steps == 20:
+                engine.update_weights_from_disk(folders[1], version="one")
+            output: Any
+            for output in engine.step():
+                prompt = output.prompt_token_ids
+                outputs |= {one.index: one for one in output.outputs}
+    finally:
+        engine.shutdown()
+    assert len(outputs) == 5
+    found = {tuple(span.version for span in one.weight_versions) for one in outputs.values()}
+    assert found == {("0",), ("0", "one"), ("one",)}
+    streams = [outputs[i].token_ids for i in range(5)]
+    wanted = {version: scored(folder, prompt, streams) for version, folder in zip(("0", "one"), folders, strict=False)}
+    for i, one in outputs.items():
+        told = [by_id[token].logprob for by_id, token in zip(one.logprobs, one.token_ids, strict=True)]
+        assert one.weight_versions[-1].end == 12
+        for start, end, version in one.weight_versions:
+            assert told[start:end] == pytest.approx(wanted[version][i][start:end], abs=1e-3)
+
+
 async def test_streams_go_on_over_updates_and_one_runs_at_a_time(
     folders: list[Path], expected: list[list[int]]
 ) -> None:
@@ -416,6 +471,9 @@ def test_a_trainer_finds_the_model_where_vllm_has_it(llm: LLM, expected: list[li
     for pair in changed(2).items():  # as trainers do that gather one parameter at a time
         model.load_weights([pair])
     assert tell(llm).outputs[0].token_ids == expected[2]
+    worker = llm.llm_engine.model_executor.driver_worker.worker  # as wrappers of workers have it
+    worker.model_runner.model.load_weights(weights=changed(1).items())
+    assert tell(llm).outputs[0].token_ids == expected[1]
     with pytest.raises(AttributeError, match="no 'named_parameters' here: call a function on it by apply_model"):
         _ = model.named_parameters
 
@@ -435,3 +493,43 @@ def test_weights_that_come_after_the_start_are_read_by_vllms_two_calls(expected:
                 engine.collective_rpc("update_config", args=(overrides,))
         with pytest.raises(InvalidParameterError, match=r"use update_weights_from_disk\(folder\)"):
             engine.collective_rpc("reload_weights", args=["elsewhere"])
+
+
+def test_weights_that_an_extension_of_the_worker_gives_the_model_are_a_version(
+    folders: list[Path], expected: list[list[int]]
+) -> None:
+    """As trainers for vLLM do it; nothing of before is found in the prefix cache."""
+    extension = "tests.api.worker_functions:WeightExtension"
+    with LLM("storyteller", topology="inline", worker_extension_cls=extension, **ENGINE) as llm:
+        assert tell(llm).outputs[0].token_ids == expected[0]
+        path = str(folders[1] / "model.safetensors")
+        with pytest.raises(CollectiveCallError, match="not here"):
+            llm.collective_rpc("update_and_fail", args=(path,))
+        assert (tell(llm).outputs[0].token_ids, llm.weight_version) == (expected[0], "0")
+        assert llm.collective_rpc("update_weights_from_path", args=(path,)) == [len(changed(1))]
+        output = tell(llm)
+        assert output.outputs[0].token_ids == expected[1]
+        assert output.outputs[0].weight_versions == [WeightVersionSpan(0, 24, "1")]
+        name = "model.norm.weight"
+        llm.collective_rpc("update_weight", args=(name, changed(2)[name]))
+        llm.update_weights_from_tensors({key: value for key, value in changed(2).items() if key != name})
+        assert tell(llm).outputs[0].token_ids == expected[2], "tensors of both updates count together"
+        with pytest.raises(CorruptModelError, match="has shape"):
+            llm.collective_rpc("update_weight", args=(name, torch.ones(3)))
+        assert tell(llm).outputs[0].token_ids == expected[2]
+
+
+@pytest.mark.slow(reason="two replicas, and a start of a worker")
+async def test_weights_of_an_extension_outlive_its_worker(folders: list[Path], expected: list[list[int]]) -> None:
+    options: dict[str, Any] = {
+        "data_parallel_size": 2,
+        "worker_extension_cls": "tests.api.worker_functions:WeightExtension",
+    }
+    async with AsyncLLM("storyteller", **ENGINE, **options) as llm:
+        path = str(folders[1] / "model.safetensors")
+        assert await llm.collective_rpc("update_weights_from_path", args=(path,)) == [len(changed(1))] * 2
+        os.kill(llm._engine.pids["replica1/worker0"], signal.SIGKILL)
+        for number in range(2):
+            async for output in llm.generate(PROMPT, greedy(), data_parallel_rank=number):
+                last = output
+            assert last.outputs[0].token_ids == expected[1]

@@ -15,6 +15,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.errors import EngineNotFoundError
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time"
@@ -36,7 +37,7 @@ class Owner:
     """Another program with an engine of the name "library"; what it streamed."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = programs.popen(
             [sys.executable, "-c", OWNER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -17,23 +17,18 @@ import pytest
 
 from actorllm import cli
 from actorllm.config import BUNDLED_MODELS
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-GENERATE = ("generate", "Once upon a time", "--max-tokens", "30", "--num-threads", "1")
+SHORT = ("generate", "Once upon a time", "--num-threads", "1")
+GENERATE = (*SHORT, "--max-tokens", "30")
 
 
 def run(*arguments: str | bytes) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "actorllm.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=ENVIRONMENT)
-
-
-def children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    return programs.run(command, capture_output=True, text=True, timeout=50, env=ENVIRONMENT)
 
 
 def is_gone(pid: int) -> bool:
@@ -52,7 +47,7 @@ def read_some(process: subprocess.Popen[bytes], size: int) -> None:
         size -= len(piece)
 
 
-def all_gone(pids: list[int], timeout_s: float = 5) -> bool:
+def all_gone(pids: list[int], timeout_s: float = 20) -> bool:
     deadline = time.monotonic() + timeout_s
     while not all(is_gone(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -84,8 +79,8 @@ def test_generate_stops_where_it_is_told_to() -> None:
 
 def test_generate_streams() -> None:
     """The first words are there long before the last ones could be."""
-    arguments = ["generate", "Once upon a time", "--max-tokens", "1000", "--ignore-eos"]
-    process = subprocess.Popen(
+    arguments = ["generate", "Once upon a time", "--max-tokens", "1000", "--ignore-eos", "--num-threads", "1"]
+    process = programs.popen(
         [sys.executable, "-m", "actorllm.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -95,10 +90,10 @@ def test_generate_streams() -> None:
         assert process.stdout is not None
         read_some(process, 60)
         assert process.poll() is None
-        children = children_of(process.pid)
+        children = programs.children_of(process.pid)
         assert len(children) == 2
         process.stdout.close()  # as `| head` does
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
         assert all_gone(children)
@@ -126,7 +121,7 @@ def spans_of(path: Path) -> list[dict[str, Any]]:
 def test_the_timeline_shows_the_next_step_launched_before_text_is_made(tmp_path: Path) -> None:
     """So that the worker computes meanwhile, if the machine lets it."""
     file = tmp_path / "timeline.json"
-    result = run("generate", "Once upon a time", "--max-tokens", "300", "--ignore-eos", "--timeline", str(file))
+    result = run(*SHORT, "--max-tokens", "300", "--ignore-eos", "--timeline", str(file))
     assert result.returncode == 0, result.stderr
     spans = spans_of(file)
     steps = {span["args"]["step"]: span for span in spans if span["process"] == "worker"}
@@ -145,8 +140,8 @@ def test_the_timeline_shows_the_next_step_launched_before_text_is_made(tmp_path:
 
 def test_ctrl_c_ends_at_once() -> None:
     for is_speaking in (False, True):  # during the start, in the middle of the text
-        process = subprocess.Popen(
-            [sys.executable, "-m", "actorllm.cli", "generate", "Once", "--max-tokens", "1000", "--ignore-eos"],
+        process = programs.popen(
+            [sys.executable, "-m", "actorllm.cli", *SHORT, "--max-tokens", "1000", "--ignore-eos"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,
@@ -156,9 +151,9 @@ def test_ctrl_c_ends_at_once() -> None:
                 assert process.stdout is not None
                 assert process.stderr is not None
                 read_some(process, 60 if is_speaking else 1)  # the prompt itself comes while the engine starts
-                children = children_of(process.pid)
+                children = programs.children_of(process.pid)
                 process.send_signal(signal.SIGINT)
-                assert process.wait(5) == 130
+                assert process.wait(30) == 130
                 assert process.stderr.read() == b""
                 assert all_gone(children)
             finally:
@@ -172,7 +167,7 @@ def test_a_corrupt_model_is_one_line(tmp_path: Path) -> None:
     for file in STORYTELLER.glob("*.json"):
         shutil.copy(file, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    result = run("generate", "Once", "--model", str(tmp_path))
+    result = run(*GENERATE, "--model", str(tmp_path))
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert result.stderr.startswith("actorllm: CorruptModelError: ")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actorllm import cli
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--topology", "inline", "--num-threads", "1", "--max-model-len", "256")
@@ -109,12 +110,11 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = folder / "bin" / "actorllm"
     script.write_text("import sys\nfrom actorllm.cli import main\nsys.exit(main())\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
+    return programs.run(
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=50,
-        check=False,
         cwd=folder,
         env=environment,
     )
@@ -179,9 +179,7 @@ def test_a_class_of_main_has_to_be_inline(tmp_path: Path) -> None:
         "    llm.shutdown()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=50, check=False, env=environment
-    )
+    result = programs.run([sys.executable, str(program)], capture_output=True, text=True, timeout=50, env=environment)
     assert result.stdout == "1\n", result.stderr
     assert "scheduling policy '__main__:Mine' cannot be loaded" in result.stderr
     assert "use topology='inline', or a module of its own" in result.stderr

@@ -19,6 +19,7 @@ from actorllm.compat.entrypoints.openai.cli_args import make_arg_parser, validat
 
 from actorllm.compat import FlexibleArgumentParser
 from actorllm.errors import ConfigError
+from tests import programs
 
 INLINE = ["storyteller", "--topology", "inline", "--num_threads", "1", "--max-num-seqs", "4"]
 
@@ -85,7 +86,7 @@ anyio.run(run_server, args)
 
 def test_the_whole_server() -> None:
     command = [sys.executable, "-c", PROGRAM, *INLINE, "--port", "0", "--api-key", "k"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    with programs.popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         url = None
         for line in process.stderr:
@@ -138,7 +139,7 @@ asyncio.run(main(make_arg_parser(FlexibleArgumentParser()).parse_args()))
 def test_a_server_of_parts_ends_with_its_program() -> None:
     """The way of programs that add routes and listen by themselves."""
     command = [sys.executable, "-c", IN_PARTS, *INLINE, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with programs.popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         # It is told when the socket is bound; the server listens a moment later.

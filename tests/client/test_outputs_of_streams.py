@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import gc
+import pickle
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -94,3 +99,41 @@ def test_streams_with_more_than_text_go_the_long_way(kind: RequestOutputKind) ->
     assert not is_plain(2)
     assert not is_plain(has_logprobs=True)
     assert not is_plain(has_prompt_logprobs=True)
+
+
+def test_a_second_task_that_reads_a_stream_is_refused_and_ends_nothing() -> None:
+    """The task that came first gets everything."""
+
+    async def main() -> None:
+        aborted: list[Mailbox] = []
+        mailbox = Mailbox()
+        stream = RequestStream("a", None, RequestOutputKind.DELTA, 1.0, mailbox, aborted.append)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="two tasks wait for one stream"):
+            await anext(stream)
+        mailbox.push(Delta([7], "seven", None, 2.0))
+        mailbox.wake()
+        assert (await first).outputs[0].text == "seven"
+        assert not aborted
+
+    asyncio.run(main())
+
+
+def test_outputs_outlive_their_stream_and_travel() -> None:
+    """What they look up when they are asked does not keep the stream, whose end is the end of its request."""
+    stream = RequestStream("a", "Once", RequestOutputKind.DELTA, 1.0, Mailbox(), lambda mailbox: None)
+    stream.prompt_token_ids = [7, 8]
+    stream.mailbox.push(Delta([9], "nine", None, 2.0))
+    output = stream.take()
+    left = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert left() is None
+    for one in (output, copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert one is not None
+        assert (one.request_id, one.prompt, one.prompt_token_ids, one.lora_request) == ("a", "Once", [7, 8], None)
+        assert one.outputs[0].token_ids == [9]
+        assert one.metrics is not None
+        assert one.metrics.num_generation_tokens == 1
+        assert one.metrics.last_token_ts - one.metrics.arrival_time == 1.0

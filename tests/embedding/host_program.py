@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tests.forking import NAME
+from tests import programs
 from tests.supervision.processes import is_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,11 +79,15 @@ class HostProgram:
 
 @contextmanager
 def running_host(
-    *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None
+    *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None, is_copied: bool = False
 ) -> Iterator[HostProgram]:
-    """Python with these arguments (`"-c", source`, or the path of a script), killed at the end if it still runs."""
+    """Python with these arguments (`"-c", source`, or the path of a script), killed at the end if it still runs.
+
+    is_copied: it may be a copy of a process that has imported our modules (`tests/programs.py`).
+    """
+    popen = programs.popen if is_copied else subprocess.Popen
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
+        process = popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,9 +119,10 @@ def run_host(
     stdin: str | None = None,
     environment: dict[str, str] | None = None,
     timeout_s: float = 40,
+    is_copied: bool = False,
 ) -> HostProgram:
     """Run a host program to its end. Asserts its exit code, that no traceback was printed, and that nothing outlives it."""
-    with running_host(*arguments, stdin=stdin, environment=environment) as host:
+    with running_host(*arguments, stdin=stdin, environment=environment, is_copied=is_copied) as host:
         returned = host.wait(timeout_s)
         assert returned == code, f"exit code {returned}: {host.output}{host.errors}"
         if code == 0:
@@ -146,18 +151,4 @@ def wait_until(condition: Callable[[], bool], within_s: float = 10) -> bool:
 
 def children() -> list[int]:
     """The processes that this one has started and that have not been waited for, but for those that are copied."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        except FileNotFoundError:  # the thread has ended
-            continue
-    return [pid for pid in found if name_of(pid) != NAME]
-
-
-def name_of(pid: int) -> str | None:
-    """What ps shows of it. None: it is gone."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return programs.children_of(os.getpid())

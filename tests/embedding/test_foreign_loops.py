@@ -91,6 +91,16 @@ async def main():
 asyncio.run(main(), debug=True)
 """
 
+OTHER_LIBRARIES = """
+import anyio, uvloop
+llm = AsyncLLM("storyteller", topology=topology, num_threads=1)
+found = [uvloop.run(stream(llm)), anyio.run(stream, llm, backend="trio")]
+uvloop.install()  # as programs did before uvloop had a function that runs
+found.append(asyncio.run(stream(llm)))
+print("tokens", *found)
+llm.shutdown()
+"""
+
 PROGRAMS = {
     "a nested loop": (NESTED, 2),
     "two loops in two threads": (TWO_LOOPS, 4),
@@ -98,6 +108,7 @@ PROGRAMS = {
     "streams without fileno": (WITHOUT_STREAMS, 4),
     "LLM on a running loop": (BLOCKING_DOOR_ON_A_LOOP, 1),
     "a loop in debug mode": (DEBUG_MODE, 1),
+    "uvloop, trio, uvloop by its policy": (OTHER_LIBRARIES, 3),
 }
 
 
@@ -105,7 +116,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_streams_are_whole(name: str, topology: str) -> None:
     program, num_streams = PROGRAMS[name]
-    host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology)
+    host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology, is_copied=True)
     assert host.output.split() == ["tokens", *["20"] * num_streams]
     assert host.errors == ""
 

@@ -241,7 +241,7 @@ def pinned(entry: Any) -> bool:
 
 
 TestFleetOfJournals = pytest.mark.filterwarnings("error")(FleetOfJournals.TestCase)
-FleetOfJournals.TestCase.settings = settings(max_examples=examples(60, 600), stateful_step_count=30, deadline=None)
+FleetOfJournals.TestCase.settings = settings(max_examples=examples(25, 600), stateful_step_count=30, deadline=None)
 
 
 class AdoptsTwice(Dispatcher):

@@ -21,6 +21,7 @@ import actorllm.fleet.dispatcher
 from actorllm import LLM, AsyncLLM, RequestOutput
 from actorllm.fleet.replica import Replica
 from actorllm.supervision.restart import RestartLimits
+from tests.effort import each_value
 from tests.fleet.streams import (
     PROMPTS,
     Told,
@@ -167,8 +168,7 @@ async def run_every_kind(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("at_token", [1, 30])
+@pytest.mark.parametrize(("event", "at_token"), each_value(list(EVENTS), [1, 30]))
 async def test_every_kind_of_request_outlives(
     fleet: AsyncLLM, undisturbed: dict[str, Told], long_tokens: list[int], event: str, at_token: int
 ) -> None:

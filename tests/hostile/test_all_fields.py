@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from actorllm import SLO, AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.errors import ActorLLMError, EngineDeadError
 from actorllm.text.chat_template import Conversation
+from tests.effort import examples
 from tests.hostile.bystander import NAME, PROMPT, longest_pause
 
 VOCABULARY = 4096
@@ -163,7 +164,7 @@ async def beside(engine: AsyncLLM, expected: list[int], *arguments: Any) -> str:
     return fate
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20, 60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(prompt=st.just("One day") | prompts | prompts, parameters=parameters, extras=extras)
 def test_whatever_is_asked(
     llm: tuple[AsyncLLM, list[int]], prompt: Any, parameters: dict[str, Any], extras: dict[str, Any]

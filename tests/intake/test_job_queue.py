@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from actorllm.intake.job import Job
 from actorllm.intake.job_queue import LIGHT_IN_A_ROW, ORDER_GRACE_S, JobQueue
 from actorllm.intake.tokenizer_pool import TokenizerWorker
+from tests.effort import examples
 
 NUM_WORKERS = 3
 
@@ -223,7 +224,7 @@ class Machine(RuleBasedStateMachine):
         assert self.queue.num_submitters <= len(self.waiting)
 
 
-QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None)
+QUICK = settings(max_examples=examples(20, 60), stateful_step_count=40, deadline=None)
 
 
 def test_any_sequence_of_events() -> None:

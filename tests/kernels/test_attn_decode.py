@@ -9,6 +9,7 @@ import torch
 from actorllm_kernels import reference
 from actorllm_kernels.attn_decode import attn_decode, takes_packed
 from actorllm_kernels.plan_decode import plan_decode
+from tests.effort import each_value
 from tests.kernels.cases import run_decode as run
 from tests.kernels.closeness import DTYPES
 
@@ -33,19 +34,24 @@ def test_head_sizes(dim: int) -> None:
     run([33, 70], 4, dim=dim, num_kv_heads=1)
 
 
-@pytest.mark.parametrize(("q_len", "window", "softcap", "has_sinks"), [
-    (1, 0, 0.0, True),
-    (1, 0, 5.0, False),
-    (1, 20, 0.0, False),
-    (1, 1, 0.0, True),
-    (1, 64, 3.0, True),
-    (2, 0, 0.0, False),
-    (3, 0, 2.0, True),
-    (4, 0, 0.0, True),
-    (4, 17, 0.0, False),
-    (4, 33, 5.0, True),
-])  # fmt: skip
-@pytest.mark.parametrize("programs", [2, 7])
+@pytest.mark.parametrize(
+    ("q_len", "window", "softcap", "has_sinks", "programs"),
+    each_value(
+        [
+            (1, 0, 0.0, True),
+            (1, 0, 5.0, False),
+            (1, 20, 0.0, False),
+            (1, 1, 0.0, True),
+            (1, 64, 3.0, True),
+            (2, 0, 0.0, False),
+            (3, 0, 2.0, True),
+            (4, 0, 0.0, True),
+            (4, 17, 0.0, False),
+            (4, 33, 5.0, True),
+        ],
+        [2, 7],
+    ),
+)
 def test_variants(q_len: int, window: int, softcap: float, has_sinks: bool, programs: int) -> None:
     lens = [n for n in (0, 4, 17, 97) if n == 0 or n >= q_len]
     run(lens, programs, q_len=q_len, window=window, softcap=softcap, has_sinks=has_sinks, group=3)
@@ -59,9 +65,9 @@ def test_the_first_keys_are_skipped(packed: str) -> None:
     run([18, 40], 3, skipped=3, window=20, packed=packed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("q_len", "dim", "window", "has_sinks"), [(1, 64, 0, False), (1, 80, 20, True), (4, 128, 0, True)]
+    ("dtype", "q_len", "dim", "window", "has_sinks"),
+    each_value(DTYPES, [(1, 64, 0, False), (1, 80, 20, True), (4, 128, 0, True)]),
 )
 def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, q_len: int, dim: int, window: int, has_sinks: bool) -> None:
     run([0, 17, 97], 7, dtype=dtype, q_len=q_len, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)

@@ -6,6 +6,7 @@ import torch
 
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles
 from actorllm_kernels.configs import table
+from tests.effort import each_value
 from tests.kernels.cases import run_prefill as run
 from tests.kernels.closeness import DTYPES
 
@@ -41,8 +42,7 @@ def test_the_first_keys_are_skipped(window: int) -> None:
     run([(4, 5), (32, 33), (16, 48), (7, 71), (40, 41), (1, 2)], skipped=1, window=window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "window", "has_sinks"), [(64, 0, False), (80, 20, True)])
+@pytest.mark.parametrize(("dtype", "dim", "window", "has_sinks"), each_value(DTYPES, [(64, 0, False), (80, 20, True)]))
 def test_a_cache_of_floats_of_8_bits(dtype: torch.dtype, dim: int, window: int, has_sinks: bool) -> None:
     run(CHUNKS, dtype=dtype, dim=dim, window=window, has_sinks=has_sinks, is_float8=True)
 

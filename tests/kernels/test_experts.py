@@ -12,6 +12,7 @@ from actorllm_kernels.grouped_gemm import FEW_TOKENS, grouped_gemm
 from actorllm_kernels.quantized_gemm import packed
 from actorllm_kernels.router_scores import router_scores
 from actorllm_kernels.sum_experts import sum_experts
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 
@@ -66,9 +67,10 @@ def test_a_token_takes_the_experts_with_the_highest_scores(normalizes: bool) -> 
     )
 
 
-@pytest.mark.parametrize("normalizes", [True, False])
-@pytest.mark.parametrize("is_corrected", [True, False])
-@pytest.mark.parametrize(("num_groups", "num_active_groups"), [(1, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("normalizes", "is_corrected", "num_groups", "num_active_groups"),
+    each_value([True, False], [True, False], [(1, 1), (4, 2), (3, 1)]),
+)
 def test_experts_in_groups(num_groups: int, num_active_groups: int, is_corrected: bool, normalizes: bool) -> None:
     """Of softmax and of sigmoids, whose correction decides who is chosen and not with what weight."""
     scores = 2 * numbers_of(9, 12)
@@ -142,8 +144,7 @@ def products(
     return y
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["", "silu", "swiglu"])
+@pytest.mark.parametrize(("dtype", "activation"), each_value(DTYPES, ["", "silu", "swiglu"]))
 def test_each_pair_is_multiplied_with_the_weight_of_its_expert(dtype: torch.dtype, activation: str) -> None:
     products(9, 72, 40, activation, dtype)
 
@@ -168,8 +169,7 @@ def test_the_tokens_beside_it_change_no_bit_of_a_token() -> None:
     assert torch.equal(first_of(1), first_of(40))
 
 
-@pytest.mark.parametrize("num_tokens", [3, FEW_TOKENS + 1])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(("num_tokens", "kind"), each_value([3, FEW_TOKENS + 1], ["int8", "fp8", "int4"]))
 def test_codes_of_experts(kind: str, num_tokens: int) -> None:
     size, inner, generator = 160, 24, torch.Generator().manual_seed(0)
     if kind == "int4":

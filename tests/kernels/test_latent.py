@@ -11,6 +11,7 @@ from actorllm_kernels.latent_decode import heads_together, latent_decode
 from actorllm_kernels.latent_prefill import heads_of_prompts, latent_prefill
 from actorllm_kernels.latent_rope_kv import latent_rope_kv
 from actorllm_kernels.plan_decode import plan_decode
+from tests.effort import each_value
 from tests.kernels.cases import run_latent_decode, run_latent_prefill
 from tests.kernels.closeness import DTYPES, assert_close
 from tests.kernels.paged import Paged
@@ -23,8 +24,7 @@ def test_any_division_among_programs_gives_the_same(programs: int) -> None:
     run_latent_decode(EDGES, programs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "group"), [(16, 16), (5, 5), (6, 3), (3, 1)])
+@pytest.mark.parametrize(("dtype", "num_heads", "group"), each_value(DTYPES, [(16, 16), (5, 5), (6, 3), (3, 1)]))
 def test_heads_share_a_row_of_the_cache(num_heads: int, group: int, dtype: torch.dtype) -> None:
     run_latent_decode([33, 70], 4, num_heads=num_heads, group=group, dtype=dtype)
 
@@ -35,8 +35,7 @@ def test_sizes_of_a_row(rank: int, rotary: int) -> None:
     run_latent_prefill([(9, 40), (3, 3)], rank=rank, rotary=rotary)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "block_m"), [(4, 32), (5, 16)])
+@pytest.mark.parametrize(("dtype", "num_heads", "block_m"), each_value(DTYPES, [(4, 32), (5, 16)]))
 def test_chunks_of_prompts(num_heads: int, block_m: int, dtype: torch.dtype) -> None:
     """Behind a history and without one, shorter than a program's tokens, over borders of tiles and of blocks."""
     run_latent_prefill([(1, 1), (1, 65), (12, 33), (20, 20)], num_heads=num_heads, block_m=block_m, dtype=dtype)
@@ -70,8 +69,7 @@ def test_it_is_attention_of_one_key_head_whose_values_are_parts_of_its_keys() ->
     assert_close(ours, both[..., :rank])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_heads", [3, 20])
+@pytest.mark.parametrize(("dtype", "num_heads"), each_value(DTYPES, [3, 20]))
 def test_queries_are_turned_and_tokens_written(num_heads: int, dtype: torch.dtype) -> None:
     plain, rank, rotary, page, num_tokens = 24, 48, 16, 8, 5
     made = torch.randn(num_tokens, num_heads * (plain + rotary) + rank + rotary).to(dtype)

@@ -6,6 +6,7 @@ import torch
 from actorllm_kernels import reference
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES
 from tests.kernels.sampling import make_state, on_the_cpu
 
@@ -21,8 +22,7 @@ def draw(
     return tokens.tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", [100, 256, 1000])
+@pytest.mark.parametrize(("dtype", "vocab_size"), each_value(DTYPES, [100, 256, 1000]))
 def test_the_choice_is_that_of_the_cpu(vocab_size: int, dtype: torch.dtype) -> None:
     x, weight, norm = torch.randn(9, 64).to(dtype), torch.randn(vocab_size, 64).to(dtype), torch.rand(64).to(dtype)
     state, rows = make_state(12, greedy=(3, 7)), torch.randperm(12)[:9].int()

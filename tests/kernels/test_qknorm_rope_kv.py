@@ -8,6 +8,7 @@ import triton.language as tl
 from actorllm_kernels import reference
 from actorllm_kernels.float8 import FLOAT8_SCALE, narrowed, widened
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 
@@ -50,8 +51,7 @@ def run(
     assert torch.equal(pool.double()[untouched], expected[untouched])
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("has_norm", "dtype"), each_value([False, True], DTYPES))
 def test_agrees_with_the_reference(dtype: torch.dtype, has_norm: bool) -> None:
     run(dtype, 4, 2, 64, has_norm)
 

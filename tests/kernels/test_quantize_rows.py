@@ -7,6 +7,7 @@ import torch
 
 from actorllm_kernels import reference
 from actorllm_kernels.quantize_rows import quantize_rows, scale_sums
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 KINDS = [torch.uint8, torch.int8]
@@ -23,9 +24,7 @@ def numbers(codes: torch.Tensor) -> torch.Tensor:
     return reference.float8_numbers(codes) if codes.dtype == torch.uint8 else codes.float()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [16, 48, 2064])
+@pytest.mark.parametrize(("dtype", "kind", "size"), each_value(DTYPES, KINDS, [16, 48, 2064]))
 def test_codes_are_the_nearest(size: int, kind: torch.dtype, dtype: torch.dtype) -> None:
     """By a step at most, where a number is nearly between two codes."""
     x = (torch.randn(3, size) * torch.tensor([[1e-3], [1.0], [300.0]])).to(dtype)
@@ -61,8 +60,7 @@ def test_columns_of_wider_rows_to_more_rows(kind: torch.dtype) -> None:
     assert (codes[3:] == 77).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "has_bias"), each_value(DTYPES, [False, True]))
 def test_sums_are_scaled(has_bias: bool, dtype: torch.dtype) -> None:
     sums = torch.randint(-(1 << 20), 1 << 20, (4, 1056), dtype=torch.int32)
     factors, scales = torch.rand(3, 1) / 1000, torch.rand(1056) / 1000

@@ -9,6 +9,7 @@ from actorllm_kernels import reference
 from actorllm_kernels.float8 import FLOAT8_SCALE
 from actorllm_kernels.quantized_gemm import dequantize, packed, quantized_gemm
 from actorllm_kernels.skinny_gemm import SplitScratch
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 KINDS = ("int8", "fp8", "int4-32", "int4-64", "int4-128")
@@ -76,27 +77,29 @@ def test_the_reference_states_the_layout(kind: str, num_inputs: int) -> None:
     assert torch.allclose(reference.dequantized(codes, scales, num_inputs), weight, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "kind"), each_value(DTYPES, KINDS))
 def test_what_is_fused(kind: str, dtype: torch.dtype) -> None:
     run(kind, 5, 40, 256, "norm bias residual", "", dtype)
     run(kind, 3, 24, 256, "norm bias", "silu", dtype)
 
 
-@pytest.mark.parametrize(("kind", "num_inputs"), [("int8", 200), ("fp8", 96), ("int4-32", 96), ("int4-64", 192)])
-@pytest.mark.parametrize("num_rows", [1, 17, 32])
+@pytest.mark.parametrize(
+    ("kind", "num_inputs", "num_rows"),
+    each_value([("int8", 200), ("fp8", 96), ("int4-32", 96), ("int4-64", 192)], [1, 17, 32]),
+)
 def test_inputs_that_are_no_multiple_of_128(kind: str, num_inputs: int, num_rows: int) -> None:
     run(kind, num_rows, 33, num_inputs, "norm")
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4-32"])
-@pytest.mark.parametrize(("num_outputs", "activation"), [(2100, ""), (8200, ""), (2050, "gelu_tanh")])
+@pytest.mark.parametrize(
+    ("kind", "num_outputs", "activation"),
+    each_value(["int8", "int4-32"], [(2100, ""), (8200, ""), (2050, "gelu_tanh")]),
+)
 def test_every_width_of_the_table(kind: str, num_outputs: int, activation: str) -> None:
     run(kind, 2, num_outputs, 128, "norm", activation)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4-64"])
-@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize(("kind", "activation"), each_value(["fp8", "int4-64"], ["", "silu"]))
 def test_parts_of_k_are_added_up(kind: str, activation: str) -> None:
     scratch = SplitScratch.empty(CPU)
     scratch.partials.fill_(torch.nan)
@@ -113,8 +116,10 @@ def test_logits_are_as_wide_as_they_were_summed() -> None:
     assert_close(y, x.double() @ weight.double().T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "num_inputs"), [("int8", 200), ("fp8", 128), ("int4-32", 160), ("int4-128", 256)])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "num_inputs"),
+    each_value(DTYPES, [("int8", 200), ("fp8", 128), ("int4-32", 160), ("int4-128", 256)]),
+)
 def test_a_part_of_a_weight_in_the_type_of_the_model(kind: str, num_inputs: int, dtype: torch.dtype) -> None:
     codes, scales, weight = weight_of(kind, 100, num_inputs)
     y = torch.full((60, num_inputs), torch.nan, dtype=dtype)

@@ -5,11 +5,11 @@ import torch
 
 from actorllm_kernels import reference
 from actorllm_kernels.rmsnorm import rmsnorm
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 80, 1024])
+@pytest.mark.parametrize(("dtype", "size"), each_value(DTYPES, [64, 80, 1024]))
 def test_agrees_with_the_reference(size: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, size).to(dtype), torch.randn(size).to(dtype)
     y = torch.empty_like(x)

@@ -32,7 +32,7 @@ EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300]
 VOCABULARIES = [1, 31, 257, 4097, 32_001, 151_936, 262_144][: examples(4, 7)]
 PROFILE = settings(
     deadline=None,
-    max_examples=examples(20, 200),
+    max_examples=examples(8, 200),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -142,7 +142,7 @@ def test_products(
     assert not scratch.counters.any()
 
 
-@settings(PROFILE, max_examples=examples(20, 30))  # of 262,144 logits, half a minute each in the interpreter
+@settings(PROFILE, max_examples=examples(8, 30))  # of 262,144 logits, half a minute each in the interpreter
 @given(
     vocab_size=st.sampled_from(VOCABULARIES),
     top_k=st.sampled_from([0, 1, 20, 10**6]),

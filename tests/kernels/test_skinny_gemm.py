@@ -5,31 +5,47 @@ import torch
 from triton.runtime.interpreter import interpreter_builder
 
 from actorllm_kernels.skinny_gemm import SplitScratch, is_skinny, skinny_gemm
+from tests.effort import each_value
 from tests.kernels.cases import run_product as run
 from tests.kernels.closeness import DTYPES
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("what", "activation"), [
-    ("", ""), ("norm", ""), ("norm bias", ""), ("residual", ""), ("norm bias residual", ""), ("norm", "silu"), ("bias", "gelu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "what", "activation"),
+    each_value(
+        DTYPES,
+        [
+            ("", ""),
+            ("norm", ""),
+            ("norm bias", ""),
+            ("residual", ""),
+            ("norm bias residual", ""),
+            ("norm", "silu"),
+            ("bias", "gelu"),
+        ],
+    ),
+)
 def test_what_is_fused(what: str, activation: str, dtype: torch.dtype) -> None:
     run(5, 40, 256, what, activation, dtype)
 
 
-@pytest.mark.parametrize("num_rows", [1, 17, 64])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 128), (16, 96), (33, 200)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"), each_value([1, 17, 64], [(48, 128), (16, 96), (33, 200)])
+)
 def test_shapes(num_rows: int, num_outputs: int, num_inputs: int) -> None:
     run(num_rows, num_outputs, num_inputs, "norm")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("what", "activation"), [
-    ("", ""), ("norm bias residual", ""), ("residual", ""), ("norm bias", "silu"), ("norm", "gelu_tanh"),
-])  # fmt: skip
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(7, 1536), (5, 4160)])
+@pytest.mark.parametrize(
+    ("dtype", "what", "activation", "num_outputs", "num_inputs"),
+    each_value(
+        DTYPES,
+        [("", ""), ("norm bias residual", ""), ("residual", ""), ("norm bias", "silu"), ("norm", "gelu_tanh")],
+        [(7, 1536), (5, 4160)],
+    ),
+)
 def test_one_row(num_outputs: int, num_inputs: int, what: str, activation: str, dtype: torch.dtype) -> None:
     """Neither outputs nor inputs fill the last piece."""
     run(1, num_outputs, num_inputs, what, activation, dtype)
@@ -44,8 +60,9 @@ def test_wide_products(num_outputs: int, activation: str) -> None:
     run(2, num_outputs, 128, "norm residual", activation)
 
 
-@pytest.mark.parametrize("split", [2, 3, 5])
-@pytest.mark.parametrize(("what", "activation"), [("residual", ""), ("norm bias", ""), ("norm", "silu")])
+@pytest.mark.parametrize(
+    ("split", "what", "activation"), each_value([2, 3, 5], [("residual", ""), ("norm bias", ""), ("norm", "silu")])
+)
 def test_parts_of_k_are_added_up_and_the_scratch_is_left_as_it_was(what: str, activation: str, split: int) -> None:
     """K is 5 steps of the loop and a piece; the scratch is used again, and what was in it does not count."""
     scratch = SplitScratch.empty(CPU)

@@ -12,11 +12,11 @@ from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import kv_copy
 from actorllm_kernels.silu_mul import ACTIVATIONS, activation_mul
 from actorllm_kernels.step_prep import step_prep
+from tests.effort import each_value
 from tests.kernels.closeness import DTYPES, assert_close
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("dtype", "activation"), each_value(DTYPES, ACTIVATIONS))
 def test_gated_activation(activation: str, dtype: torch.dtype) -> None:
     x = 3 * torch.randn(3, 2 * 1100).to(dtype)
     y = torch.empty(3, 1100, dtype=dtype)

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
+from tests.effort import examples
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -80,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert statistics.num_shared == sum(n > 1 for n in self.references.values())
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(33, 100), stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

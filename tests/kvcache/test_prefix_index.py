@@ -15,6 +15,7 @@ from actorllm.kvcache.block_hash_table import BlockHashTable, num_words
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, BlockRun, PrefixIndex, extra_key, hash_blocks
+from tests.effort import examples
 
 SIZE = 2
 
@@ -324,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(40, 120), stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestCache = CacheMachine.TestCase
 

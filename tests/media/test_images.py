@@ -173,9 +173,9 @@ class Flood:
     """Files that cost more than they are worth."""
 
     @staticmethod
-    def bomb(size: int = 9000) -> str:
+    def bomb(width: int = 9000, height: int | None = None) -> str:
         """The beginning of a file that says it has so many pixels."""
-        header = b"IHDR" + struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+        header = b"IHDR" + struct.pack(">IIBBBBB", width, height or width, 8, 2, 0, 0, 0)
         chunks = [(header, 13), (b"IDAT" + bytes(9), 9)]
         parts = [struct.pack(">I", n) + data + struct.pack(">I", zlib.crc32(data)) for data, n in chunks]
         return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
@@ -183,6 +183,11 @@ class Flood:
     @staticmethod
     def large_bomb() -> str:
         return Flood.bomb(60_000)
+
+    @staticmethod
+    def thin() -> str:
+        """Of few pixels, but for a tower that wants the shorter side at its own size."""
+        return Flood.bomb(10, 3_000_000)
 
     @staticmethod
     def truncated() -> str:
@@ -198,6 +203,9 @@ class Flood:
 BAD: list[tuple[Callable[[], Any], str]] = [
     (Flood.bomb, "9000 x 9000 pixels"),
     (Flood.large_bomb, "too many pixels"),
+    (Flood.thin, "10 x 3000000 pixels; a side may be 200 times"),
+    (lambda: np.zeros((3, 601, 3), np.uint8), "601 x 3 pixels; a side may be"),
+    (lambda: Image.new("RGB", (1, 201)), "1 x 201 pixels; a side may be"),
     (Flood.truncated, "cannot be decoded"),
     (Flood.pages, "several frames"),
     (lambda: "data:image/png;base64,????", "not base64"),

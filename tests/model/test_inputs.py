@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from actorllm.messages import StepPlan
 from actorllm.model.inputs import PersistentBatch, padded
+from tests.effort import examples
 from tests.model.columns import new_columns
 from tests.model.driver import int32
 
@@ -177,7 +178,7 @@ class BatchMachine(RuleBasedStateMachine):
 
 
 TestPersistentBatch = BatchMachine.TestCase
-TestPersistentBatch.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestPersistentBatch.settings = settings(max_examples=examples(10, 30), stateful_step_count=20, deadline=None)
 
 
 def test_padding_is_monotonous_and_small() -> None:

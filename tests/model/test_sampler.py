@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm_kernels import reference
+from tests.effort import examples
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "sampling.md"
 MARGIN = 1e-4
@@ -334,7 +335,7 @@ def drawn(logits: torch.Tensor, num_draws: int, **batch: Any) -> NDArray[np.int3
     return sampler.sample(logits.repeat(num_draws, 1), columns(num_draws, token_index=np.arange(num_draws), **batch))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     levels=st.lists(st.integers(0, 12), min_size=1, max_size=12),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),

@@ -16,7 +16,7 @@ from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedMo
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import FAMILIES, decoder_config
-from actorllm.model.weights import CheckpointWeights, DummyWeights
+from actorllm.model.weights import CheckpointWeights, DummyWeights, is_finite
 from tests.model.driver import TINY_LLAMA
 
 
@@ -245,3 +245,16 @@ def test_every_family_has_dummy_weights(folder: Path) -> None:
         }  # of recurrent layers
         (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]} | experts))
         load(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2])
+def test_a_number_that_is_none_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    assert is_finite(torch.zeros(0, 3, dtype=dtype))
+    assert is_finite(torch.full((70,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)), "their sum would not be"
+    for size in (1, 3, 1000):
+        for number in (float("nan"), float("inf"), -float("inf")):
+            for at in (0, size // 2, size - 1):
+                tensor = torch.linspace(-1, 1, size)
+                assert is_finite(tensor.to(dtype))
+                tensor[at] = number
+                assert not is_finite(tensor.to(dtype)), (size, number, at)

@@ -238,7 +238,8 @@ def test_helpers_of_tests_stand_in_modules_of_their_own() -> None:
 def test_the_root_of_the_tests_has_helpers_alone() -> None:
     """Every test stands in the folder that a reader of the package looks for."""
     here = {file.name for file in (ROOT / "tests").glob("*.py")}
-    assert here == {"conftest.py", "effort.py", "forking.py", "oracle.py", "random_schemas.py", "stories.py"}
+    helpers = {"conftest", "effort", "forking", "oracle", "programs", "quick_starts", "random_schemas", "stories"}
+    assert here == {f"{name}.py" for name in helpers}
 
 
 # What is public -------------------------------------------------------------------------------------------------------

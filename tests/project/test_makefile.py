@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -91,3 +92,13 @@ def test_the_page_names_the_versions_that_were_tried_and_none_of_them_failed() -
     lowest = min(Version(name.split()[1]) for name in results if name.startswith("transformers"))
     pinned = (ROOT / "constraints-lowest.txt").read_text()
     assert f"\ntransformers=={lowest}\n" in pinned
+
+
+def test_what_tries_more_at_length_does_so_among_the_slow_tests() -> None:
+    """Files that call `examples` (tests/effort.py)."""
+    lines = "\n".join(commands("test-slow")).replace("\\\n", " ").splitlines()
+    (line,) = [line for line in lines if "THOROUGH=1" in line]
+    named = [ROOT / word for word in line.split() if word.startswith("tests/")]
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"\bexamples\(\d", file.read_text())]
+    assert len(files) > 30
+    assert [file.relative_to(ROOT) for file in files if not any(file.is_relative_to(path) for path in named)] == []

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.effort import grid
+from tests.effort import each_value, grid
 
 TESTS = Path(__file__).parents[1]
 
@@ -62,3 +62,18 @@ def test_quick_cells_of_a_grid_have_each_pair_of_values() -> None:
     for first, second in itertools.combinations(range(len(factors)), 2):
         pairs = {(values[first], values[second]) for values in quick}
         assert pairs == set(itertools.product(factors[first], factors[second]))
+
+
+def test_quick_cells_of_factors_that_do_not_act_on_each_other_have_each_value() -> None:
+    cells = each_value("ab", [(1, None), (2, False), (3, True)], "xy")
+    assert [cell.values for cell in cells] == [
+        (first, *pair, last) for first in "ab" for pair in [(1, None), (2, False), (3, True)] for last in "xy"
+    ]
+    quick = [cell.values for cell in cells if not cell.marks]
+    assert len(quick) == 3
+    assert [set(column) for column in zip(*quick, strict=True)] == [
+        set("ab"),
+        {1, 2, 3},
+        {None, False, True},
+        set("xy"),
+    ]

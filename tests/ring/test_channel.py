@@ -686,13 +686,13 @@ def open_fds() -> int:
 def test_links_leave_no_descriptor_behind() -> None:
     before = open_fds()
     create_link(SMALL, SMALL, 3).close()
-    assert open_fds() == before
+    assert open_fds() <= before
     ends = create_link(SMALL, SMALL, 3)
     opened: list[Any] = [open_hub(ends.hub), *(open_spoke(end) for end in ends.spokes)]
     for end in opened:
         end.close()
         end.close()
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_a_link_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,7 +701,7 @@ def test_a_link_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPat
         create_link(SMALL, 1000, 2)
     with pytest.raises(ValueError, match="num_readers"):
         create_link(SMALL, SMALL, 0)
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_an_end_of_another_link_or_generation_is_refused() -> None:
@@ -742,7 +742,7 @@ def test_an_end_of_another_link_or_generation_is_refused() -> None:
         open_spoke(replace(link.spokes[0], fds=shuffled))
     link.hub.close()
     link.spokes[1].close()
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_a_receiver_can_be_built_from_its_parts(make_ring: Callable[..., Any]) -> None:

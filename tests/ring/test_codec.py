@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from actorllm.errors import CorruptLinkError
 from actorllm.ring import codec
 from actorllm.ring.codec import DTYPES, LARGE_BYTES, MAX_ARRAYS, decode, encode
+from tests.effort import examples
 
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=examples(50, 150), deadline=None, derandomize=True, database=None)
 
 SCALARS = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

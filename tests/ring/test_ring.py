@@ -30,6 +30,7 @@ from actorllm.errors import CorruptLinkError, PeerLostError, TransportError
 from actorllm.ring import layout
 from actorllm.ring.doorbell import Doorbell
 from actorllm.ring.segment import Segment, create_segment
+from tests.effort import examples
 
 CAPACITY = 512
 
@@ -247,10 +248,10 @@ QUICK = settings(
 
 
 def test_the_ring_behaves_like_queues() -> None:
-    run_state_machine_as_test(make_machine(actorllm.ring.ring), settings=settings(QUICK, max_examples=100))
+    run_state_machine_as_test(make_machine(actorllm.ring.ring), settings=settings(QUICK, max_examples=40))
 
 
-@pytest.mark.slow(reason="1,500 long runs; the quick test has 100")
+@pytest.mark.slow(reason="1,500 long runs; the quick test has 40")
 def test_the_ring_behaves_like_queues_at_length() -> None:
     run_state_machine_as_test(
         make_machine(actorllm.ring.ring),
@@ -583,7 +584,7 @@ def test_good_frames_before_a_corrupt_one_are_delivered(make_ring: Callable[...,
             ring.reader.drain()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(50, 150), deadline=None, derandomize=True, database=None)
 @given(
     stores=st.lists(
         st.tuples(

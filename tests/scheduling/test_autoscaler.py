@@ -16,6 +16,7 @@ from actorllm.scheduling.autoscaler import Autoscaler, ScalingPolicy, is_step, q
 from actorllm.scheduling.router import ReplicaView, Routable
 from actorllm.scheduling.window_quantile import WindowQuantile
 from actorllm.types.objective import SLO
+from tests.effort import examples
 
 POLICY = ScalingPolicy(window_s=60.0, shrink_pause_s=10.0)
 STEP_S = 0.01
@@ -113,7 +114,7 @@ def test_never_outside_of_the_bounds_and_fewer_only_if_the_others_keep_what_is_p
             assert all(moved <= (one.num_free_blocks or 0) * one.block_size for one in views[:wanted])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(13, 40))
 @given(rate=st.floats(0.05, 60.0), slo=SLOS, most=st.integers(1, 10))
 def test_a_constant_load_has_a_constant_number(rate: float, slo: SLO | None, most: int) -> None:
     scaler = Autoscaler(1, most, policy=POLICY)

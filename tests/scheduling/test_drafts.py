@@ -45,7 +45,7 @@ def expected_of(rid: int, prompt: list[int], most: int, *, ignore_eos: bool) -> 
     return stream if ignore_eos or EOS not in stream else stream[: stream.index(EOS) + 1]
 
 
-@settings(max_examples=examples(60, 300), deadline=None)
+@settings(max_examples=examples(25, 300), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 7]), st.sampled_from([1, 2]), st.sampled_from([13, 16, 60]))
 def test_streams_do_not_depend_on_drafts(seed: int, most: int, depth: int, num_blocks: int) -> None:
     """With preemptions, aborts, forks and lost workers in the middle."""

@@ -126,6 +126,23 @@ def test_the_adapter_reaches_the_worker(engine: Any) -> None:
     assert engine.scheduler.batch.adapter_id[0] == 3
 
 
+def test_a_policy_sees_the_adapter_of_a_request(build_engine: Callable[..., Any]) -> None:
+    """One that lets requests of one adapter follow each other, whatever came first."""
+
+    class ByAdapter(KeyPolicy):
+        name = "by-adapter"
+
+        def key(self, sequence: Any, view: Any) -> Any:
+            return (sequence.submit.adapter or "", sequence.adapter_slot)
+
+    engine = build_engine(policy=KeyPlanner(ByAdapter()), max_num_seqs=1)
+    for rid, (digest, slot) in enumerate([("2", 1), ("1", 2), ("2", 1), ("1", 2)], 1):
+        engine.submit(rid, [rid], adapter=digest * 64, blocked_on="adapter", max_tokens=2, ignore_eos=True)
+        engine.scheduler.unblock((0, rid), None, 0.0, slot)
+    engine.run()
+    assert list(engine.ends) == [2, 4, 1, 3]
+
+
 def test_block_tables_carry_a_group(engine: Any) -> None:
     engine.submit(1, [1], max_tokens=12, ignore_eos=True)
     engine.run()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.scheduling.on_time import most_on_time
+from tests.effort import examples
 
 JOBS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 25), st.booleans()), min_size=1, max_size=8)
 
@@ -35,7 +36,7 @@ def largest(work: list[int], due: list[int], kept: list[int]) -> int:
 
 
 @given(JOBS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 def test_no_larger_set_can_be_on_time(jobs: list[tuple[int, int, bool]]) -> None:
     work, due = [job[0] for job in jobs], [job[1] for job in jobs]
     chosen = most_on_time(np.array(work, float), np.array(due, float))
@@ -45,7 +46,7 @@ def test_no_larger_set_can_be_on_time(jobs: list[tuple[int, int, bool]]) -> None
 
 
 @given(JOBS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 def test_those_that_were_promised_stay_in(jobs: list[tuple[int, int, bool]]) -> None:
     work, due = [job[0] for job in jobs], [job[1] for job in jobs]
     kept = [i for i, job in enumerate(jobs) if job[2]]

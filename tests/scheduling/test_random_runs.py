@@ -108,14 +108,14 @@ def run(seed: int, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_runs(block: int) -> None:
-    for seed in range(50 * block, 50 * block + examples(15, 50)):
+    for seed in range(50 * block, 50 * block + examples(8, 50)):
         run(seed)
 
 
 @pytest.mark.parametrize("window", [1, 4, 7, 39])
 def test_random_runs_with_a_group_of_layers_with_a_window(window: int) -> None:
     """Each token finds in the second group what the window sees, in whatever step and after whatever became of the others."""
-    for seed in range(50 * window, 50 * window + examples(15, 50)):
+    for seed in range(50 * window, 50 * window + examples(8, 50)):
         run(seed, window)
 
 

@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=examples(40, 300), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(20, 300), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
 
@@ -270,7 +270,7 @@ class FailingMachine(SchedulerMachine):
         self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
 
 
-FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
+FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(12, 200))
 TestFailingSteps = FailingMachine.TestCase
 
 
@@ -329,7 +329,7 @@ class WindowedMachine(SchedulerMachine):
         return Engine(window=6, **arguments)
 
 
-WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
+WindowedMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(12, 200))
 TestWindowedGroup = WindowedMachine.TestCase
 
 
@@ -356,11 +356,11 @@ class RecurrentMachine(FailingMachine):
             prompt = [*prompt, *self.engine.streams[rid], rid % 97]
 
 
-RecurrentMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(30, 300))
+RecurrentMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(15, 300))
 TestRecurrent = RecurrentMachine.TestCase
 
 PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
-PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(25, 200))
+PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(12, 200))
 TestPauses = PausingMachine.TestCase
 
 
@@ -416,7 +416,7 @@ class TieredMachine(SchedulerMachine):
         self.engine.submit(rid, prompt, **self.more_of(rid), **arguments)
 
 
-TieredMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(15, 200))
+TieredMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(8, 200))
 TestTiers = TieredMachine.TestCase
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import httpx
 import orjson
 
+from tests import programs
 from tests.actors.scripted_topology import LIGHT_WORKERS
 
 LIGHT_SERVER = f"""
@@ -36,7 +37,7 @@ def serve_command(*options: str, is_light: bool = False) -> list[str]:
 class Server:
     def __init__(self, *options: str, is_light: bool = False) -> None:
         command = serve_command("--port", "0", *options, is_light=is_light)
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self.process = programs.popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert self.process.stderr is not None
         self.log: list[str] = []
         for line in self.process.stderr:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from actorllm import AsyncLLM
 from actorllm.errors import ConfigError
@@ -89,3 +90,36 @@ async def test_they_are_there_only_where_they_are_asked_for(llm: AsyncLLM, monke
         check_processes(2, True)
     check_processes(1, True)
     check_processes(2, False)
+
+
+async def test_weights_come_in_parts_by_the_verbs_of_vllm(sleeper: AsyncLLM, tmp_path: Path) -> None:
+    """As files, of which the trainer may write one after the other, and take it away when the answer is there."""
+    tensors, part = list(changed(2).items()), tmp_path / "part.safetensors"
+    async with client_of(create_app(sleeper, enable_dev_endpoints=True)) as client:
+
+        async def post(path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+            answer = await client.post(path, json=body) if body else await client.post(path)
+            return answer.status_code, answer.json()
+
+        first = (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
+        status, told = await post("/update_weights", update_info={"files": [str(part)]})
+        assert (status, "call start_weight_update first" in told["error"]["message"]) == (400, True)
+        assert (await post("/init_weight_transfer_engine", init_info={"backend": "nccl"}))[0] == 400
+        assert (await post("/init_weight_transfer_engine", init_info={}))[0] == 200
+        assert (await post("/start_weight_update"))[0] == 200
+        for half in (tensors[::2], tensors[1::2]):
+            save_file(dict(half), part)
+            assert (await post("/update_weights", update_info={"files": [str(part)]}))[0] == 200
+            part.unlink()
+        status, told = await post("/update_weights", update_info={"files": [str(part)]})
+        assert (status, told["error"]["param"]) == (400, "update_info"), told
+        part.write_bytes(b"none")
+        assert (await post("/update_weights", update_info={"files": [str(part)]}))[0] == 500
+        assert await post("/finish_weight_update", weight_version="parts") == (200, {"weight_version": "parts"})
+        text = (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
+        assert text != first
+        assert (await post("/finish_weight_update"))[0] == 400
+        assert (await post("/shutdown_weight_transfer_engine"))[0] == 200
+        body = {"folder": str(write(tmp_path / "whole", changed(2)))}
+        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
+        assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == text

@@ -19,6 +19,7 @@ from actorllm.server.tool_parsers import parser_named
 from actorllm.server.tools import ToolUse
 from actorllm.testing import ScriptedAsyncLLM
 from actorllm.text.reasoning.parsers import reasoning_named
+from tests.effort import examples
 from tests.server.conftest import client_of, events_of
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -151,7 +152,7 @@ HARMONY = (
     st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from(HARMONY), max_size=10).map("".join),
     st.lists(st.integers(1, 9), min_size=1),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(67, 200))
 def test_any_cut_gives_the_same_message(
     parsers: tuple[str | None, str | None], is_parallel: bool, text: str, sizes: list[int]
 ) -> None:

@@ -65,7 +65,7 @@ async def end_of(llm: AsyncLLM, prompt: list[int], during: Callable[[], object] 
 
 async def test_a_worker_that_does_not_come_back_from_a_step(build: Callable[..., AsyncLLM]) -> None:
     error = await end_of(build(step_timeout_s=0.5), [1, STUCK_TOKEN])
-    assert "worker0 was killed because it was stuck: step 1 ran for 0." in error
+    assert "worker0 was killed because it was stuck: step 1 ran for " in error
     assert "deadline 0.5 s" in error
     assert "scripted_worker.py" in error, "its last words say where it was"
 
@@ -87,7 +87,7 @@ async def test_a_step_that_does_not_come_back_from_a_thread(
     try:
         with anyio.fail_after(30):
             error = await end_of(llm, [1, 2])
-        assert "worker0 failed with TimeoutError: step 1 ran for 0." in error
+        assert "worker0 failed with TimeoutError: step 1 ran for " in error
         assert "deadline 0.5 s; its thread cannot be stopped and is abandoned (step_timeout_s" in error
         assert "is_let_go.wait(60)" in "".join(llm.dead_error.__notes__)
         assert llm.health().state == "dead"
@@ -261,7 +261,7 @@ async def test_nobody_looks_while_there_is_nothing_to_do(build: Callable[..., As
     async for _ in llm.generate({"prompt_token_ids": [1, 2]}, params):
         pass
     supervisor: Any = llm._engine._supervisor
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         while supervisor._watch._has_come is None or supervisor._watch._has_come.is_set():
             await anyio.sleep(0.01)
     stopped = llm._engine.pids["worker0"]

@@ -26,6 +26,7 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestS
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
 from actorllm.intake.job import FunctionJob
+from tests import programs
 from tests.actors.scripted_topology import LIGHT_WORKERS, with_workers
 from tests.supervision.processes import is_gone
 
@@ -383,7 +384,7 @@ print("pids", *llm._engine.pids.values(), flush=True)
 
 @contextmanager
 def running(*arguments: str, stdin: str = "") -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = programs.popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 
 from actorllm.actors import child
+from tests import programs
 from tests.actors.echo import EchoConfig
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +47,8 @@ def program(ending: str, placement: str = "process") -> str:
 
 
 @contextmanager
-def running(*arguments: str, text: str = "") -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+def running(*arguments: str, text: str = "", is_copied: bool = True) -> Iterator[subprocess.Popen[str]]:
+    process = (programs.popen if is_copied else subprocess.Popen)(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -311,7 +312,7 @@ def test_a_child_imports_no_more_than_its_actor_needs() -> None:
         "import sys; import actorllm.supervision.supervisor, tests.actors.echo;"
         "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     )
-    with running("-c", source) as process:
+    with running("-c", source, is_copied=False) as process:
         assert rest_of(process) == ("[]\n", "")
 
 

@@ -83,7 +83,7 @@ def kill(engine: Engine, *names: str) -> dict[str, int]:
 
 
 def restarts_of(engine: Engine) -> dict[str, int]:
-    counts: dict[str, int] = engine.thread.call(engine.supervisor.statistics).result(5)["num_restarts"]
+    counts: dict[str, int] = engine.thread.call(engine.supervisor.statistics).result(30)["num_restarts"]
     return counts
 
 
@@ -110,7 +110,7 @@ def test_who_dies_alone_is_started_again_alone(tree: Engine) -> None:
     assert tree.ask("ping") == "middle"
     before = kill(tree, "middle")
     with pytest.raises(PeerRestartedError, match="middle is gone: middle was killed"):
-        asked.result(5)
+        asked.result(30)
     after = tree.supervisor.pids
     assert after["middle"] != before["middle"]
     assert [after[f"echo{rank}"] for rank in range(2)] == [before[f"echo{rank}"] for rank in range(2)]
@@ -154,11 +154,11 @@ def test_a_log_tells_every_death_and_every_new_link_in_fields(tree: Engine, capl
 
 def test_a_peer_with_a_defect_dies_of_it_unless_it_is_another_one_already(tree: Engine) -> None:
     link = tree.front.links["middle"]
-    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(30)
     assert wait_until(lambda: tree.supervisor.health().num_recoveries == 1)
     failure = "middle was killed because it was contradicting itself"
     assert tree.supervisor.health().actors["middle"].last_failure == failure
-    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(30)
     assert tree.ask("ping") == "middle"
     assert tree.supervisor.health().num_recoveries == 1
 
@@ -173,7 +173,7 @@ def test_who_takes_the_place_of_a_dead_one_does_not_answer_for_it(
     os.kill(before, signal.SIGKILL)
     assert wait_until(lambda: tree.supervisor.pids.get("middle", before) != before)
     assert wait_until(lambda: tree.supervisor._children["middle"].phase == "configured")
-    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(30)
     shortage.num_failures = 0
     assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
     assert tree.supervisor._counter is not None
@@ -202,7 +202,8 @@ def test_everybody_at_once(tree: Engine) -> None:
         assert tree.ask("ping") == "middle"
         echoes_work(tree)
         num_fds.append(len(os.listdir("/proc/self/fd")))
-    assert num_fds[0] == num_fds[1]
+    # A death that is still cleaned up holds some more.
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds[0]), num_fds
     assert restarts_of(tree) == {"middle": 2, "echoes": 2}
     health = tree.supervisor.health()
     assert (health.state, health.num_recoveries) == ("running", 4)
@@ -304,7 +305,7 @@ def test_a_shortage_of_descriptors_is_waited_for(
     assert tree.ask("ping") == "middle"
     assert tree.supervisor._counter is not None
     assert tree.supervisor._counter._deaths == {"middle": 1}
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds)
 
 
 def test_who_attached_and_cannot_be_linked_again_is_dropped(tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +335,7 @@ def test_who_attached_and_cannot_be_linked_again_is_dropped(tree: Engine, monkey
     guest = Guest(ActorSpec("guest", "", placement="attached"), lambda *_: None)
     guest.phase = "running"
     link = replace(LinkSpec.pair("middle", "guest"), capacity_down=1 << 16)
-    tree.thread.call(tree.supervisor.admit, guest, link).result(5)
+    tree.thread.call(tree.supervisor.admit, guest, link).result(30)
     assert guest.told == [("link", "")]
     monkeypatch.setattr(supervisor, "GUEST_PATIENCE_S", 0.05)
     Shortage(monkeypatch, 0).sizes.add(1 << 16)
@@ -365,7 +366,7 @@ def test_an_actor_of_this_process_runs_once_however_often_the_start_is_tried(mak
 
     engine.front.run = counted  # type: ignore[method-assign]
     engine.thread.start(30)
-    engine.thread.call(engine.supervisor._children["front"].run).result(5)  # as if another one had died at this point
+    engine.thread.call(engine.supervisor._children["front"].run).result(30)  # as if another one had died at this point
     engine.ask("ping")
     assert len(num_runs) == 1
 
@@ -385,7 +386,7 @@ def test_an_error_at_the_first_start_is_not_tried_again(make_tree: Callable[...,
 
 
 def test_a_process_that_is_stopped_before_it_is_ready_again(make_tree: Callable[..., Engine]) -> None:
-    tree = make_tree(heartbeat_timeout_s=0.4)
+    tree = make_tree(heartbeat_timeout_s=1.0)
     tree.thread.start(30)
     before = tree.supervisor.pids["middle"]
     os.kill(before, signal.SIGKILL)
@@ -395,13 +396,13 @@ def test_a_process_that_is_stopped_before_it_is_ready_again(make_tree: Callable[
     assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
     assert tree.supervisor.pids["middle"] not in (before, second)
     failure = tree.supervisor.health().actors["middle"].last_failure
-    assert "was killed because it was stuck: the process was stopped for 0." in str(failure)
-    assert "during its start, limit 0.4 s" in str(failure)
+    assert "was killed because it was stuck: the process was stopped for " in str(failure)
+    assert "during its start, limit 1 s" in str(failure)
     assert tree.ask("ping") == "middle"
 
 
 def test_a_process_that_is_stopped_at_the_first_start(make_tree: Callable[..., Engine]) -> None:
-    tree = make_tree(heartbeat_timeout_s=0.4)
+    tree = make_tree(heartbeat_timeout_s=1.0)
     started = tree.thread.start_nowait()
     assert wait_until(lambda: "echo1" in tree.supervisor.pids)
     os.kill(tree.supervisor.pids["echo1"], signal.SIGSTOP)
@@ -439,7 +440,7 @@ def test_who_has_no_room_for_a_new_link_makes_way_for_one_that_has(make_engine: 
         os.kill(before["echo0"], signal.SIGKILL)
         assert wait_until(lambda: tree.supervisor.pids.get("middle", before["middle"]) != before["middle"])
     assert wait_until(lambda: restarts_of(tree) == {"middle": 1, "echo0": 1})
-    generations = tree.thread.call(tree.supervisor.statistics).result(5)["generations"]
+    generations = tree.thread.call(tree.supervisor.statistics).result(30)["generations"]
     assert set(generations) == set(names)
     ends = [tree.ask("statistics", peer)["links"] for peer in ("middle", "echo0")]
     assert ends[0]["echoes"]["generation"] == ends[1]["middle"]["generation"] == generations["echoes"]
@@ -463,7 +464,7 @@ class Looks:
 
         monkeypatch.setattr(vigil, "look", counted)
         monkeypatch.setattr(type(tree.front), "has_work", True)
-        tree.thread.call(tree.front.on_work).result(5)
+        tree.thread.call(tree.front.on_work).result(30)
 
     def go_on(self) -> bool:
         before = self.num
@@ -485,7 +486,7 @@ def test_a_shortage_of_descriptors_does_not_end_what_is_watched(
 def test_a_look_that_fails_is_logged_and_the_next_one_follows(
     make_tree: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tree = make_tree(heartbeat_timeout_s=0.4)
+    tree = make_tree(heartbeat_timeout_s=1.0)
     tree.thread.start(30)
     looks = Looks(tree, monkeypatch)
     looks.is_failing = True
@@ -498,7 +499,7 @@ def test_a_look_that_fails_is_logged_and_the_next_one_follows(
 
 
 def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., Engine]) -> None:
-    tree = make_tree(standby=StandbyOptions("echoes"), heartbeat_timeout_s=0.4)
+    tree = make_tree(standby=StandbyOptions("echoes"), heartbeat_timeout_s=1.0)
     tree.thread.start(30)
     assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
     health = tree.supervisor.health()

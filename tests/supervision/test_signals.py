@@ -15,6 +15,7 @@ import pytest
 
 from actorllm import LLMEngine, RequestOutput, SamplingParams
 from actorllm.errors import EngineShutdownError
+from tests import programs
 from tests.actors.scripted_topology import LIGHT_WORKERS
 
 ROOT = Path(__file__).parents[2]
@@ -154,9 +155,9 @@ class Program:
 
 
 @contextmanager
-def running(*arguments: str, stdin: str | None = None) -> Iterator[Program]:
+def running(*arguments: str, stdin: str | None = None, is_copied: bool = True) -> Iterator[Program]:
     names = shared_memory()
-    process = subprocess.Popen(
+    process = (programs.popen if is_copied else subprocess.Popen)(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -230,7 +231,7 @@ def test_ctrl_c_that_nobody_catches_ends_everything() -> None:
 
 
 def test_ctrl_c_while_the_engine_starts() -> None:
-    with running("-c", STARTING) as program:
+    with running("-c", STARTING, is_copied=False) as program:
         program.wait_for("starting")
         assert wait_until(lambda: len(children_of(program.process.pid)) == 2)
         program.pids = children_of(program.process.pid)

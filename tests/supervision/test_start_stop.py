@@ -16,7 +16,7 @@ from tests.actors.scripted_topology import LIGHT_WORKERS
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import gc, json, os, sys, threading
+import gc, json, os, sys, threading, time
 from pathlib import Path
 from actorllm import LLM, SamplingParams
 
@@ -24,9 +24,21 @@ topology, count = sys.argv[1], int(sys.argv[2])
 how = {"data_parallel_size": 2, "ready_replicas": 2} if topology == "fleet" else {"topology": topology}
 params = SamplingParams(max_tokens=4, ignore_eos=True)
 
+most_threads = None
+
+def read_status():
+    return dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+
 def counts():
+    global most_threads
     gc.collect()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    status = read_status()
+    for _ in range(500):  # the kernel lets go of a thread a moment after it has been joined
+        if most_threads is None or int(status["Threads"]) <= most_threads:
+            break
+        time.sleep(0.01)
+        status = read_status()
+    most_threads = int(status["Threads"])
     children = [
         child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
     ]

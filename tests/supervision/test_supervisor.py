@@ -67,7 +67,7 @@ def test_a_whole_life(run_engine: MakeEngine, placement: str) -> None:
         assert [message.step for link, message in echoed if link.rank == rank] == list(range(500))
     # Statistics of everyone and of the tree.
     assert [s["num_messages"] for s in engine.ask_echoes("statistics")] == [500, 500]
-    tree = engine.thread.call(engine.supervisor.statistics).result(5)
+    tree = engine.thread.call(engine.supervisor.statistics).result(30)
     assert tree["phase"] == "running"
     assert {actor["phase"] for actor in tree["actors"].values()} == {"running"}
     assert tree["generations"] == {"front-middle": 1, "echoes": 1}
@@ -280,13 +280,13 @@ def test_a_thread_that_hangs_is_abandoned(run_engine: MakeEngine, monkeypatch: p
     for thread in threading.enumerate():
         if thread.name.startswith("actorllm:"):
             thread.join(10)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
 
 
 def test_a_new_link_is_of_the_next_generation(run_engine: MakeEngine) -> None:
     engine = run_engine()
     old = engine.front.links["echoes"]
-    engine.thread.call(engine.supervisor._wiring.connect, "echo0").result(5)
+    engine.thread.call(engine.supervisor._wiring.connect, "echo0").result(30)
     assert engine.front.links["echoes"].generation == 2
     assert [link.peer for link in engine.front.lost] == ["echoes"]
     assert not old.is_open
@@ -314,7 +314,8 @@ def test_starting_and_stopping_leaves_nothing(run_engine: MakeEngine, placement:
         assert engine.ask("ping") == "middle"
         engine.thread.stop()
         counts.append(count())
-    assert counts[1:] == [counts[0]] * 4
+    num_fds, num_threads = counts[0]
+    assert all(fds <= num_fds and threads <= num_threads for fds, threads in counts), counts
 
 
 def test_a_loop_that_takes_long_to_close_is_closed_when_the_engine_has_stopped(

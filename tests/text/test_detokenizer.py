@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 from actorllm.text.detokenizer import MAX_WITHHELD, Detokenizer
 from actorllm.text.tokenizer import Tokenizer
+from tests.effort import examples
 
 TEXTS = [
     "Once upon a time, in a forest, there lived a fox.",
@@ -61,7 +62,7 @@ def test_text_comes_as_soon_as_it_is_certain(storyteller: Tokenizer) -> None:
         assert so_far == full.rstrip("\ufffd")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 @given(st.data())
 def test_random_tokens_never_raise(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
     top = any_tokenizer.vocab_size + 50
@@ -73,7 +74,7 @@ def test_random_tokens_never_raise(any_tokenizer: Tokenizer, data: st.DataObject
         assert text == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 @given(text=st.text(max_size=40), cut=st.integers(0, 40))
 def test_any_text(storyteller: Tokenizer, text: str, cut: int) -> None:
     ids = storyteller.encode(text).tolist()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from actorllm.text.request_text import RequestText
 from actorllm.text.tokenizer import Tokenizer
+from tests.effort import examples
 
 STORY = "Once upon a time, a 🦊 lived in a wood. It was happy.\n\nThe end. And more"
 
@@ -88,7 +89,7 @@ def test_held_back_text_comes_at_the_end(storyteller: Tokenizer) -> None:
     assert so_far + text.finish() == storyteller.decode(broken)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     cut=st.integers(0, 60),
     stop=st.lists(st.sampled_from(["The end.", "happy.\n\nThe", "🦊 lived by", "wood. It was sad", "xyz"]), max_size=3),

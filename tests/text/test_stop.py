@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.text.stop import StopMatcher
+from tests.effort import examples
 
 
 def first_stop(text: str, stops: list[str], behind: int = 0) -> tuple[int, str] | None:
@@ -27,7 +28,7 @@ text_of_few = st.text("ab.", max_size=30)
 stop_strings = st.lists(st.text("ab.", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(167, 500), deadline=None)
 @given(parts=st.lists(text_of_few, max_size=8), stops=stop_strings, include=st.booleans(), min_parts=st.integers(0, 4))
 def test_equal_to_brute_force(parts: list[str], stops: list[str], include: bool, min_parts: int) -> None:
     text = "".join(parts)
@@ -53,7 +54,7 @@ def test_equal_to_brute_force(parts: list[str], stops: list[str], include: bool,
     assert matcher.flush() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 @given(text=text_of_few, stops=stop_strings)
 def test_character_by_character_is_the_same_as_at_once(text: str, stops: list[str]) -> None:
     whole, stop = StopMatcher(stops).push(text)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from actorllm.config import BUNDLED_MODELS
 from actorllm.text.token_length import max_token_characters
 from actorllm.text.tokenizer import Tokenizer
+from tests.effort import examples
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 
@@ -42,7 +43,7 @@ WITH_A_BOUND = {
 
 
 @pytest.mark.parametrize("name", WITH_A_BOUND)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 @given(text=st.text() | st.text("a \u0301\u0323\u1100\u1161\u11a8\u2126", max_size=60))
 def test_no_token_stands_for_more_characters(name: str, text: str) -> None:
     backend = WITH_A_BOUND[name]

@@ -20,6 +20,7 @@ from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, UnknownParameterError
 from actorllm.types.params import VLLM_PARAMETERS, RepetitionDetectionParams
 from actorllm.types.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+from tests.effort import examples
 
 PROMPT = "Once upon a time"
 
@@ -292,7 +293,7 @@ SENSIBLE = {
 assert set(SENSIBLE) == set(SamplingParams.__dataclass_fields__)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(133, 400), deadline=None)
 @given(st.fixed_dictionaries({}, optional={name: sane | ANYTHING for name, sane in SENSIBLE.items()}))
 def test_whatever_is_given_is_taken_or_refused(arguments: dict[str, Any]) -> None:
     params, message = None, ""
@@ -312,7 +313,7 @@ def test_whatever_is_given_is_taken_or_refused(arguments: dict[str, Any]) -> Non
     assert params.checked_copy() == params
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 @given(st.sampled_from(sorted(SENSIBLE)), ANYTHING)
 @example("structured_outputs", 10**5000)  # Python does not write so many digits out
 def test_a_field_assigned_later_is_checked_when_it_is_used(name: str, value: Any) -> None:

@@ -15,6 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.actors.tiers.slot_file import SlotFile, Views
+from actorllm.actors.tiers.together import together
+
+MAX_THREADS = 4
+"""That load: a disk answers several at a time, and what one has read is checked while another one reads."""
+BYTES_OF_A_THREAD = 4 << 20
+"""A thread that reads less than that costs more than it saves."""
 
 ViewsOf = Callable[[int], Views]
 
@@ -55,11 +61,39 @@ class BlockMover:
 
     def store(self, era: int, keys: NDArray[np.uint64], blocks: Sequence[int]) -> tuple[int, float]:
         """How many of these blocks are in a tier now; and seconds."""
-        return self._run(era, keys, blocks, self._write)
+        number = 0
+        with self._lock:
+            self.num_jobs += 1
+            began = time.perf_counter()
+            for key, block in zip(keys, blocks, strict=True):
+                if not self._goes_on(era):
+                    break
+                number += self._write(key, self._views_of(block))
+            return number, time.perf_counter() - began
 
     def load(self, era: int, keys: NDArray[np.uint64], blocks: Sequence[int]) -> tuple[int, float]:
-        """How many of these blocks were filled, from the first on without a gap; and seconds. The next one is zeros."""
-        return self._run(era, keys, blocks, self._read, is_chain=True)
+        """How many of these blocks were filled, from the first on without a gap; and seconds.
+
+        A block that could not be read is zeros. One behind it is as it was, or filled.
+        """
+        with self._lock:
+            self.num_jobs += 1
+            began = time.perf_counter()
+            is_good = [False] * len(blocks)
+            positions, has_gap = iter(range(len(blocks))), threading.Event()
+
+            def fill() -> None:
+                for at in positions:
+                    if has_gap.is_set():  # nothing behind it counts
+                        return
+                    is_good[at] = self._goes_on(era) and self._read(keys[at], self._views_of(blocks[at]))
+                    if not is_good[at]:
+                        has_gap.set()
+
+            size = sum(view.nbytes for view in self._views_of(blocks[0])) if blocks else 0
+            together(fill, max(1, min(MAX_THREADS, len(blocks), size * len(blocks) // BYTES_OF_A_THREAD)))
+            number = is_good.index(False) if False in is_good else len(blocks)
+            return number, time.perf_counter() - began
 
     def pull(self, era: int, copy: Callable[[], tuple[int, float]]) -> tuple[int, float]:
         """As `load`, by a function that fills blocks with what another replica has."""
@@ -67,26 +101,8 @@ class BlockMover:
             self.num_jobs += 1
             return copy() if era == self._era and not self._is_closed else (0, 0.0)
 
-    def _run(
-        self,
-        era: int,
-        keys: NDArray[np.uint64],
-        blocks: Sequence[int],
-        move: Callable[[NDArray[np.uint64], Views], bool],
-        is_chain: bool = False,
-    ) -> tuple[int, float]:
-        number = 0
-        with self._lock:
-            self.num_jobs += 1
-            began = time.perf_counter()
-            for key, block in zip(keys, blocks, strict=True):
-                if self._is_closed or era != self._era:
-                    break
-                if move(key, self._views_of(block)):
-                    number += 1
-                elif is_chain:
-                    break
-            return number, time.perf_counter() - began
+    def _goes_on(self, era: int) -> bool:
+        return not self._is_closed and era == self._era
 
     def _write(self, key: NDArray[np.uint64], views: Views) -> bool:
         is_there = [file.write(key, views) for file in self._files]  # every file gets it

@@ -47,7 +47,7 @@ Views = Sequence[memoryview]
 
 
 class SlotFile:
-    """See the module docstring. Its methods may be called from one thread at a time."""
+    """See the module docstring. `read` may be called from several threads at a time, all else from one."""
 
     def __init__(self, path: str, fingerprint: bytes, slot_bytes: int, num_bytes: int) -> None:
         """Opens the file, or makes it.
@@ -117,10 +117,11 @@ class SlotFile:
     def remove(self, keys: NDArray[np.uint64]) -> None:
         """What the slots of these keys have is wrong."""
         for key in keys:
-            slot = self._find(key)
-            if slot >= 0:
-                self._keys[slot // WAYS, slot % WAYS] = 0
-                self._used[slot] = 0.0
+            number = int(key[0] % self._num_sets)
+            # In a file of an older version two writers of one block may both have entered it.
+            for way in (self._keys[number] == key).all(1).nonzero()[0].tolist():
+                self._keys[number, way] = 0
+                self._used[number * WAYS + way] = 0.0
 
     # Moving
 
@@ -147,8 +148,9 @@ class SlotFile:
         with self._locked(number) as has_lock:
             if not has_lock or self._claims[slot] != claim:
                 return False
-            self._checksums[slot] = checksum
-            self._keys[slot // WAYS, slot % WAYS] = key
+            if self._find(key) < 0:  # else another writer of the same block was sooner
+                self._checksums[slot] = checksum
+                self._keys[slot // WAYS, slot % WAYS] = key
         return True
 
     def read(self, key: NDArray[np.uint64], views: Views) -> bool:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from actorllm.client.collective_calls import call_arguments
+from actorllm.client.collective_calls import Called, call_arguments
 from actorllm.client.engine import Engine
 from actorllm.client.launched.outcome import outcome_of, taken
 from actorllm.config import EngineConfig
@@ -102,7 +102,7 @@ class LaunchedEngine(Engine):
             raise EngineError(f"rank {self.rank} computes what rank 0 plans; change the policy there")
         return super().set_policy(scheduling_policy, admission_policy)
 
-    def call_workers(self, target: str, data: Any, **keywords: Any) -> Future[list[Any]]:
+    def call_workers(self, target: str, data: Any, **keywords: Any) -> Future[Called]:
         """Raises EngineError: only rank 0 would be called."""
         raise EngineError(
             f"{target!r}: functions are not called on ranks that a launcher has started; call it in each program"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 32_000_000
 """Of one image, and of all images of a prompt together."""
+MAX_RATIO = 200
+"""Of the longer side of an image to the shorter one. Processors make the shorter one as long as their tower wants it."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
@@ -87,4 +89,9 @@ def _check_pixels(width: int, height: int, place: str) -> None:
     if not 0 < width * height <= MAX_PIXELS:
         raise InvalidPromptError(
             f"{place}: the image has {width} x {height} pixels, and 1 to {MAX_PIXELS} are taken; send a smaller one"
+        )
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise InvalidPromptError(
+            f"{place}: the image has {width} x {height} pixels; a side may be {MAX_RATIO} times as long as the other; "
+            f"send a part of it"
         )

@@ -29,6 +29,7 @@ from actorllm.types.adapter_folder import (
 )
 
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.inference_mode()
@@ -65,7 +66,12 @@ def read_adapter(
             raise InvalidParameterError(
                 f"{adapter.path}: the tensor {name!r:.200} adapts nothing that can be adapted in this model; adapt {kinds}"
             )
-        pairs.setdefault(target.name, {})[match[2]] = tensor
+        pair = pairs.setdefault(target.name, {})
+        if match[2] in pair:
+            raise InvalidParameterError(
+                f"{adapter.path}: {name!r:.200} is there a second time, under another name; leave one out"
+            )
+        pair[match[2]] = tensor
     if not pairs:
         raise InvalidParameterError(f"{adapter.path}: {WEIGHTS_FILE} holds no tensors of an adapter")
     return {name: _pair(adapter.path, targets[name], pair, settings, dtype) for name, pair in pairs.items()}
@@ -79,10 +85,10 @@ def _pair(
     for letter, shape in shapes.items():
         tensor = pair.get(letter)
         found = "not there" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
             raise InvalidParameterError(
-                f"{path}: lora_{letter} of {target.name} is {found}, and must be floats {shape} for this model and rank; "
-                f"is it an adapter of another model?"
+                f"{path}: lora_{letter} of {target.name} is {found}, and must be floats of 16, 32 or 64 bits "
+                f"{shape} for this model and rank; is it an adapter of another model?"
             )
         # A product with them is masked for rows of other adapters, and 0 * inf would reach those rows.
         if not torch.isfinite(tensor).all():

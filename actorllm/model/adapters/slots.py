@@ -6,9 +6,10 @@ h = sum(x[i] * down[i]): twice the sum of some rows of a table, with weights. `t
 choice of rows. So all decode rows need two calls a product, whatever adapters they have, and read the tensors of their own only.
 A stretch of prefill tokens has one adapter, and is multiplied by its tensors.
 
-Few slots of low rank (MAX_PACKED_RANKS) are multiplied with side by side instead, for all tokens of a step in two packed products.
+Few slots of low rank (MAX_JOINED_RANKS) are multiplied with side by side instead, for all tokens of a step in two products.
 What a token gets from slots of others is set to 0 in between. That is less work than sums for so few ranks. Which way it is
-depends on the arguments of the engine alone.
+depends on the arguments of the engine alone. Packed weights would be no faster for so few ranks, and filling a slot would pack
+those of all slots anew, between two steps.
 
 Invariants: no sum has a term of another row, so no row depends on the adapters of others. Slots change between steps only, and
 never while a row in flight uses them (`scheduling.residency`).
@@ -26,12 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.model.adapters import AdaptedLayer, LowRank, Slots
-from actorllm.model.cpu.layers import linear as packed
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Linear
-from actorllm.model.linear.dense import Dense
 
-MAX_PACKED_RANKS = 32
+MAX_JOINED_RANKS = 32
 """Ranks of all slots together up to which they are multiplied with side by side."""
 
 MAX_SUMMED_ROWS = 32
@@ -114,8 +113,8 @@ class Adapted(Linear):
         """Fill a slot. pairs: of each target; None: the adapter does not have it."""
 
 
-class PackedAdapted(Adapted):
-    """Those of all slots side by side, in two packed products."""
+class JoinedAdapted(Adapted):
+    """Those of all slots side by side, in two products."""
 
     __slots__ = ("_down", "_down_weight", "_up", "_up_weight")
 
@@ -125,16 +124,12 @@ class PackedAdapted(Adapted):
         self._down_weight = torch.zeros(num_slots, num_ranks, base.in_features, dtype=dtype)
         self._up_weight = torch.zeros(base.out_features, num_slots, num_ranks, dtype=dtype)
         """With zeros where a rank is of another target than the output."""
-        self._pack()
-
-    def _pack(self) -> None:
-        self._down = packed(Dense(self._down_weight.flatten(0, 1)))
-        self._up = packed(Dense(self._up_weight.flatten(1)))
+        self._down, self._up = self._down_weight.flatten(0, 1).T, self._up_weight.flatten(1).T
+        """The same memory: [in_features, ranks] and [ranks, out_features]."""
 
     @property
     def num_adapter_bytes(self) -> int:
-        """Packed and not."""
-        return 2 * sum(tensor.numel() * tensor.element_size() for tensor in (self._down_weight, self._up_weight))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._down_weight, self._up_weight))
 
     def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
         rank = self._slots.max_rank
@@ -145,20 +140,20 @@ class PackedAdapted(Adapted):
                 ranks = slice(i * rank, i * rank + len(a))
                 down[ranks] = a
                 up[target.outputs, ranks] = b.T
-        was_used = any(self._used)
         self._used[slot - 1] = any(pair is not None for pair in pairs)
-        if was_used or self._used[slot - 1]:
-            self._pack()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
         tokens = self._slots.tokens
         if tokens is not None and any(self._used[slot - 1] for slot in tokens.distinct):
             dtype = self._slots.dtype
-            hidden = self._down(x if x.dtype == dtype else x.to(dtype))
+            hidden = torch.mm(x if x.dtype == dtype else x.to(dtype), self._down)
             if tokens.is_other is not None:
                 hidden.view(len(x), self._slots.num_slots, -1).masked_fill_(tokens.is_other, 0)
-            out.add_(self._up(hidden))
+            if out.dtype == dtype:
+                out.addmm_(hidden, self._up)
+            else:
+                out.add_(torch.mm(hidden, self._up))
         return out
 
 
@@ -256,7 +251,7 @@ class AdapterSlots(Slots):
         self.stretches: list[Stretch] = []
         """Of the step that is computed, as `rows`."""
         self._last_rows: AdaptedRows | None = None
-        self.is_packed = num_slots * max_rank <= MAX_PACKED_RANKS
+        self.is_joined = num_slots * max_rank <= MAX_JOINED_RANKS
         self.tokens: TokenSlots | None = None
         """Of the step that is computed, where slots are multiplied with side by side."""
         self._last_tokens: TokenSlots | None = None
@@ -267,7 +262,7 @@ class AdapterSlots(Slots):
         names = tuple(target.name for target in targets)
         if names in self._layers:
             return rebased(self._layers[names], base)
-        kind = PackedAdapted if self.is_packed else SummedAdapted
+        kind = JoinedAdapted if self.is_joined else SummedAdapted
         adapted = self._layers[names] = kind(base, targets, self)
         self.targets |= {target.name: target for target in targets}
         return adapted
@@ -292,7 +287,7 @@ class AdapterSlots(Slots):
         ids = inputs.adapter_ids
         if ids is None:
             return
-        if self.is_packed:
+        if self.is_joined:
             last_tokens = self._last_tokens
             if last_tokens is None or not np.array_equal(last_tokens.ids, ids):
                 last_tokens = self._last_tokens = TokenSlots(ids.copy(), self.num_slots)

@@ -319,6 +319,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
             decoder, head = self._read_decoder(plan, weights, None)
+            if source.overlays:  # the last view of a file: else it is unmapped by the next update, while steps wait
+                decoder.embedding = decoder.embedding.clone()
         drafts = None if self._draft_model is None else self._draft_model.stage(decoder, source)
         source.check_unchanged()  # else it was written while it was read
         return decoder, head, drafts
@@ -378,7 +380,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @property
     def model(self) -> Any:
         """For functions of the application: the module of transformers, or the decoder where the forward is fused."""
-        return getattr(self.decoder, "model", self.decoder)
+        model: Any = getattr(self.decoder, "model", self.decoder)
+        if self.load_weights is not None and self.config.model.module is None:  # else it is the application's own
+            model.load_weights = self.load_weights  # each update makes another decoder
+        return model
 
     @property
     def num_kv_heads(self) -> int:

@@ -40,7 +40,7 @@ from actorllm.errors import ConfigError, EngineError, ModelError, UnsupportedMod
 from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, joined_runs
 from actorllm.model.adapters.store import Adapters
-from actorllm.model.cuda import experimental, head_drafter, ops
+from actorllm.model.cuda import experimental, head_drafter, ops, weight_copies
 from actorllm.model.cuda.adapters import DeviceSlots
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
@@ -53,7 +53,7 @@ from actorllm.model.cuda.decoder import (
     PrefillRows,
     StepTokens,
 )
-from actorllm.model.cuda.device import Device, Download
+from actorllm.model.cuda.device import Device, Download, HostDevice
 from actorllm.model.cuda.draft_model import DeviceDraftModel, draft_engine
 from actorllm.model.cuda.drafts import SampledRows, add_masks, edits_of, num_draft_slots, right_runs, sampled_rows
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
@@ -82,16 +82,17 @@ from actorllm.model.inputs import Drafts, StepInputs
 from actorllm.model.linear import Form
 from actorllm.model.logits import EditList, masks_behind
 from actorllm.model.processors import processors_of
-from actorllm.model.registry import Plan, check_shares
-from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
+from actorllm.model.registry import Plan, check_same_model, check_shares
+from actorllm.model.runner import ModelRunner, SamplingRows, StagedWeights, StepHandle, slices
 from actorllm.model.shown_logits import ShownLogits, drawn_from
 from actorllm.model.speculation.agreed import agreed_drafts
 from actorllm.model.speculation.head_shape import HeadShape, read_head
 from actorllm.model.speculation.speculator import Speculator
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Speculation
-from actorllm.types.quantization import FP8
+from actorllm.types.quantization import FP8, GGUF
 from actorllm.types.speculation import DRAFT_MODEL, HEADS, NGRAM, SUFFIX, WITH_MODEL
+from actorllm.types.weight_version import WeightSource
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:
@@ -383,6 +384,46 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._prompts = PromptProducts()
         length = model.max_model_len
         return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots, self._prompts)
+
+    @torch.inference_mode()
+    def stage_weights(self, source: WeightSource) -> StagedWeights:
+        """A decoder like this one in the memory of the host: that of the device has no room for a second one.
+
+        Layers of "mtp" and models that draft keep their weights.
+        """
+        config, plan = self.config, self.model_config
+        reasons = {
+            "enable_lora=True": config.lora is not None,
+            "quantization_twin=True": self._prompts is not None,
+            "a model that makes vectors": config.model.pooler is not None,
+            "a GGUF file": config.model.quantization == GGUF,
+        }
+        told = [reason for reason, is_given in reasons.items() if is_given]
+        if told or not isinstance(plan, DecoderConfig):
+            raise UnsupportedModelError(
+                f"weights cannot be updated on CUDA with {told[0] if told else 'a model that runs through transformers'} yet; "
+                f"build a new engine, or use device='cpu'"
+            )
+        model = replace(config.model, weights=source)
+        source.check_unchanged()
+        check_same_model(model, plan, type(self))
+        form, host = device_form(model), HostDevice()
+        with open_on_device(model, form, self.dtype, False, host.torch_device) as weights:
+            decoder = DeviceDecoder(plan, weights, model.max_model_len, host, self.collectives, form)
+        source.check_unchanged()  # else it was written while it was read
+        for _ in weight_copies.pairs(self.model, decoder):  # which raises where they are not alike
+            pass
+        return decoder
+
+    @torch.inference_mode()
+    def commit_weights(self, staged: StagedWeights) -> None:
+        done: set[int] = set()  # a head may be the embedding
+        with self.device.active():
+            for held, new in weight_copies.pairs(self.model, staged):
+                if held.data_ptr() not in done:
+                    held.copy_(new)
+                    done.add(held.data_ptr())
+            self.device.wait_for_all()
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""

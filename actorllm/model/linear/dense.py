@@ -53,7 +53,8 @@ class Dense(LinearWeight):
         return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
     def reordered(self, outputs: torch.Tensor) -> Self:
-        return type(self)(self.weight[outputs], None if self.bias is None else self.bias[outputs])
+        # Whole rows, which indexing would copy number by number.
+        return type(self)(self.weight.index_select(0, outputs), None if self.bias is None else self.bias[outputs])
 
     def without_bias(self) -> Self:
         return type(self)(self.weight)

@@ -42,7 +42,11 @@ class Int8Linear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         codes, scales = quantized(x)
-        return rescaled(product(codes, self.packed, self.scales, self._zeros), scales, self.bias, x.dtype)
+        return rescaled(self.of_codes(codes), scales, self.bias, x.dtype)
+
+    def of_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """The products of quantized tokens, float32, before their scales and the bias are applied (`rescaled`)."""
+        return product(codes, self.packed, self.scales, self._zeros)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:

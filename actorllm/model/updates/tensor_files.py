@@ -7,21 +7,28 @@ its weights are fused, sharded or quantized to. The file has no name and goes wi
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import orjson
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load
 
-from actorllm.errors import InvalidParameterError, shown
+from actorllm.errors import CorruptModelError, InvalidParameterError, shown
+from actorllm.types.params import is_text
 
 MAX_NAME = 1000
 """Characters of the name of a tensor."""
 ALIGNMENT = 64
 """Of the first tensor of a file and of each other one, in bytes."""
+PIECE_BYTES = 64 << 20
+"""That are written at a time."""
 
 DTYPES = {
     torch.float32: "F32",
@@ -78,26 +85,38 @@ class TensorFile:
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         start = 8 + len(text)
         self._file = new_memory(start + at)
-        with mmap.mmap(self._file.fd, start + at) as memory:
-            memory[:start] = len(text).to_bytes(8, "little") + text
-            whole = np.frombuffer(memory, np.uint8)
-            self._copy(whole[start:], tensors)
-            del whole
+        try:
+            self._write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), 0)
+            for name, record in tensors.items():
+                self._write(record.data, start + header[name]["data_offsets"][0])
+        except BaseException:
+            self._file.close()
+            raise
         self.records = {
             name: (r.dtype, r.shape, start + header[name]["data_offsets"][0]) for name, r in tensors.items()
         }
         """Type, shape and first byte of each."""
         self._num_bytes = start + at
 
-    @staticmethod
-    def _copy(target: NDArray[np.uint8], tensors: Mapping[str, TensorRecord]) -> None:
-        """By torch, which copies with several threads."""
-        at = 0
-        for record in tensors.values():
-            size = record.data.size
-            if size:
-                torch.from_numpy(target[at : at + size]).copy_(torch.from_numpy(record.data))
-            at += size
+    @classmethod
+    def opened(cls, file: SharedMemory, new_memory: NewMemory) -> TensorFile:
+        """That of another process. Raises OSError."""
+        self = cls.__new__(cls)
+        self._file, self._new_memory = file, new_memory
+        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        header = orjson.loads(os.pread(file.fd, length, 8))
+        self.records = {
+            name: (told["dtype"], tuple(told["shape"]), 8 + length + told["data_offsets"][0])
+            for name, told in header.items()
+        }
+        self._num_bytes = os.fstat(file.fd).st_size
+        return self
+
+    def _write(self, data: NDArray[np.uint8], at: int) -> None:
+        """A write fills whole pages, which a mapping would have cleared before, and takes half of the processor time."""
+        done = 0
+        while done < data.size:
+            done += os.pwrite(self._file.fd, data[done : done + PIECE_BYTES].data, at + done)
 
     @property
     def path(self) -> str:
@@ -142,17 +161,32 @@ def file_of_tensors(tensors: object, new_memory: NewMemory) -> TensorFile:
     return TensorFile({_checked_name(name): _record_of(name, value) for name, value in tensors.items()}, new_memory)
 
 
+def tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
+    """Those of a safetensors file. Reads it, and does not map it: it may be cut short meanwhile.
+
+    Raises OSError; CorruptModelError: it is none.
+    """
+    data = path.read_bytes()
+    try:
+        tensors: dict[str, torch.Tensor] = load(data)
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise CorruptModelError(f"{path} is no safetensors file that can be read: {error}") from error
+    return tensors
+
+
 def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name == "__metadata__":
-        raise InvalidParameterError(f"tensor name {shown(name)} must be a string of 1 to {MAX_NAME} characters")
-    return name
+    if not is_text(name) or not 0 < len(str(name)) <= MAX_NAME or name == "__metadata__":
+        raise InvalidParameterError(
+            f"tensor name {shown(name)} must be a string of valid Unicode with 1 to {MAX_NAME} characters"
+        )
+    return str(name)
 
 
 def _record_of(name: object, value: object) -> TensorRecord:
     if isinstance(value, np.ndarray):
         try:
-            value = torch.from_numpy(value)
-        except TypeError as error:
+            value = torch.from_numpy(np.require(value, requirements=("C", "W")))  # torch has no negative strides
+        except (TypeError, ValueError) as error:
             raise InvalidParameterError(f"tensor {shown(name)}: {error}") from None
     if not isinstance(value, torch.Tensor):
         raise InvalidParameterError(
@@ -163,8 +197,15 @@ def _record_of(name: object, value: object) -> TensorRecord:
         raise InvalidParameterError(f"tensor {shown(name)} is {value.dtype}; give one of {known}")
     if value.layout is not torch.strided:
         raise InvalidParameterError(f"tensor {shown(name)} is {value.layout}; give a dense tensor")
-    plain = value.detach().cpu().contiguous()
-    return TensorRecord(DTYPES[plain.dtype], tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
+    if hasattr(value, "full_tensor"):
+        raise InvalidParameterError(
+            f"tensor {shown(name)} is in parts over processes; give what its full_tensor() returns"
+        )
+    try:
+        plain = value.detach().cpu().resolve_neg().contiguous()
+        return TensorRecord(DTYPES[plain.dtype], tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # it has no data, or is of a kind of its own
+        raise InvalidParameterError(f"tensor {shown(name)} cannot be read: {str(error)[:200]}") from error
 
 
 def layered(old: Iterable[TensorFile], new: Iterable[TensorFile]) -> tuple[list[TensorFile], list[TensorFile]]:

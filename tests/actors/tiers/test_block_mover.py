@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from actorllm.actors.tiers import block_mover
 from actorllm.actors.tiers.block_mover import BlockMover
+from actorllm.actors.tiers.slot_file import SlotFile
+from actorllm.actors.tiers.together import together
 from tests.actors.tiers.slots import SLOT, block, content, empty, key, make
 
 
@@ -36,3 +42,47 @@ def test_jobs_of_another_scheduler_are_not_begun() -> None:
     assert mover.pull(era, lambda: (7, 1.0)) == (0, 0.0)
     assert mover.pull(mover.era, lambda: (7, 1.0)) == (7, 1.0)
     mover.close()
+
+
+def test_many_blocks_are_read_by_several_threads_up_to_the_first_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_mover, "BYTES_OF_A_THREAD", SLOT)
+    monkeypatch.setattr(block_mover, "MAX_THREADS", 2)
+    threads: set[int] = set()
+    right, both = SlotFile.read, threading.Barrier(2)
+
+    def read(self: SlotFile, *arguments: Any) -> bool:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            both.wait(timeout=30)  # each reads a part
+        return right(self, *arguments)
+
+    monkeypatch.setattr(SlotFile, "read", read)
+    file = make(tmp_path / "a")
+    for number in range(30):
+        assert number == 20 or file.write(key(number), block(number))
+    blocks = [empty() for _ in range(30)]
+    mover = BlockMover([file], blocks.__getitem__)
+    assert mover.load(mover.era, np.stack([key(number) for number in range(30)]), list(range(30)))[0] == 20
+    assert [content(views) for views in blocks[:21]] == [*(content(block(number)) for number in range(20)), bytes(SLOT)]
+    for number, views in enumerate(blocks[21:], 21):
+        assert content(views) in (content(block(number)), bytes(SLOT)), "nothing is half of one"
+    assert len(threads) == 2
+    assert all(thread.name != "kv-move" for thread in threading.enumerate())
+    mover.close()
+
+
+def test_what_fails_on_any_thread_is_told_when_all_are_through() -> None:
+    numbers = iter(range(8))
+    done: list[int] = []
+
+    def work() -> None:
+        for number in numbers:
+            if number == 3:
+                raise LookupError("not here")
+            done.append(number)
+
+    with pytest.raises(LookupError, match="not here"):
+        together(work, 3)
+    assert sorted(done) == [0, 1, 2, 4, 5, 6, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -164,6 +165,74 @@ def test_a_writer_that_another_one_overtakes_leaves_nothing(tmp_path: Path) -> N
         assert not second.read(key(number), views) or content(views) == content(block(number))
     first.close()
     second.close()
+
+
+def test_two_writers_of_one_block_leave_it_once(tmp_path: Path) -> None:
+    """Else the one that is not removed would still be found."""
+    first, second = make(tmp_path / "a"), make(tmp_path / "a")
+
+    class Slow(list[memoryview]):
+        """While it is written, another one writes the same."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            assert second.write(key(1), block(1))
+            return super().__iter__()
+
+    assert first.write(key(1), Slow(block(1)))
+    assert first.num_used == 1
+    assert has(first, 1)
+    first.remove(key(1)[None])
+    assert not second.contains(key(1)[None])[0]
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(("call", "number"), [("pwritev", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)])
+def test_a_disk_that_is_full_or_fails_costs_the_block_alone(
+    tmp_path: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make(tmp_path / "a")
+    assert file.write(key(1), block(1))
+    right = getattr(os, call)
+
+    def fails(fd: int, views: list[memoryview], at: int) -> int:
+        """After a part."""
+        if len(views) < 2:
+            raise OSError(number, os.strerror(number))
+        return int(right(fd, views[:-1], at))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        if call == "pwritev":
+            assert not file.write(key(2), block(2))
+        else:
+            assert not has(file, 1)
+    assert not has(file, 2)
+    assert has(file, 1) is (call == "pwritev"), "what could not be read once is not tried again"
+    assert file.write(key(2), block(2))
+    assert has(file, 2)
+    file.close()
+
+
+@pytest.mark.parametrize("target", ["other", "nothing"])
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, target: str) -> None:
+    (tmp_path / "other").write_bytes(b"of something else")
+    (tmp_path / "a").symlink_to(tmp_path / target)
+    with pytest.raises(OSError, match="symbolic links"):
+        make(tmp_path / "a")
+    assert (tmp_path / "other").read_bytes() == b"of something else"
+    assert sorted(os.listdir(tmp_path)) == ["a", "other"]
+
+
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    file = make(tmp_path / "a")
+    assert file.write(key(1), block(1))
+    assert has(file, 1)
+    file.close()
+    (tmp_path / "b").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        make(tmp_path / "b")
 
 
 WRITER = """

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests import programs
+
 KEY = b"the key of the tests, which is no secret"
 
 
@@ -50,7 +52,8 @@ class Agent:
 
     def start(self) -> None:
         """Returns when it listens."""
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        popen = programs.popen if self._command[0] == sys.executable else subprocess.Popen
+        self.process = popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -67,10 +70,7 @@ class Agent:
     @property
     def children(self) -> list[int]:
         """The processes of its replicas."""
-        found: list[int] = []
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-        return found
+        return programs.children_of(self.process.pid)
 
     def close(self) -> None:
         """Also of one that is stopped. Idempotent."""

@@ -21,6 +21,7 @@ from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.messages import Message, Reply, Submit, pack
 from actorllm.ring.channel import create_link
 from actorllm.ring.codec import encode
+from tests.effort import examples
 from tests.fleet.nodes.stream_pairs import tcp_pair
 from tests.ring.hostile import MESSAGES
 
@@ -154,7 +155,7 @@ SIZES = st.lists(st.sampled_from([1, 3, 16, 17, 1000, 65_536, 200_000]), min_siz
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 @given(st.lists(MESSAGE, max_size=25), st.lists(MESSAGE, max_size=25), SIZES, st.sampled_from([1 << 15, 1 << 20]))
 def test_a_relay_means_the_same_as_its_ring(
     down: list[Message], up: list[Message], sizes: list[int], capacity: int

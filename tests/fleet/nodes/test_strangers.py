@@ -57,7 +57,7 @@ async def test_a_handshake_over_tls_that_fails_closes_what_has_the_descriptor(tm
         group.start_soon(one, answer_caller, far, KEY, "the caller", contexts[0])
         group.start_soon(one, call, near, b"another key of some bytes", "node a:1", contexts[1], "unix")
     assert len(errors) == 2
-    assert len(os.listdir("/proc/self/fd")) == number - 2
+    assert len(os.listdir("/proc/self/fd")) <= number - 2
 
 
 def test_a_timeout_that_no_heartbeat_keeps_is_refused(tmp_path: Path) -> None:

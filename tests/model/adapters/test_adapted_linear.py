@@ -12,26 +12,26 @@ import torch
 from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.adapters.reading import LowRank
 from actorllm.model.adapters.slots import (
-    MAX_PACKED_RANKS,
+    MAX_JOINED_RANKS,
     MAX_SUMMED_ROWS,
     AdapterSlots,
-    PackedAdapted,
+    JoinedAdapted,
     SummedAdapted,
 )
 from actorllm.model.cpu.layers import linear
 from actorllm.model.linear.dense import Dense
 
 IN, RANK = 24, 4
-WIDE_RANK = MAX_PACKED_RANKS // 4 + 1
+WIDE_RANK = MAX_JOINED_RANKS // 4 + 1
 """Of four slots, too many to be multiplied with side by side."""
 SIZES = (48, 16, 16)
 
 
-@pytest.fixture(params=[SummedAdapted, PackedAdapted])
+@pytest.fixture(params=[SummedAdapted, JoinedAdapted])
 def made(request: pytest.FixtureRequest) -> tuple[AdapterSlots, Any, dict[int, list[LowRank | None]]]:
     """Slots of three adapters, of which the second lacks the first target, and the third has all of a lower rank."""
     torch.manual_seed(0)
-    slots = AdapterSlots(4, RANK if request.param is PackedAdapted else WIDE_RANK, torch.float32)
+    slots = AdapterSlots(4, RANK if request.param is JoinedAdapted else WIDE_RANK, torch.float32)
     starts = np.cumsum((0, *SIZES)).tolist()
     targets = [
         AdaptedLayer(f"layer.{i}", size, IN, torch.arange(size), slice(None), slice(start, start + size))
@@ -109,11 +109,11 @@ def test_steps_with_the_same_rows_find_them_as_they_were(made: Any) -> None:
 
     def rows_of(*args: Any) -> Any:
         slots.begin(step(*args))
-        return slots.tokens if slots.is_packed else slots.rows
+        return slots.tokens if slots.is_joined else slots.rows
 
     first = rows_of([1, 2], [])
     assert rows_of([1, 2], []) is first
-    if not slots.is_packed:
+    if not slots.is_joined:
         assert rows_of([1, 2], [(4, 1)]) is first
     assert rows_of([2, 1], []) is not first
     assert rows_of([0, 0], []) is None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from actorllm.errors import InvalidParameterError
@@ -131,6 +132,13 @@ def test_what_does_not_fit_the_model_is_refused_by_name(tmp_path: Path) -> None:
     refused(tmp_path / "half", f"lora_B of {name} is not there")
     save_file({n: t * float("inf") for n, t in tensors.items()}, tmp_path / "half" / "adapter_model.safetensors")
     refused(tmp_path / "half", "not finite")
+    save_file(
+        {n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}, tmp_path / "half" / "adapter_model.safetensors"
+    )
+    refused(tmp_path / "half", rf"lora_A of {name} is torch\.float8_e4m3fn .*must be floats of 16, 32 or 64 bits")
+    twice = tensors | {n.replace("model.model.", "model."): t for n, t in tensors.items()}
+    save_file({n: t.clone() for n, t in twice.items()}, tmp_path / "half" / "adapter_model.safetensors")
+    refused(tmp_path / "half", "is there a second time")
     (tmp_path / "half" / "adapter_model.safetensors").write_bytes(b"\x10" + bytes(100))
     refused(tmp_path / "half", "is no safetensors file")
     (tmp_path / "half" / "adapter_model.safetensors").write_bytes(b"")

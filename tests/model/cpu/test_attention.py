@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.model.cpu import attention
+from tests.effort import examples
 from tests.model.cpu.pages import NUM_SLOTS, STEPS, Pages, Shape
 
 SHAPES = st.builds(
@@ -26,7 +27,7 @@ SHAPES = st.builds(
 
 
 @pytest.mark.parametrize(("overhead", "most_indices"), [(attention.GROUP_OVERHEAD_ELEMENTS, 1 << 20), (50, 300)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 @given(shape=SHAPES, steps=STEPS)
 def test_pages_hold_what_dense_attention_sees(
     overhead: int, most_indices: int, shape: Shape, steps: list[list[int]]

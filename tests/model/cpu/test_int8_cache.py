@@ -16,6 +16,7 @@ from actorllm.model.cpu import int8_cache
 from actorllm.model.cpu.attention import Chunk
 from actorllm.model.cpu.int8_cache import Int8KVCache
 from actorllm.model.inputs import PersistentBatch
+from tests.effort import examples
 from tests.model.cpu.pages import MAX_LENGTH, NUM_SLOTS, STEPS, Pages, Row, Shape
 from tests.model.driver import Driver, int32
 from tests.model.quantization.probing import TEXT, error
@@ -106,7 +107,7 @@ class RoundedPages(Pages):
         self.num_far += difference > 1e-4  # a number between two codes may go to either
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 @given(shape=SHAPES, tails=st.integers(1, 2), steps=STEPS)
 def test_blocks_before_the_own_one_are_rounded(shape: Shape, tails: int, steps: list[list[int]]) -> None:
     pages = RoundedPages(shape, tails)

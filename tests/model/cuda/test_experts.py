@@ -17,6 +17,7 @@ from actorllm.model.cuda.experts import StackedWeights
 from actorllm.model.cuda.quantized import Workspaces
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear.dense import Dense
+from tests.effort import each_value
 from tests.model.adapters.lora_folders import write_adapter
 from tests.model.cuda.adapted import LORA, put
 from tests.model.cuda.conftest import config_of
@@ -25,12 +26,9 @@ from tests.model.cuda.twins import Twins, prompt
 from tests.model.mxfp4_folders import save_mxfp4
 
 
-@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "launched"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_streams_are_those_of_the_cpu_worker(
-    family: dict[str, Any], is_recorded: bool, make_twins: Callable[..., Twins]
-) -> None:
-    twins = make_twins(family, enforce_eager=not is_recorded)
+@pytest.mark.parametrize(("is_recorded", "family"), each_value([True, False], list(FAMILIES)))
+def test_streams_are_those_of_the_cpu_worker(family: str, is_recorded: bool, make_twins: Callable[..., Twins]) -> None:
+    twins = make_twins(FAMILIES[family], enforce_eager=not is_recorded)
     while is_recorded and twins.runner.record_next():
         pass
     follow(twins)

@@ -16,6 +16,7 @@ from actorllm.actors.worker import WorkerActor
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
+from tests.effort import each_value
 from tests.model.adapters.lora_folders import write_adapter
 from tests.model.cuda.adapted import LORA
 from tests.model.cuda.conftest import config_of
@@ -27,12 +28,9 @@ WIDTH = DEEPSEEK_V3["kv_lora_rank"] + DEEPSEEK_V3["qk_rope_head_dim"]
 FAMILIES = {"deepseek-v2": DEEPSEEK_V2, "deepseek-v3": DEEPSEEK_V3}
 
 
-@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "launched"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_streams_are_those_of_the_cpu_worker(
-    family: dict[str, Any], is_recorded: bool, make_twins: Callable[..., Twins]
-) -> None:
-    twins = make_twins(family, enforce_eager=not is_recorded)
+@pytest.mark.parametrize(("is_recorded", "family"), each_value([True, False], list(FAMILIES)))
+def test_streams_are_those_of_the_cpu_worker(family: str, is_recorded: bool, make_twins: Callable[..., Twins]) -> None:
+    twins = make_twins(FAMILIES[family], enforce_eager=not is_recorded)
     while is_recorded and twins.runner.record_next():
         pass
     follow(twins)

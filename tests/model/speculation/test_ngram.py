@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actorllm.model.speculation.ngram import NgramDrafter, find_repeat
 from actorllm.types.drafter import Speculation
+from tests.effort import examples
 
 
 def drafts(tokens: list[int], most: int, least_lookup: int = 1, most_lookup: int = 3) -> list[int]:
@@ -49,7 +50,7 @@ def plain_repeat(tokens: list[int], least: int, most: int) -> int:
     return 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(1, 4), st.integers(0, 4))
 def test_a_repeat_is_found_as_defined(tokens: list[int], least: int, more: int) -> None:
     array: Any = np.array(tokens, np.int32)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from actorllm.model.speculation.finished import MAX_TOKENS_OF_SALT, FinishedOutputs
 from actorllm.model.speculation.suffix import SuffixDrafter, longest_match
 from actorllm.types.drafter import Speculation
+from tests.effort import examples
 
 
 def drafts(tokens: list[int], most: int = 8, *, depth: int = 24, factor: float = 9.0, share: float = 0.1) -> list[int]:
@@ -34,7 +35,7 @@ def test_drafts_are_what_most_places_go_on_with(tokens: list[int], more: dict[st
     assert drafts(tokens, **more)[: len(expected) or 8] == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 6))
 def test_the_longest_suffix_is_found_at_all_its_places(tokens: list[int], most: int) -> None:
     ends, length = longest_match(np.array(tokens, np.int32), np.array(tokens, np.int32), most)
@@ -47,7 +48,7 @@ def test_the_longest_suffix_is_found_at_all_its_places(tokens: list[int], most: 
     assert ends.tolist() == (places(length) if length else [])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 8))
 def test_drafts_are_tokens_of_the_sequence_and_not_too_many(tokens: list[int], most: int) -> None:
     found = drafts(tokens, most)

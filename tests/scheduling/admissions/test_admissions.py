@@ -16,6 +16,7 @@ from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, pea
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
 from actorllm.scheduling.admissions.worst_case import WorstCase
 from actorllm.scheduling.loading import load_policy
+from tests.effort import examples
 from tests.scheduling.chained_tokens import EOS, VOCAB, reference_stream
 from tests.scheduling.conftest import Engine
 
@@ -93,7 +94,7 @@ def test_who_displaces_somebody_counts_what_becomes_free() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 30)), min_size=1, max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(67, 200), deadline=None)
 def test_the_peak_is_the_most_that_there_ever_is(requests: list[tuple[int, int]]) -> None:
     at_each_time = [sum(now + at for now, to_come in requests if at <= to_come) for at in range(1, 31)]
     tokens, to_come = (np.array(column, np.int64) for column in zip(*requests, strict=True))

@@ -28,6 +28,7 @@ from actorllm.server.bodies.parse_process import MAX_RESIDENT_KIB, NICENESS
 from actorllm.server.bodies.reader import BodyReader, is_small
 from actorllm.server.envelope import ApiError
 from actorllm.types.params import MAX_N
+from tests.effort import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -95,7 +96,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["prompt", "tokens", "user", "stop"]), VALUES))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 def test_a_body_is_the_same_after_its_way(tree: dict[str, Any]) -> None:
     assert reply(tree) == orjson.loads(orjson.dumps(tree))
 

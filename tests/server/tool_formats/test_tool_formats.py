@@ -32,6 +32,7 @@ from actorllm.server.tool_parsers import (
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.reasoning.parsers import Thought
 from actorllm.text.tokenizer import Tokenizer
+from tests.effort import examples
 from tests.server.tool_formats.vllm_calls import TOOLS as VLLM_TOOLS
 
 SCHEMA: dict[str, Any] = {
@@ -295,7 +296,7 @@ def answers(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @given(answers(), st.lists(st.integers(1, 9), min_size=1))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(67, 200))
 def test_a_stream_tells_what_the_whole_answer_tells(answer: tuple[str, str], sizes: list[int]) -> None:
     name, text = answer
     parser = parser_named(name, [])

@@ -544,7 +544,7 @@ def test_a_replica_of_trials_dies_twice_for_each_deadly_request_at_most(make_liv
     run_state_machine_as_test(
         lambda: Trial(make_lives),
         settings=settings(
-            max_examples=examples(20, 400),
+            max_examples=examples(10, 400),
             stateful_step_count=8,
             deadline=None,
             suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

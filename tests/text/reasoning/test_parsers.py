@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actorllm.errors import ConfigError
 from actorllm.text.reasoning.parsers import REASONING, Marks, ReasoningParser, Said, Thought, marks_of, reasoning_named
+from tests.effort import examples
 
 
 def read(name: str, prompt: str, text: str, sizes: list[int]) -> tuple[str, str]:
@@ -108,7 +109,7 @@ HARMONY = (
     st.lists(st.sampled_from(PARTS) | st.sampled_from(HARMONY), max_size=12).map("".join),
     st.lists(st.integers(1, 9), min_size=1),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(67, 200))
 def test_a_stream_tells_what_the_whole_answer_tells(name: str, prompt: str, text: str, sizes: list[int]) -> None:
     whole = read(name, prompt, text, [len(text) or 1])
     assert read(name, prompt, text, sizes) == whole
