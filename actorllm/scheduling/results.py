@@ -406,7 +406,7 @@ class Results:
         has_end = False
         if rows is not self._far_rows or self.num_output_tokens >= self._far_until:
             is_at_end = computed >= limits
-            has_end = np.count_nonzero(is_at_end) > 0
+            has_end = bool(np.count_nonzero(is_at_end))
             if has_end:
                 batch.stop_rows(slots[is_at_end & batch.is_decoding[slots]])
             left = limits - computed
