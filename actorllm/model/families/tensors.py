@@ -281,7 +281,7 @@ class DecoderTensors:
                 or (name == f"{self._config.names.head}.weight" and needs_no_head)
                 or self._is_of_another_rank(name)
                 or self._is_of_drafts(name)
-                or self._model_part.lacks(name)
+                or self._model_part.lacks(name, self._config.names)
                 or name.startswith(self._config.names.beside)
             )
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class LayerPart:
             has_head=whole.has_head and self.is_last,
         )
 
-    def lacks(self, name: str) -> bool:
-        """Whether a tensor of the model is of another part."""
+    def lacks(self, name: str, names: TensorNames) -> bool:
+        """Whether a tensor of the model is of another part. names: of the family."""
         if self.num_layers is None:
             return False
+        name = name.removeprefix(f"{names.model}.")  # which files without a head may leave out
         if found := _LAYER.match(name):
             return not self.first_layer <= int(found[1]) < self.first_layer + self.num_layers
-        return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
+        return name.startswith((f"{names.embedding}.", f"{names.final_norm}.", f"{names.head}."))
 
 
 WHOLE = LayerPart()
