@@ -33,7 +33,8 @@ def draft_config(target: ModelConfig, folder: str, switches: Set[str]) -> tuple[
         shape = decoder_config(architecture, tree)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"speculative_config: model={folder!r}: {error}") from error
-    if unknown := sorted(shape.switches - (switches - {"latent"})):
+    # A drafting model has a cache of keys and values, and no other.
+    if unknown := sorted(shape.switches - (switches - {"latent", "recurrent"})):
         raise UnsupportedModelError(
             f"speculative_config: model={folder!r} needs {', '.join(unknown)}, which draft models must do without"
         )

@@ -244,6 +244,10 @@ def test_models_that_cannot_draft_are_refused_by_name(tmp_path: Path) -> None:
             UnsupportedModelError, match=f"speculative_config: model='.*{folder}'.* has no fused forward"
         ):
             LLM("storyteller", speculative_config=drafts(tmp_path / folder), **ARGUMENTS)
+    jamba = {"architectures": ["JambaForCausalLM"], "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(tree | jamba))
+    with pytest.raises(UnsupportedModelError, match=r"needs .*recurrent.*, which draft models must do without"):
+        LLM("storyteller", speculative_config=drafts(tmp_path / "other"), **ARGUMENTS)
     (tmp_path / "other" / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ModelError, match=r"speculative_config: the draft model: .* has neither model.safetensors nor"):
         LLM("storyteller", speculative_config=drafts(tmp_path / "other"), **ARGUMENTS)
