@@ -99,6 +99,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig.from_hugging_face(
         {**hf, "num_hidden_layers": len(types), "hidden_act": "silu"},
         names=NAMES,
+        ties_embeddings=False,  # whatever tie_word_embeddings says, as in transformers
         rope={"rope_theta": 10_000.0},
         rotates=False,
         rms_norm_eps=eps,

@@ -156,6 +156,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layers_block_type": ["mlp", "linear_attention", "linear_attention", "mlp", "full_attention"],
             "mlp_bias": True,
+            "tie_word_embeddings": True,  # which transformers does not do
         },
     ),
     "llama4": ("llama4", {"head_dim": 32}),
