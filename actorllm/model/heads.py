@@ -64,7 +64,8 @@ def read_linear(head: Head, plan: DecoderConfig, model: ModelConfig, weights: We
     for token, found in zip(head.tokens, ids, strict=True):
         if found is None or found >= plan.vocab_size:
             raise CorruptModelError(f"classifier_from_token: the vocabulary of {model.name!r} has no token {token!r}")
-    name = "model.embed_tokens" if plan.ties_embeddings else "lm_head"
+    names = plan.names
+    name = f"{names.model}.{names.embedding}" if plan.ties_embeddings else names.head
     rows = [
         weights.take(f"{name}.weight", plan.vocab_size, plan.hidden_size, rows=slice(i, i + 1)).float() for i in ids
     ]

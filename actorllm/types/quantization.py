@@ -136,11 +136,18 @@ class QuantizedCheckpoint:
 
     def quantizes(self, name: str) -> bool:
         """Whether the linear layer of this name is quantized."""
+        if is_head(name) and "lm_head" in self.ignored:
+            return False
         if any(part in name for part in self.ignored_parts):
             return False
         return not any(
             re.match(each[3:], name) is not None if each.startswith("re:") else each == name for each in self.ignored
         )
+
+
+def is_head(name: str) -> bool:
+    """Whether it is that of the head, which beside a tower for images has a prefix."""
+    return name.rpartition(".")[2] == "lm_head"
 
 
 def bits_of(method: str) -> int:

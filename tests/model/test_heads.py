@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ import transformers
 from safetensors.torch import save_file
 
 from actorllm import LLM, PoolingParams
+from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import CorruptModelError, InvalidParameterError
+from actorllm.model.families.decoder_config import TensorNames
+from actorllm.model.heads import read_linear
+from actorllm.model.registry import decoder_config
+from actorllm.model.weights import CheckpointWeights
+from actorllm.types.pooling_head import Head
 from tests.model.hf.small_encoders import LABELS, SHAPE, save_encoder
 
 TOLERANCE = 1e-5
@@ -165,3 +173,22 @@ def test_vectors_of_tokens_that_one_step_cannot_return(tmp_path: Path) -> None:
         pytest.raises(InvalidParameterError, match="build the engine with max_num_batched_tokens=87381 or less"),
     ):
         llm.encode(PROMPTS, pooling_task="token_embed")
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_rows_of_the_head_for_text_have_the_names_of_the_family(is_tied: bool, tmp_path: Path) -> None:
+    """As beside a tower for images."""
+    model = EngineConfig.from_arguments("storyteller").model
+    _, hf = read_model_folder(model.path)
+    names = TensorNames(model="language_model.model", head="language_model.lm_head")
+    plan = replace(decoder_config(model.architecture, hf), names=names, ties_embeddings=is_tied)
+    name = "language_model.model.embed_tokens" if is_tied else "language_model.lm_head"
+    tensor = torch.randn(plan.vocab_size, plan.hidden_size)
+    save_file({f"{name}.weight": tensor}, tmp_path / "model.safetensors")
+    assert model.tokenizer is not None
+    first, second = list(json.loads((Path(model.path) / "tokenizer.json").read_text())["model"]["vocab"].items())[9:11]
+    head = Head(("score",), tokens=(first[0], second[0]), is_two_way=True)
+    with CheckpointWeights(tmp_path, torch.float32, False) as weights:
+        scores = read_linear(head, plan, model, weights)
+    states = torch.randn(3, plan.hidden_size)
+    torch.testing.assert_close(scores(states)[:, 0], states @ (tensor[second[1]] - tensor[first[1]]))

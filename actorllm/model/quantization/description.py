@@ -22,7 +22,7 @@ from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
 from actorllm.model.quantization.int8 import Int8
 from actorllm.types.gguf_file import read_header
 from actorllm.types.model_files import read_model_config
-from actorllm.types.quantization import GGUF, ROUNDING, read_checkpoint
+from actorllm.types.quantization import GGUF, ROUNDING, is_head, read_checkpoint
 
 if TYPE_CHECKING:
     from actorllm.model.registry import Plan
@@ -92,7 +92,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
         )
     if c.has_head:
         is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
-        rows["head"] = "the embedding" if is_copy else told([("lm_head", c.vocab_size, c.hidden_size)])
+        rows["head"] = "the embedding" if is_copy else told([(names.head, c.vocab_size, c.hidden_size)])
     rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
     return rows
 
@@ -118,7 +118,7 @@ def described_changes(plan: Plan, model: ModelConfig) -> str | None:
     changes: dict[str, list[float]] = {}
     with open_weights(model, torch.float32, False) as weights:
         for name, num_outputs, num_inputs in layers:
-            full = f"model.layers.0.{name}"
+            full = f"{names.model}.layers.0.{name}"
             made = form.sharded(weights, full, num_outputs, num_inputs)
             kind = {Int8: "int8", Int4: "int4"}.get(type(made), "the type of the model")
             change = made.change if isinstance(made, Int8) else None  # of what is rounded while it is read
@@ -163,7 +163,7 @@ def becomes(form: Form, name: str, num_inputs: int) -> str:
             return ""
         found = fitting(scheme.group or num_inputs, num_inputs) if scheme.bits == 4 else None
         return "int8" if found is None else f"int4 g{found}"
-    group = fitting(form.group, num_inputs) if isinstance(form, Int4Weights) and name != "lm_head" else None
+    group = fitting(form.group, num_inputs) if isinstance(form, Int4Weights) and not is_head(name) else None
     return "int8" if group is None else f"int4 g{group}"
 
 

@@ -18,6 +18,7 @@ from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.per_output import SLICE_NUMBERS
 from actorllm.model.weights import ALL, Weights
+from actorllm.types.quantization import is_head
 
 GROUPS = (128, 64, 32)
 """Inputs that may share a scale."""
@@ -144,7 +145,7 @@ class Int4Weights:
     ) -> LinearWeight:
         weight = weights.take(f"{name}.weight", out_features, in_features, rows=rows, columns=columns)
         bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
-        return self.head_of(weight, bias) if name == "lm_head" else self.of(weight, bias)
+        return self.head_of(weight, bias) if is_head(name) else self.of(weight, bias)
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return side_by_side(parts)

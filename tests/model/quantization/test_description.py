@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from actorllm.cli.commands import info
+from actorllm.config import EngineConfig
+from actorllm.model.cpu.decoder import Decoder
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.quantization.description import described
+from actorllm.model.quantization.onednn import Int8Linear
+from actorllm.types.quantization import read_checkpoint
+from tests.model.drawn_files import LLAMA4, save_drawn
 
 
 def test_info_says_what_each_part_becomes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,13 +40,34 @@ def test_info_says_how_far_the_weights_are_from_the_original(
 @pytest.mark.usefixtures("computed_as_asked")
 @pytest.mark.parametrize("method", ["int8", "int4", "int4-g128"])
 def test_the_bytes_are_those_that_a_worker_reads(method: str) -> None:
-    from actorllm.config import EngineConfig
-    from actorllm.model.cpu.runner import CpuRunner
-    from actorllm.model.quantization.description import described
-
     config = EngineConfig.from_arguments("storyteller", quantization=method, num_threads=1)
     runner = CpuRunner(config, show_progress=False)
     runner.load()
     rows = described(runner.model_config, config.model)
     told = sum(float(size) for name in ("linear layers", "head") for size in re.findall(r"([\d.]+) MB", rows[name]))
     assert told == pytest.approx(runner.weight_bytes / 1e6, abs=0.11)
+
+
+@pytest.mark.usefixtures("computed_as_asked")
+def test_a_model_beside_a_tower_for_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tensors have other names, and its head is of 8 bits as that of any model."""
+    tree = LLAMA4 | {"text_config": LLAMA4["text_config"] | {"moe_layers": []}}
+    save_drawn(tmp_path, tree)
+    info(str(tmp_path), quantization="int4")
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["change of weights"].startswith("int4 by ")
+    assert rows["linear layers"].startswith("int4 ")
+    assert rows["head"].startswith("int8, ")
+    config = EngineConfig.from_arguments(tmp_path, quantization="int4", num_threads=1, skip_tokenizer_init=True)
+    runner = CpuRunner(config, show_progress=False)
+    runner.load()
+    assert isinstance(runner.decoder, Decoder)
+    assert isinstance(runner.decoder.lm_head, Int8Linear)
+
+
+def test_the_head_that_a_checkpoint_leaves_out_may_have_a_prefix() -> None:
+    tree = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    checkpoint = read_checkpoint(tree)
+    assert checkpoint is not None
+    names = ("lm_head", "language_model.lm_head", "language_model.model.layers.0.self_attn.q_proj")
+    assert [checkpoint.quantizes(name) for name in names] == [False, False, True]
