@@ -259,7 +259,8 @@ def serve(requests: socket.socket, modules: Sequence[str]) -> tuple[dict[str, An
                 importlib.import_module(name)
             importlib.import_module("tests.quick_starts").keep_measured_sizes()
             for module in list(sys.modules.values()):  # what was warned of here is to be warned of in copies, too
-                getattr(module, "__dict__", {}).pop("__warningregistry__", None)
+                if isinstance(module, ModuleType):  # Python 3.11 has two classes among them
+                    vars(module).pop("__warningregistry__", None)
             gc.collect()
             gc.freeze()
             is_loaded = True
