@@ -29,6 +29,9 @@ CONNECT_TIMEOUT_S = 120.0
 LAUNCH_TIMEOUT_S = 1800.0
 """The same of ranks that a launcher has started: between two calls the programs may do other things."""
 
+LONGEST_LOAD_S = 1800.0
+"""How long the other ranks wait for what the first one alone reads."""
+
 
 class Ranks:
     """This rank and the others. Without arguments: one rank that is alone."""
@@ -45,6 +48,8 @@ class Ranks:
         self._is_connected = False
         self._own_group: Any = None
         """Which of the groups of this process is left at the end; None: all of them."""
+        self._told: Any = None
+        """What `go_on` sends, alive until it has arrived."""
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
@@ -103,8 +108,23 @@ class Ranks:
             import torch.distributed as dist
 
             self._is_connected = False
+            self._told = None
             own, self._own_group, self.group = self._own_group, None, None
             dist.destroy_process_group(own)
+
+    def go_on(self) -> None:
+        """Of rank 0: what it alone reads has been read. The others wait for that, longer than for a collective."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        told = torch.zeros(1, dtype=torch.int32)
+        if self.rank:
+            work: Any = dist.irecv(told, self._first, group=self.group)
+            work.wait(timedelta(seconds=LONGEST_LOAD_S))
+        else:
+            others = range(self._first + 1, self._first + self.size)
+            self._told = told, [dist.isend(told, other, group=self.group) for other in others]
 
     def part(self, total: int) -> slice:
         """This rank's share of `total` things, as even as it gets."""

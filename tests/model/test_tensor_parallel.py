@@ -10,27 +10,31 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
-from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
+from actorllm.errors import ConfigError, CorruptModelError, RequestFailedError, UnsupportedModelError
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads.ends import ends_of
+from actorllm.model.cpu.draft_model import DraftModel
 from actorllm.model.cpu.experts import Experts
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors
-from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.parallel import CONNECT_TIMEOUT_S, HeadShare, Ranks
 from actorllm.model.registry import check_shares, decoder_config, model_plan
 from actorllm.model.weights import CheckpointWeights, DummyWeights
+from actorllm.types.weight_version import WeightSource
 from tests.api.knowing_drafter import STREAMS
 from tests.model.hf.decoders import save
 from tests.model.ranks import SHAPE, arguments, model_folder, requests, streams
@@ -161,6 +165,53 @@ def test_a_head_that_drafts_has_the_whole_vocabulary(tmp_path: Path, changes: di
     assert torch.equal(ends.logits(states), whole.logits(states))
     assert torch.equal(ends.embedding, whole.embedding)
     assert ends.norm is whole.norm
+
+
+def test_what_an_update_has_for_a_head_that_drafts_is_no_view_of_its_file(tmp_path: Path) -> None:
+    """The file is unmapped, and its memory given back, though the engine runs for weeks."""
+    runner = CpuRunner(EngineConfig.from_arguments(model_folder(tmp_path), **arguments(topology="inline")))
+    runner.load()
+    whole = runner.decoder
+    assert isinstance(whole, Decoder)
+    tensor = torch.randn(331, 48)
+    file = tmp_path / "update.safetensors"
+    save_file({"model.embed_tokens.weight": tensor}, file)
+    whole.ranks = Ranks(0, 2)
+    source = WeightSource("1", "an update", overlays=(str(file),))
+    ends = ends_of(whole, replace(runner.config.model, weights=source), False)
+    assert torch.equal(ends.embedding, tensor)
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_other_ranks_wait_long_for_a_model_that_the_first_one_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A collective would give up before a large draft model is read. An error is none of their waiting."""
+    told: list[Any] = []
+
+    class Sent:
+        def wait(self, timeout: timedelta) -> None:
+            told.append(timeout)
+
+    def load(self: DraftModel, *_: Any) -> None:
+        told.append("loaded")
+        if fails:
+            raise CorruptModelError("broken")
+
+    monkeypatch.setattr(torch.distributed, "isend", lambda _, to, group: told.append(to))
+    monkeypatch.setattr(torch.distributed, "irecv", lambda _, by, group: told.append(by) or Sent())
+    monkeypatch.setattr(DraftModel, "load", load)
+    drafts = {"method": "draft_model", "model": str(model_folder(tmp_path)), "num_speculative_tokens": 3}
+    config = EngineConfig.from_arguments(tmp_path, **arguments(tensor_parallel_size=2, speculative_config=drafts))
+    for rank in range(2):
+        monkeypatch.setattr(Ranks, "connect", lambda _, rank: Ranks(rank, 2))
+        runner = CpuRunner(config, rank, show_progress=False)
+        with pytest.raises(CorruptModelError) if fails and not rank else contextlib.nullcontext():
+            runner.load()
+    assert told[:3] == ["loaded", 1, 0]
+    assert told[3] > timedelta(seconds=10 * CONNECT_TIMEOUT_S)
+    assert len(told) == 4
 
 
 @pytest.mark.slow(reason="ranks as processes; two families stand for all")

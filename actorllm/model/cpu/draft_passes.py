@@ -71,6 +71,10 @@ class DraftingModel(ABC):
         """The target has other weights from here on. staged: what `stage` returned."""
         return
 
+    def drop_target(self) -> None:
+        """Let go of the weights of the target, until `take_target`."""
+        return
+
     @property
     @abstractmethod
     def block_bytes(self) -> int:

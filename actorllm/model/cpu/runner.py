@@ -64,7 +64,7 @@ from actorllm.model.team import Team
 from actorllm.model.weights import Weights
 from actorllm.types.drafter import Costs
 from actorllm.types.quantization import GGUF, INT8, is_twin
-from actorllm.types.speculation import MAX_DRAFTS
+from actorllm.types.speculation import MAX_DRAFTS, WITH_MODEL
 from actorllm.types.weight_version import WeightSource
 
 if TYPE_CHECKING:
@@ -182,14 +182,22 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def load(self) -> None:
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
-        if self._draft_model is not None:
-            assert isinstance(self.decoder, Decoder)
-            self._draft_model.load(self.decoder, self._show_progress)
+        self._load_drafting_model()
         if self.stage.is_last:
             self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         self._team = self._measured_team(threads.num_threads(self.config))
         if self.config.batch_invariant:
             self._check_invariance()
+
+    def _load_drafting_model(self) -> None:
+        """On the first rank. The others wait: their next collective would give up before a large one is read."""
+        try:
+            if self._draft_model is not None:
+                assert isinstance(self.decoder, Decoder)
+                self._draft_model.load(self.decoder, self._show_progress)
+        finally:  # with an error, the others end as they always do
+            if self.config.speculation is not None and self.config.speculation.method in WITH_MODEL:
+                self.ranks.go_on()
 
     def _check_invariance(self) -> None:
         """Raises UnsupportedModelError where a row depends on more than its request."""
@@ -360,6 +368,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self.decoder = AbsentModel(self.decoder.num_kv_heads)
             if self._slots is not None:
                 self._slots.drop_bases()
+        if self._draft_model is not None:
+            self._draft_model.drop_target()
         gc.collect()  # modules refer to each other
         memory.trim()
         if not keeps_pages and self.config.model.load_format != "dummy":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actorllm.errors import CorruptModelError, ModelError, UnsupportedModelError
+from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.draft_heads import drafter
 from actorllm.model.cpu.draft_heads.drafter import HeadDrafter
+from actorllm.model.cpu.draft_heads.ends import ends_of
+from actorllm.model.parallel import Ranks
 from actorllm.types.weight_version import WeightSource
 from tests.model.cpu.draft_head_oracle import (
     HEADS,
@@ -317,6 +321,29 @@ def test_a_worker_that_starts_after_an_update_has_the_same_head(
     states = torch.randn(3, 48)
     ours, theirs = (head.logits(head.fc(torch.cat((states,) * (3 if name == "eagle3" else 2), 1))) for head in heads)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_what_a_head_has_of_its_target_sleeps_with_it(make_case: Callable[..., Case]) -> None:
+    """With several ranks the first one has embedding and head as a whole for it. It drafts as before when they are back."""
+    case = make_case()
+    runner = case.driver.runner
+    target = runner.decoder
+    assert isinstance(target, Decoder)
+    target.ranks = Ranks(0, 2)
+    ends = ends_of(target, runner.config.model, False)
+    target.ranks = Ranks()
+    case.model.take_target(target, (None, ends))
+    kept = weakref.ref(ends.embedding)
+    del ends
+    assert kept() is not None
+    with torch.inference_mode():
+        runner.release_weights(runner.config.model.weights, keeps_pages=True)
+    assert kept() is None
+    runner.commit_weights(runner.stage_weights(runner.config.model.weights))
+    case.driver.add(0, PROMPT)
+    case.driver.step(prefill={0: 21})
+    case.decode(3, [0])
+    assert case.num_compared > 0
 
 
 # Mistakes that must show ----------------------------------------------------------------------------------------------

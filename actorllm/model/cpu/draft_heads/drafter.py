@@ -85,6 +85,9 @@ class HeadDrafter(DraftingModel):
         self._head.target = ends
         target.taps = frozenset(self._shape.taps)
 
+    def drop_target(self) -> None:
+        del self._head.target
+
     def _read(self, target: Ends, source: WeightSource, show_progress: bool | None) -> DraftHead:
         """The head of a version of the weights. Trainers leave layers for further tokens out: these stay what they were first."""
         shape = self._shape

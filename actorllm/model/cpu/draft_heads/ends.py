@@ -81,4 +81,7 @@ def ends_of(target: Decoder, model: ModelConfig, show_progress: bool | None) -> 
     if target.ranks.size == 1:
         return target
     with open_weights(model, target.dtype, show_progress) as weights:
-        return WholeEnds(target, weights, form_of(model))
+        ends = WholeEnds(target, weights, form_of(model))
+    if model.weights.overlays:  # else it is a view of a file of the update
+        ends.embedding = ends.embedding.clone()
+    return ends
