@@ -111,15 +111,20 @@ class NewWeights:
         return cls.of_tensors(tensors)
 
     @classmethod
-    def of_worker(cls, path: str) -> NewWeights:
-        """Tensors that functions of the application have given `load_weights` in a worker. Raises EngineError: it has ended."""
+    def of_worker(cls, told: str) -> NewWeights:
+        """Tensors that functions of the application have given `load_weights` in a worker.
+
+        told: as of `memory_file.told_of`. Raises EngineError: the worker has ended, or a later call has brought others.
+        """
         from actorllm.model.updates.tensor_files import TensorFile
 
         try:
-            return cls(tensor_files=[TensorFile.opened(MemoryFile.opened(path), partial(MemoryFile, "weights"))])
+            file = MemoryFile.opened_as_told(told)
+            return cls(tensor_files=[TensorFile.opened(file, partial(MemoryFile, "weights"))])
         except OSError as error:
             raise EngineError(
-                f"the worker that had the new weights has ended, and nothing was changed: {error}"
+                f"the new weights of this call are gone, and nothing was changed: a later call has brought others, or the worker "
+                f"has ended; wait for a call that brings weights before the next one ({error})"
             ) from error
 
     def close(self) -> None:
