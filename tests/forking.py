@@ -258,15 +258,23 @@ def serve(requests: socket.socket, modules: Sequence[str]) -> tuple[dict[str, An
             for name in (*modules, *OF_EVERY_LOOP):
                 importlib.import_module(name)
             importlib.import_module("tests.quick_starts").keep_measured_sizes()
+            for module in list(sys.modules.values()):  # what was warned of here is to be warned of in copies, too
+                getattr(module, "__dict__", {}).pop("__warningregistry__", None)
             gc.collect()
             gc.freeze()
             is_loaded = True
+        # As after exec, nothing is delivered to a copy before it has taken its role.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         if (pid := clone(CLONE_PARENT)) == 0:
             requests.close()
             request = json.loads(packet)
             if "program" in request:
                 become(request, list(fds))
+            if request["is_leader"]:
+                os.setsid()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return request, list(fds)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for fd in fds:
             os.close(fd)
         requests.send(str(pid).encode())
@@ -325,8 +333,6 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
 
 def run(request: dict[str, Any], fds: list[int], paths: list[str]) -> None:
     """What Python does with its arguments. paths: what it imports from, but for what the environment and arguments say."""
-    if request["is_leader"]:
-        os.setsid()
     set_name("python")
     take_over(request, fds)
     copy_own_actors()

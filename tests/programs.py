@@ -152,7 +152,7 @@ def children_of(pid: int) -> list[int]:
     """The processes that a program has made, but for the one beside a copy that makes more copies."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found += [int(child) for child in (task / "children").read_text().split()]
     return [child for child in found if name_of(child) != NAME]
 

@@ -52,6 +52,7 @@ GREENLET_LIBRARIES = ("gevent", "eventlet")
 """Their monkey patches make of the threads of a process what runs in one."""
 STOP_TIMEOUT_S = 5.0
 """How long an orderly stop may take before what is left is killed."""
+SEVERAL_WAITERS = "two tasks wait for one stream at the same time; let one task read it, or generate twice"
 
 
 # Loops, ours and others' ----------------------------------------------------------------------------------------------
@@ -297,14 +298,12 @@ class AsyncioWaiter(Waiter):
 
     @types.coroutine
     def wait(self, until: float | None = None) -> Generator[Any, None, bool]:
+        if self._is_waited_for:
+            raise SeveralWaitersError(SEVERAL_WAITERS)
         if self._is_set:
             self._is_set = False
             yield  # one turn of the loop
             return True
-        if self._is_waited_for:
-            raise SeveralWaitersError(
-                "two tasks wait for one stream at the same time; let one task read it, or generate twice"
-            )
         self._is_waited_for = True
         if until is not None:
             self._set_timer(until, 0.0)
@@ -385,20 +384,27 @@ class TrioLoop(HostLoop):
 class EventWaiter(Waiter):
     """A Waiter for every backend of anyio: an event that is replaced when it was seen."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_is_waited_for")
 
     def __init__(self) -> None:
         self._event = anyio.Event()
+        self._is_waited_for = False
 
     def set(self) -> None:
         self._event.set()
 
     async def wait(self, until: float | None = None) -> bool:
-        if until is None:
-            await self._event.wait()
-        else:
-            with anyio.move_on_after(max(until - monotonic(), 0.0)):
+        if self._is_waited_for:
+            raise SeveralWaitersError(SEVERAL_WAITERS)
+        self._is_waited_for = True
+        try:
+            if until is None:
                 await self._event.wait()
+            else:
+                with anyio.move_on_after(max(until - monotonic(), 0.0)):
+                    await self._event.wait()
+        finally:
+            self._is_waited_for = False
         if not self._event.is_set():
             return False
         self._event = anyio.Event()

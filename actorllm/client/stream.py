@@ -441,6 +441,8 @@ class RequestStream:
             return
         try:
             self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except SeveralWaitersError:
+            raise  # of another task, which ends no request
         except BaseException:
             self.abort()
             raise

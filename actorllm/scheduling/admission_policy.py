@@ -34,8 +34,9 @@ class AdmissionPolicy:
     """Whether the next one may start. The base class admits all. As a policy, it reads no clock but `view.now`."""
 
     name = "open"
-    ignores_decode_steps = True
-    """Steps in which none waits or prefills need not be told of, and all rows decode in them (`PlanPolicy`)."""
+    ignores_decode_steps: bool | None = None
+    """Steps in which none waits or prefills need not be told of, and all rows decode in them (`PlanPolicy`). None: unless the
+    class has a `decode_mask` of its own."""
 
     def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
         """Whether a waiting request gets a slot; it may be asked again, and in the end not get one for other reasons.
@@ -114,7 +115,10 @@ class AdmissionGate:
 
     @property
     def ignores_decode_steps(self) -> bool:
-        return self.admission.ignores_decode_steps and getattr(self.policy, "ignores_decode_steps", False)
+        ignores = self.admission.ignores_decode_steps
+        if ignores is None:
+            ignores = type(self.admission).decode_mask is AdmissionPolicy.decode_mask
+        return ignores and getattr(self.policy, "ignores_decode_steps", False)
 
     # What a KeyPlanner asks
 

@@ -430,9 +430,10 @@ class ModelledWorker:
         if not self._may_skip(scheduler) or self._rows is None or scheduler.steady_rows() is not self._rows:
             return [], []
         most, d = min(self._left - 2, MAX_FORESEEN), len(self._rows)
-        blocks = scheduler.blocks_of_steps(most)
-        if blocks[-1] > scheduler.kv.num_free:
-            return [], []
+        blocks, kv = scheduler.blocks_of_steps(most), scheduler.kv
+        num_free = kv.num_free  # which also gives back what slots were emptied of
+        if blocks[-1] > (num_free if kv.index is None else kv.pool.num_unkept):
+            return [], []  # beyond these, prefixes are evicted, which views tell of
         seconds = self._model.decode_run(d, self._context + d, most).tolist()
         if self._residuals is not None:
             seconds = [s * f for s, f in zip(seconds, self._draw(most), strict=False)]

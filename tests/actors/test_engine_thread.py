@@ -19,6 +19,7 @@ import uvloop
 from actorllm.actors.engine_thread import (
     AsyncioLoop,
     EngineThread,
+    EventWaiter,
     HostLoop,
     LoopThread,
     ThreadHost,
@@ -462,9 +463,29 @@ class TestAsyncioWaiter:
             with pytest.raises(RuntimeError, match="two tasks"):
                 await waiter.wait()
             waiter.set()
+            with pytest.raises(RuntimeError, match="two tasks"):
+                await waiter.wait()  # what has come is for the first one, which goes on in a moment
             await task
 
         run(main)
+
+
+def test_one_task_of_trio_waits_at_a_time() -> None:
+    async def main() -> None:
+        waiter, seen = EventWaiter(), []
+
+        async def first() -> None:
+            seen.append(await waiter.wait())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(first)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(RuntimeError, match="two tasks"):
+                await waiter.wait()
+            waiter.set()
+        assert seen == [True]
+
+    anyio.run(main, backend="trio")
 
 
 class TestThreadHost:

@@ -122,7 +122,7 @@ class Guest:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        status = self.process.wait(10)
+        status = self.process.wait(30)
         self.process.stdout.close()
         return status
 
@@ -158,7 +158,7 @@ def scheduler_of(llm: AsyncLLM) -> Any:
     return llm._engine.ask_scheduler("statistics").result(10)
 
 
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 10) -> bool:
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 30) -> bool:
     deadline = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > deadline:
@@ -560,7 +560,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert process.stdout is not None
     with process.stdin, process.stdout:
         process.stdout.readline()
-        process.wait(10)
+        process.wait(30)
         with pytest.raises(EngineNotFoundError):
             AsyncLLM.attach("forked")
         for name in ("dead", "forked"):

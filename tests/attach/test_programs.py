@@ -51,7 +51,7 @@ class Owner:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        status = self.process.wait(10)
+        status = self.process.wait(30)
         self.process.stdout.close()
         return status
 
@@ -95,7 +95,7 @@ def test_the_owners_death_is_heard(owner: Owner) -> None:
     with pytest.raises(EngineDeadError, match="died"):
         llm.generate(PROMPT)
     llm.shutdown()
-    owner.process.wait(10)
+    owner.process.wait(30)
     with pytest.raises(EngineNotFoundError):
         AsyncLLM.attach("library")
 

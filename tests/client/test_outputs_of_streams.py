@@ -110,8 +110,9 @@ def test_a_second_task_that_reads_a_stream_is_refused_and_ends_nothing() -> None
         stream = RequestStream("a", None, RequestOutputKind.DELTA, 1.0, mailbox, aborted.append)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="two tasks wait for one stream"):
-            await anext(stream)
+        for wait in (lambda: anext(stream), stream.wait):
+            with pytest.raises(RuntimeError, match="two tasks wait for one stream"):
+                await wait()
         mailbox.push(Delta([7], "seven", None, 2.0))
         mailbox.wake()
         assert (await first).outputs[0].text == "seven"

@@ -128,8 +128,9 @@ time.sleep(60)
 def test_an_owner_that_is_killed_leaves_nothing(doing: str) -> None:
     light = "" if doing in (LONG_STEP, LOADING) else LIGHT_WORKERS  # those two are about the model's process
     least = {INLINE: 1, FLEET: 4}.get(doing, 2)
-    looks_at_children = doing in (LOADING, INLINE)
-    with running_host("-c", light + HEAD + doing, is_copied=not looks_at_children) as host:
+    # Whose thread has ended: the parent of a copy is the main thread, whatever thread asks for it.
+    is_copied = doing not in (LOADING, INLINE, THREAD_ENDED)
+    with running_host("-c", light + HEAD + doing, is_copied=is_copied) as host:
         other = int(host.read_until("other ").split()[1])
         try:
             host.read_until("now")

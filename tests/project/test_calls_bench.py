@@ -15,8 +15,9 @@ import calls  # noqa: E402
 
 sys.path.remove(str(ROOT / "bench"))
 
-WAKE_UPS = 1.1
-"""How much more it may be on a busy machine, where threads sleep and are woken more often."""
+WAKE_UPS = 1.25
+"""How much more it may be: on a busy machine threads sleep and are woken more often, and layers look whether others wait. Without
+instructions for bfloat16, each product has a call more."""
 
 
 def test_a_decode_step_calls_few_python_functions() -> None:

@@ -71,6 +71,20 @@ class Direct:
     on_arrival = on_admit = on_end = on_step = nothing
 
 
+class Masking(AdmissionPolicy):
+    def decode_mask(self, view: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("kind", "ignores"), [(AdmissionPolicy, True), (Masking, False)])
+def test_one_that_chooses_rows_hears_of_every_step(kind: type[AdmissionPolicy], ignores: bool) -> None:
+    """Unless its class says otherwise."""
+    assert AdmissionGate(load_policy("fcfs"), kind()).ignores_decode_steps is ignores
+    for says in (True, False):
+        saying = type("Saying", (kind,), {"ignores_decode_steps": says})
+        assert AdmissionGate(load_policy("fcfs"), saying()).ignores_decode_steps is says
+
+
 POLICIES: dict[str, Callable[[], Any]] = {name: (lambda name=name: load_policy(name)) for name in ("fcfs", "srpf")} | {
     "priority": lambda: load_policy("priority"),
     "fairbatch": lambda: load_policy("fairbatch"),

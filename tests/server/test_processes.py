@@ -250,8 +250,9 @@ def test_a_server_that_is_killed_leaves_no_process() -> None:
 def descendants(pid: int) -> list[int]:
     pids = [pid]
     for parent in pids:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            pids += map(int, (task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
     return pids[1:]
 
 

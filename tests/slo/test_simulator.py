@@ -390,6 +390,16 @@ def test_prefixes_are_found_where_they_were_sent() -> None:
     assert hits["prefix-aware"] > 1.1 * hits["round-robin"]
 
 
+def test_routers_see_which_prefixes_are_evicted_while_rows_decode() -> None:
+    """Also of a replica that is only looked at, and computed later."""
+    workload = share_prefixes(mixed(120, 8.0), num_groups=15, num_tokens=128, block_tokens=32, skew=0.0, seed=2)
+    arguments: dict[str, Any] = {"num_replicas": 3, "router": "seconds"}
+    shape = replace(SHAPE, num_blocks=150)
+    run = simulate(workload, shape, NOISY, **arguments)
+    assert_equal(run, simulate(workload, shape, NOISY, **arguments, skip=False))
+    assert run.timeline.num_cached.sum() > 0
+
+
 def test_views_may_be_old() -> None:
     seen: list[float] = []
 

@@ -71,7 +71,7 @@ def pids_of(llm: AsyncLLM | LLM) -> dict[str, int]:
     return llm._engine.pids
 
 
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 10) -> bool:
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 30) -> bool:
     deadline = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > deadline:
@@ -460,7 +460,7 @@ def test_the_end_of_the_owner_is_the_end_of_the_engine(signal_number: signal.Sig
             pids = engine_pids(line)
         assert len(pids) == 2
         process.send_signal(signal_number)
-        process.wait(10)
+        process.wait(30)
         for pid in pids:
             assert wait_until(lambda pid=pid: is_gone(pid)), f"process {pid} outlived its owner"
     assert shared_memory() <= names

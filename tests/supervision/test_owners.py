@@ -261,7 +261,7 @@ def test_no_child_survives_a_killed_owner(number: signal.Signals) -> None:
 
 def test_no_child_survives_an_owner_killed_in_the_middle_of_the_start() -> None:
     source = program("").replace("EchoConfig()", "EchoConfig(fail_at='hang')")
-    with running("-c", source) as process:
+    with running("-c", source, is_copied=False) as process:  # whose children are those of the engine alone
         children: list[int] = []
         deadline = time.monotonic() + 20
         while len(children) < 2:
