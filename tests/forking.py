@@ -131,7 +131,11 @@ class Preloaded(Source):
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a process with this environment, made by exec now, would inherit what a copy has."""
         is_same = without(self._free, environment) == self._environment
-        return is_same and limits() == self._limits and self._process.poll() is None
+        return is_same and limits() == self._limits and not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def begin(
         self, argv: list[str], descriptors: list[int], folder: str, environment: Mapping[str, str], *, is_leader: bool
@@ -259,8 +263,7 @@ def serve(requests: socket.socket, modules: Sequence[str]) -> tuple[dict[str, An
                 importlib.import_module(name)
             importlib.import_module("tests.quick_starts").keep_measured_sizes()
             for module in list(sys.modules.values()):  # what was warned of here is to be warned of in copies, too
-                if isinstance(module, ModuleType):  # Python 3.11 has two classes among them
-                    vars(module).pop("__warningregistry__", None)
+                getattr(module, "__dict__", {}).get("__warningregistry__", {}).clear()
             gc.collect()
             gc.freeze()
             is_loaded = True

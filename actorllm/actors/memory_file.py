@@ -16,6 +16,16 @@ class MemoryFile:
         file.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         return file
 
+    @classmethod
+    def opened_as_told(cls, told: str) -> MemoryFile:
+        """As `opened`, by what `told_of` said. Raises OSError, also where the number is another file's by now."""
+        inode, _, path = told.partition(":")
+        file = cls.opened(path)
+        if os.fstat(file.fd).st_ino != int(inode):
+            file.close()
+            raise FileNotFoundError(f"{path} is another file by now")
+        return file
+
     def __init__(self, purpose: str, num_bytes: int = 0) -> None:
         """purpose: a word for listings of open files. Raises OSError."""
         self.fd = -1
@@ -40,3 +50,8 @@ class MemoryFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def told_of(path: str) -> str:
+    """For another process: the path of a file that is open now, and what tells it from a later one of the same number."""
+    return f"{os.stat(path).st_ino}:{path}"

@@ -557,7 +557,7 @@ class WorkerActor(Actor):
             self._weights = source
             self._asleep.discard("weights")
             if self._calls is not None:
-                self._calls.forget_weights()
+                self._calls.note_committed(source.overlays)
         self._staged = None
         return True
 

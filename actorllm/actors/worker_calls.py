@@ -6,10 +6,12 @@ worker lives on. A call that is asked once more, by a scheduler that took anothe
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from actorllm.actors.call_values import decode_value, encode_value
 from actorllm.actors.link import Link
-from actorllm.actors.memory_file import MemoryFile
+from actorllm.actors.memory_file import MemoryFile, told_of
 from actorllm.errors import EngineError, InvalidParameterError, PeerLostError, nearest_name
 from actorllm.ring import codec
 from actorllm.types.import_path import load_object
@@ -44,7 +46,7 @@ class WorkerCalls:
         self._last: tuple[str, U8] | None = None
         """The newest call, by its identity, and the answer."""
         self._file: TensorFile | None = None
-        """What the newest call has brought, for the engine."""
+        """What a call has brought last, for the engine, which may not have opened it yet."""
 
     def answer(self, identity: str, target: str, is_of_model: bool, data: U8) -> U8:
         """What a function returns, or what it raises. data: its arguments."""
@@ -73,17 +75,27 @@ class WorkerCalls:
 
     def _weights(self) -> dict[str, str]:
         """Where the engine finds what the call has brought; nothing: it has brought nothing, or another rank tells."""
-        self.forget_weights()
         tensors = self._worker.take_weights()
         if not tensors or self._worker.rank or self._worker.replica:  # all ranks are given the same
             return {}
         from actorllm.model.updates.tensor_files import file_of_tensors
 
+        self._forget_weights()
         self._file = file_of_tensors(tensors, partial(MemoryFile, "weights"))
-        return {"weights": self._file.path}
+        return {"weights": told_of(self._file.path)}
 
-    def forget_weights(self) -> None:
-        """The engine has what calls have brought. Idempotent."""
+    def note_committed(self, overlays: Sequence[str]) -> None:
+        """A version counts that lies over these files: what a call has brought is forgotten if it is one of them."""
+        file = self._file
+        if file is None:
+            return
+        for path in overlays:
+            with contextlib.suppress(OSError):  # it is of an engine on another machine
+                if os.path.samefile(path, file.path):
+                    self._forget_weights()
+                    return
+
+    def _forget_weights(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -125,7 +137,7 @@ async def call_all_ranks(host: CallingHost, link: Callable[[], Link], gate: Step
 def answers_of(data: U8) -> list[Any]:
     """What `call_all_ranks` returned, by rank: {"value": ...}, or {"error": ..., "traceback": ...}.
 
-    Beside a value may stand "weights": the path of new ones that the call has brought.
+    Beside a value may stand "weights": where new ones are that the call has brought, as of `memory_file.told_of`.
     """
     _, answers = codec.decode(data.tobytes())
     return [decode_value(answer) for answer in answers]

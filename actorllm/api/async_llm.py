@@ -976,15 +976,18 @@ class AsyncLLM:
             request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
 
         Raises:
-            InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
+            InvalidParameterError: no update was started, or it was finished or started anew while the part was read; or the
+                request or a tensor is not what it must be.
             EngineError: there is no memory for the part.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        transfer = self._engine.weight_transfer
-        await self.start()
-        reading = self._engine.read_weights(lambda: transfer.read(request), None, "recompute")
-        part = await HostLoop.current().result_of(reading)
-        transfer.add(part)
+        part = self._engine.weight_transfer.part(request)
+        try:
+            await self.start()
+            await HostLoop.current().result_of(self._engine.read_weights(part.bring, None, "recompute"))
+        except BaseException:
+            part.is_given_up = True  # it may be read at this moment, and land over the one that is given again
+            raise
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).

@@ -207,14 +207,14 @@ class BlockingDoor(ABC):
             request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
 
         Raises:
-            InvalidParameterError: no update was started, or the request or a tensor is not what it must be.
+            InvalidParameterError: no update was started, or it was finished or started anew while the part was read; or the
+                request or a tensor is not what it must be.
             EngineError: there is no memory for the part.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        transfer = self._engine.weight_transfer
+        part = self._engine.weight_transfer.part(request)
         self._engine.start()
-        part = self._engine.read_weights(lambda: transfer.read(request), None, "recompute").result()
-        transfer.add(part)
+        self._engine.read_weights(part.bring, None, "recompute").result()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import anyio
 
 from actorllm.actors.call_values import encode_value
+from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.worker_calls import answers_of
 from actorllm.errors import CollectiveCallError, InvalidParameterError, shown
 from actorllm.types.import_path import is_import_path, path_of
@@ -32,7 +33,8 @@ class Called(NamedTuple):
     results: list[Any]
     """In the order of replicas and ranks."""
     weights: str | None
-    """Where a worker has new weights that functions of the application gave to `load_weights`; None: they gave none."""
+    """Where a worker has new weights that functions of the application gave to `load_weights`, as of `memory_file.told_of`;
+    None: they gave none."""
 
 
 def check_target(name: str, target: object, *, is_path: bool) -> str:
@@ -99,8 +101,11 @@ def _results(target: str, told: Sequence[Any]) -> Called:
     answers = [(replica, rank, a) for replica, one in enumerate(told) for rank, a in enumerate(answers_of(one))]
     results = [answer.get("value") for *_, answer in answers]
     failed = {i: answer for i, (*_, answer) in enumerate(answers) if "error" in answer}
+    weights = next((answer["weights"] for *_, answer in answers if "weights" in answer), None)
     if not failed:
-        return Called(results, next((answer["weights"] for *_, answer in answers if "weights" in answer), None))
+        return Called(results, weights)
+    if weights is not None:
+        _free(weights)
     where = [(f"replica {replica}, " if len(told) > 1 else "") + f"rank {rank}" for replica, rank, _ in answers]
     lines = "; ".join(f"{where[i]}: {answer['error']}" for i, answer in failed.items())
     error = CollectiveCallError(f"{target!r} failed on {len(failed)} of {len(answers)} ranks: {lines}")
@@ -108,3 +113,9 @@ def _results(target: str, told: Sequence[Any]) -> Called:
     for i, answer in failed.items():
         error.add_note(f"On {where[i]}:\n{answer['traceback']}")
     raise error
+
+
+def _free(weights: str) -> None:
+    """Give back the memory of what a rank has brought to a call that failed on another one."""
+    with contextlib.suppress(OSError):  # it is gone already
+        MemoryFile.opened_as_told(weights).clear()

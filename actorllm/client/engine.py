@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import anyio
 
@@ -102,6 +102,8 @@ from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 if TYPE_CHECKING:
     from actorllm.attach.client import AttachClient
     from actorllm.client.stepper import Stepper
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -937,7 +939,7 @@ class Engine:
 
     # Weights
 
-    def read_weights(self, read: Callable[[], NewWeights], version: object, running: object) -> Future[NewWeights]:
+    def read_weights(self, read: Callable[[], T], version: object, running: object) -> Future[T]:
         """What a caller has brought, looked at on a tokenizer worker. Raises InvalidParameterError, at once or in the future."""
         self._check()
         check_update(version, running)

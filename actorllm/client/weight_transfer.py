@@ -3,7 +3,7 @@
     init_weight_transfer_engine -> start_weight_update -> update_weights, for each part -> finish_weight_update
 
 Each part is copied when it comes. Nothing of it is staged before `finish_weight_update`, which makes one update of all parts. Any
-thread may call it.
+thread may call it. A part is of the update that was under way when it was given: one that is read slowly lands in no later update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from actorllm.client.weight_updates import NewWeights, check_transport
+from actorllm.client.weight_updates import NewWeights, check_transport, close_all, laid_over
 from actorllm.errors import InvalidParameterError, shown
 
 if TYPE_CHECKING:
@@ -21,13 +21,40 @@ if TYPE_CHECKING:
 BACKEND = "shm"
 
 
+class TransferPart:
+    """A part of the update that is under way when this is made. See `WeightTransfer.part`."""
+
+    def __init__(self, transfer: WeightTransfer, request: object, number: int | None) -> None:
+        self._transfer, self._request = transfer, request
+        self.number = number
+        """Of its update; None: none was under way."""
+        self.is_given_up = False
+        """The caller does not wait any more, and may give the part again."""
+
+    def bring(self) -> None:
+        """Read the part and keep it. Takes as long as copying it, and perhaps parts that came before.
+
+        Raises:
+            InvalidParameterError: names the tensor or the file; or no update was started, or it ended meanwhile.
+            CorruptModelError: a file is none of safetensors.
+            EngineError: for want of memory; the parts that came before are kept.
+        """
+        self._transfer.check(self)
+        self._transfer.add(read(self._request), self)
+
+
 class WeightTransfer:
     """See the module docstring."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Held for moments: an event loop may wait for it."""
+        self._adding = threading.Lock()
+        """Held while parts are copied, and by what takes them. Taken before the other one."""
         self._parts: list[TensorFile] | None = None
-        """Of the update that was started; None: none was."""
+        """Of the update that was started; None: none was. Those that are forgotten close with their last reader."""
+        self._number = 0
+        """Of the update that was started last."""
 
     def init(self, request: object) -> None:
         """Nothing has to be set up. Raises InvalidParameterError for another way than shared memory."""
@@ -40,58 +67,79 @@ class WeightTransfer:
 
     def start(self) -> None:
         """What came of an update that was not finished is forgotten."""
+        forgotten = self._parts
         with self._lock:
-            parts, self._parts = self._parts, []
-        close(parts)
+            self._parts = []
+            self._number += 1
+        del forgotten  # not under the lock: the system takes a tenth of a second for a GiB
 
-    def read(self, request: object) -> NewWeights:
-        """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
-        self._check_started("update_weights")
-        info = _part_of("update_info", request)
-        if info.keys() == {"tensors"}:
-            return NewWeights.of_tensors(info["tensors"])
-        if info.keys() == {"files"}:
-            return NewWeights.of_files(info["files"])
-        given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
-        raise InvalidParameterError(
-            f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "
-            f"through shared memory, or 'files', paths of safetensors files"
-        )
-
-    def add(self, part: NewWeights) -> None:
-        """Keep a part, unless the update was given up meanwhile. A tensor that came before is replaced."""
-        from actorllm.model.updates.tensor_files import layered
-
+    def part(self, request: object) -> TransferPart:
+        """A part of the update that is under way now, whenever it is read. Nothing is looked at yet."""
         with self._lock:
-            if self._parts is None:
-                part.close()
-                return
-            self._parts, dropped = layered(self._parts, part.tensor_files)
-        close(dropped)
+            return TransferPart(self, request, None if self._parts is None else self._number)
+
+    def check(self, part: TransferPart) -> None:
+        """Raises InvalidParameterError: its update is not under way."""
+        if part.number is None:
+            raise _not_started("update_weights")
+        if part.is_given_up or self._parts is None or part.number != self._number:
+            raise InvalidParameterError(
+                "update_weights: the update was finished or given up before this part was read, so the part was not kept; wait for "
+                "every update_weights before finish_weight_update, and before the next start_weight_update"
+            )
+
+    def add(self, new: NewWeights, part: TransferPart) -> None:
+        """Keep a part that was read. A tensor that came before is replaced.
+
+        Raises InvalidParameterError, as `check`; EngineError for want of memory. Then the parts are those of before.
+        """
+        try:
+            with self._adding:
+                before = self._parts or []
+                self.check(part)
+                laid, dropped = laid_over(before, new.tensor_files)
+                with self._lock:
+                    self.check(part)
+                    self._parts = laid
+            close_all(dropped)
+        except BaseException:
+            new.close()
+            raise
 
     def finish(self) -> NewWeights:
-        """All parts. Raises InvalidParameterError where there is nothing to finish."""
-        self._check_started("finish_weight_update")
-        with self._lock:
+        """All parts. Raises InvalidParameterError where there is nothing to finish; what was started goes on then."""
+        with self._adding, self._lock:
+            if self._parts is None:
+                raise _not_started("finish_weight_update")
+            if not self._parts:
+                raise InvalidParameterError("no tensor has come since start_weight_update; call update_weights before")
             parts, self._parts = self._parts, None
-        if not parts:
-            raise InvalidParameterError("no tensor has come since start_weight_update; call update_weights before")
         return NewWeights(tensor_files=parts)
-
-    def _check_started(self, verb: str) -> None:
-        if self._parts is None:
-            raise InvalidParameterError(f"{verb}: no update was started; call start_weight_update first")
 
     def close(self) -> None:
         """Forget what came. Idempotent."""
+        forgotten = self._parts
         with self._lock:
-            parts, self._parts = self._parts, None
-        close(parts)
+            self._parts = None
+        del forgotten
 
 
-def close(parts: list[TensorFile] | None) -> None:
-    for part in parts or ():
-        part.close()
+def read(request: object) -> NewWeights:
+    """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
+    info = _part_of("update_info", request)
+    if info.keys() == {"tensors"}:
+        return NewWeights.of_tensors(info["tensors"])
+    if info.keys() == {"files"}:
+        return NewWeights.of_files(info["files"])
+    given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
+    raise InvalidParameterError(
+        f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "
+        f"through shared memory, or 'files', paths of safetensors files"
+    )
+
+
+def _not_started(verb: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{verb}: no update was started; call start_weight_update first")
 
 
 def _part_of(name: str, request: object) -> Mapping[Any, Any]:

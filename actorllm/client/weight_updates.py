@@ -24,6 +24,7 @@ from anyio import to_thread
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, EngineError, InvalidParameterError, nearest_name, shown
+from actorllm.model import memory
 from actorllm.types.params import is_text
 from actorllm.types.weight_version import (
     MAX_VERSION,
@@ -100,10 +101,23 @@ class NewWeights:
             raise InvalidParameterError(
                 f"update_info: files={shown(files)} must be a list of 1 to {MAX_FILES} paths of safetensors files"
             )
-        tensors: dict[str, Any] = {}
+        sizes: list[int] = []
         for file in files:
             if not isinstance(file, str | os.PathLike) or not os.path.isfile(file):  # a pipe would be waited for
                 raise InvalidParameterError(f"update_info: {shown(str(file))} is no file")
+            try:
+                sizes.append(os.path.getsize(file))
+            except OSError as error:  # it is removed at this moment
+                raise InvalidParameterError(f"update_info: {shown(str(file))} cannot be read: {error}") from error
+        # Of the tensors, of the copy that workers open, and of a file while it is taken apart.
+        needed, available = 2 * sum(sizes) + max(sizes), memory.available_bytes()
+        if needed > available:
+            raise EngineError(
+                f"update_info: {len(files)} files have {sum(sizes)} bytes, and copying them takes {needed} bytes of memory, of "
+                f"which {available} are available; bring them in several parts, or all of them by update_weights_from_disk"
+            )
+        tensors: dict[str, Any] = {}
+        for file in files:
             try:
                 tensors |= tensors_of_file(Path(file))
             except OSError as error:
@@ -111,15 +125,20 @@ class NewWeights:
         return cls.of_tensors(tensors)
 
     @classmethod
-    def of_worker(cls, path: str) -> NewWeights:
-        """Tensors that functions of the application have given `load_weights` in a worker. Raises EngineError: it has ended."""
+    def of_worker(cls, told: str) -> NewWeights:
+        """Tensors that functions of the application have given `load_weights` in a worker.
+
+        told: as of `memory_file.told_of`. Raises EngineError: the worker has ended, or a later call has brought others.
+        """
         from actorllm.model.updates.tensor_files import TensorFile
 
         try:
-            return cls(tensor_files=[TensorFile.opened(MemoryFile.opened(path), partial(MemoryFile, "weights"))])
+            file = MemoryFile.opened_as_told(told)
+            return cls(tensor_files=[TensorFile.opened(file, partial(MemoryFile, "weights"))])
         except OSError as error:
             raise EngineError(
-                f"the worker that had the new weights has ended, and nothing was changed: {error}"
+                f"the new weights of this call are gone, and nothing was changed: a later call has brought others, or the worker "
+                f"has ended; wait for a call that brings weights before the next one ({error})"
             ) from error
 
     def close(self) -> None:
@@ -148,6 +167,17 @@ def check_transport(transport: object) -> None:
         )
     if transport != "shm":
         raise InvalidParameterError(f"transport={shown(transport)} must be 'shm'")
+
+
+def laid_over(old: Sequence[TensorFile], new: Sequence[TensorFile]) -> tuple[list[TensorFile], list[TensorFile]]:
+    """As `tensor_files.layered`. Raises EngineError for want of memory."""
+    from actorllm.model.updates.tensor_files import layered
+
+    try:
+        return layered(old, new)
+    except (OSError, MemoryError) as error:
+        # Without the frames of the error, which hold what was copied.
+        raise EngineError(f"there is no memory for the new weights, and nothing was changed: {error}") from None
 
 
 def close_all(files: Iterable[TensorFile]) -> None:
@@ -187,10 +217,12 @@ class WeightUpdates:
         dropped: Sequence[TensorFile] = self._tensor_files
         folder, files = new.folder, new.files
         if folder is None:
-            from actorllm.model.updates.tensor_files import layered
-
             folder, files = self.current.folder, self.current.files
-            layers, dropped = layered(self._tensor_files, new.tensor_files)
+            try:
+                layers, dropped = laid_over(self._tensor_files, new.tensor_files)
+            except EngineError:
+                new.close()
+                raise
         source = WeightSource(
             version=str(self._num_updates + 1) if version is None else version,
             identity=secrets.token_hex(16),  # never a caller's name: two updates of one name are two

@@ -39,14 +39,21 @@ class RankWorker:
     def _bring(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """`load_weights` of the model: keeps copies, since a caller may use its memory again. Returns the names.
 
+        All ranks are given the same, of which the engine takes what the first rank of the first replica has.
+        So the others keep names alone.
+
         weights: pairs of a name in the checkpoint and a whole tensor.
         """
-        brought = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        is_first = not self.rank and not self.replica
+        brought = {
+            name: tensor.detach().to("cpu", copy=True) if is_first else torch.empty(0, dtype=tensor.dtype)
+            for name, tensor in weights
+        }
         self._brought = {**(self._brought or {}), **brought}
         return set(brought)
 
     def take_weights(self) -> dict[str, torch.Tensor]:
-        """What a call has brought, which is forgotten here."""
+        """What a call has brought, which is forgotten here. But for the first rank of the first replica the tensors are empty."""
         brought, self._brought = self._brought, None
         return brought or {}
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
 from actorllm.errors import CollectiveCallError, CorruptModelError, EngineError, InvalidParameterError
 from actorllm.kvcache import prefix_index
+from actorllm.model.updates.tensor_files import TensorFile
 from actorllm.scheduling import prefix_cache
 from actorllm.types.weight_version import WeightVersionSpan
 from tests.model.updates.weight_folders import ENGINE, PROMPT, STORYTELLER, changed, greedy, stream_of_fresh, write
@@ -172,6 +174,25 @@ def test_parts_count_together_by_the_verbs_of_vllm(llm: LLM, expected: list[list
     llm.update_weight_version("other")
     assert tell(llm).outputs[0].weight_versions == [WeightVersionSpan(0, 24, "other")]
     assert tell(llm).num_cached_tokens > 0, "the same weights by another name"
+
+
+async def test_a_part_is_laid_over_those_before_it_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays of them is copied."""
+    threads: list[threading.Thread] = []
+    right = TensorFile.without
+
+    def without(self: TensorFile, names: Any) -> TensorFile:
+        threads.append(threading.current_thread())
+        return right(self, names)
+
+    monkeypatch.setattr(TensorFile, "without", without)
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        await llm.start_weight_update()
+        await llm.update_weights({"update_info": {"tensors": {"a": torch.ones(2), "b": torch.ones(2)}}})
+        await llm.update_weights({"update_info": {"tensors": {"a": torch.ones(2)}}})
+        await llm.shutdown_weight_transfer_engine()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
+from anyio import to_thread
 
 from actorllm.config import EngineConfig
-from actorllm.errors import CorruptModelError
+from actorllm.errors import CorruptModelError, RequestFailedError
 from actorllm.model.encoder_decoder.encoder_tower import EncoderTower
-from actorllm.model.encoder_decoder.word_alignment import alignment_heads, entered, median_filtered
+from actorllm.model.encoder_decoder.word_alignment import Aligner, alignment_heads, entered, median_filtered
+from actorllm.server.audio.asked import SpeechTokens
+from actorllm.server.audio.speech_answer import SpeechAnswer
 from actorllm.server.audio.words import timed, words_of
 from actorllm.text.tokenizer import Tokenizer
 from tests.encoder_decoder.small_models import RATE, WINDOW_S, save_whisper, sound, write_json
@@ -136,3 +142,75 @@ def test_tokens_begin_where_heads_look(folder: Path, tmp_path: Path, heads: Any)
 def test_heads_that_there_are_not_are_refused(given: Any) -> None:
     with pytest.raises(CorruptModelError, match="alignment_heads"):
         alignment_heads({"alignment_heads": given}, num_layers=3, num_heads=4)
+
+
+@pytest.fixture
+def aligner(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], Aligner]:
+    """Whose heads have these weights."""
+
+    def make(weights: torch.Tensor) -> Aligner:
+        made = Aligner.__new__(Aligner)
+        made._width = 1
+        monkeypatch.setattr(Aligner, "_weights", lambda self, features, ids: weights)
+        return made
+
+    return make
+
+
+def test_a_token_that_looks_at_silence_leaves_the_times_of_the_others(aligner: Callable[..., Aligner]) -> None:
+    """As in float16, where the weights of the recording become 0."""
+    weights = (torch.eye(6) * 0.8 + 0.1).repeat(6, 1, 1)
+    nothing: Any = torch.empty(0)
+    assert aligner(weights).starts(nothing, nothing, 0, 6, 6).tolist() == [0, 1, 2, 3, 4, 5]
+    weights[1, 2] = 0
+    assert aligner(weights).starts(nothing, nothing, 0, 6, 6).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_weights_that_are_no_numbers_are_told(aligner: Callable[..., Aligner]) -> None:
+    weights = torch.ones(2, 6, 6)
+    weights[0, 0, 0] = torch.nan
+    nothing: Any = torch.empty(0)
+    with pytest.raises(RequestFailedError, match=r"holds NaN or infinity .* dtype='float32'"):
+        aligner(weights).starts(nothing, nothing, 0, 6, 6)
+
+
+def test_a_translation_is_cut_as_english(folder: Path) -> None:
+    """Whatever the language of the recording is."""
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(" a whole day", False).tolist()
+    tokens = SpeechTokens(tokenizer)
+    assert [word for word, _ in tokens.words_of(ids, "translate", "ja")] == [" a", " whole", " day"]
+    assert len(tokens.words_of(ids, "transcribe", "ja")) > 3
+
+
+def test_an_alignment_counts_until_it_ends_also_when_its_client_has_left() -> None:
+    """Else clients that come and go have any number of threads."""
+    has_begun, may_end, turn = threading.Event(), threading.Event(), anyio.CapacityLimiter(1)
+
+    def word_starts(*arguments: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(30)
+        return np.zeros(2)
+
+    tokens = SimpleNamespace(
+        text_ids=lambda ids: ids, words_of=lambda *_: [("a", 1)], alignment_ids=lambda *_: ([0, 1, 2], 1)
+    )
+    prompts = SimpleNamespace(sources=SimpleNamespace(word_starts=word_starts))
+    answer: Any = SpeechAnswer.__new__(SpeechAnswer)
+    answer._state = SimpleNamespace(aligning_turn=turn, engine=SimpleNamespace(prompts=prompts))
+    answer._speech = SimpleNamespace(tokens=tokens, asked=SimpleNamespace(task="transcribe"), row_s=0.02, max_target=64)
+    window = SimpleNamespace(samples=np.zeros(1), seconds=1.0, start_s=0.0)
+
+    async def leave() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answer._words, [1], window, "en")
+            await to_thread.run_sync(has_begun.wait, 30)
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+                num_counted = turn.borrowed_tokens
+                may_end.set()
+        assert num_counted == 1
+        assert turn.borrowed_tokens == 0
+
+    anyio.run(leave)

@@ -349,7 +349,7 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
                 body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
                 return await client.post("/v1/chat/completions", json=body | {"ignore_eos": True})
 
-            for make, told in BAD[:4]:
+            for make, told in [*BAD[:3], *BAD[5:7]]:  # those that travel
                 answer = await ask(make())
                 assert answer.status_code == 400
                 assert told in answer.json()["error"]["message"]

@@ -242,6 +242,7 @@ def test_every_family_has_dummy_weights(folder: Path) -> None:
             "mamba_n_heads": heads,
             "n_groups": 1,
             "full_attn_idxs": [0],
+            "layers_block_type": ["mamba", "attention"] * (TINY_LLAMA["num_hidden_layers"] // 2),
         }  # of recurrent layers
         (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]} | experts))
         load(folder, load_format="dummy")

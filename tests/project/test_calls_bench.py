@@ -8,6 +8,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -15,11 +17,11 @@ import calls  # noqa: E402
 
 sys.path.remove(str(ROOT / "bench"))
 
-WAKE_UPS = 1.25
-"""How much more it may be: on a busy machine threads sleep and are woken more often, and layers look whether others wait. Without
-instructions for bfloat16, each product has a call more."""
+WAKE_UPS = 1.1
+"""How much more it may be, where threads sleep and are woken more often."""
 
 
+@pytest.mark.slow(reason="on a busy machine threads are woken more often: the count is of a quiet one")
 def test_a_decode_step_calls_few_python_functions() -> None:
     calls.counts.clear()
     threading.setprofile(calls.count)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ MAKES_COPIES = pytest.mark.skipif(
     SYS_CLONE is None or IS_ASKED_TO_EXEC,
     reason="no copies are made on this architecture, or as ACTORLLM_EXEC asks for",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sources_of_their_own() -> Iterator[None]:
+    """What is copied here; whatever tests before have done to theirs."""
+    before = dict(programs._sources)
+    programs._sources.clear()
+    with programs.copied_programs():
+        yield
+    programs._sources.update(before)
 
 
 def status(pid: int) -> dict[str, str]:

@@ -90,7 +90,8 @@ class BlockMover:
                     if not is_good[at]:
                         has_gap.set()
 
-            size = sum(view.nbytes for view in self._views_of(blocks[0])) if blocks else 0
+            # A job that was dropped looks at no block: the memory of the cache may be given back by then.
+            size = sum(view.nbytes for view in self._views_of(blocks[0])) if blocks and self._goes_on(era) else 0
             together(fill, max(1, min(MAX_THREADS, len(blocks), size * len(blocks) // BYTES_OF_A_THREAD)))
             number = is_good.index(False) if False in is_good else len(blocks)
             return number, time.perf_counter() - began

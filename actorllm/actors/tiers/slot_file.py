@@ -144,14 +144,23 @@ class SlotFile:
         try:
             _transfer(os.pwritev, self._fd, views, self._first + slot * self.slot_bytes)
         except OSError:  # of a full disk, or of one that is gone
+            self._give_back(slot, claim)
             return False
         with self._locked(number) as has_lock:
             if not has_lock or self._claims[slot] != claim:
+                self._give_back(slot, claim)
                 return False
             if self._find(key) < 0:  # else another writer of the same block was sooner
                 self._checksums[slot] = checksum
                 self._keys[slot // WAYS, slot % WAYS] = key
+            else:
+                self._give_back(slot, claim)
         return True
+
+    def _give_back(self, slot: int, claim: np.uint64) -> None:
+        """Let a slot that was claimed and stays empty be the next one that is taken, unless another writer has claimed it."""
+        if self._claims[slot] == claim:
+            self._used[slot] = 0.0
 
     def read(self, key: NDArray[np.uint64], views: Views) -> bool:
         """Fill a block. False: it is not here, or not as it was written; then it holds anything."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.errors import CorruptModelError, RequestFailedError, UnsupportedModelError
 from actorllm.types.model_files import read_object
 
 MEDIAN_WIDTH = 7
@@ -55,12 +55,20 @@ class Aligner:
             ids: int64 [1, num_tokens]: what the decoder begins with, the text, and the token of its end.
             first, stop: the tokens that the text, and then its end, are written behind.
             num_rows: of the encoder that are of the recording; those behind are of silence.
+
+        Raises RequestFailedError: the model computes no numbers for this recording.
         """
         seen = self._weights(features, ids)[..., :num_rows]  # [num_heads, num_tokens, num_rows]
-        seen = seen / seen.sum(-1, keepdim=True)
+        # In float16 a token that looks at silence may have no weight left for the recording: it is 0 everywhere.
+        seen = seen / seen.sum(-1, keepdim=True).clamp(min=torch.finfo(seen.dtype).tiny)
         std, mean = torch.std_mean(seen, -2, keepdim=True, correction=0)
         seen = (seen - mean) / std.masked_fill(std == 0, 1)
         seen = median_filtered(seen, self._width).mean(0)[first:stop]
+        if not seen.isfinite().all():
+            raise RequestFailedError(
+                "the attention of the model holds NaN or infinity for this recording, so its words have no times; "
+                "ask for segments, or build the engine with dtype='float32'"
+            )
         return entered(-seen.double().numpy())
 
     def _weights(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

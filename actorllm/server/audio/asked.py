@@ -198,6 +198,12 @@ class SpeechTokens:
         special = self._tokenizer.special_ids
         return [id for id in ids if id not in special and id not in self.stamps]
 
-    def words_of(self, ids: Sequence[int], language: str | None) -> list[tuple[str, int]]:
-        """The words of a text, and how many of its tokens each has. ids: as of `text_ids`."""
-        return words_of(ids, self._tokenizer.decode, has_spaces=language not in WITHOUT_SPACES)
+    def words_of(self, ids: Sequence[int], task: Task, language: str | None) -> list[tuple[str, int]]:
+        """The words of a text, and how many of its tokens each has.
+
+        Arguments:
+            ids: as of `text_ids`.
+            task: a translation is English.
+            language: of the recording.
+        """
+        return words_of(ids, self._tokenizer.decode, has_spaces=task == "translate" or language not in WITHOUT_SPACES)

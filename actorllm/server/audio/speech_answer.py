@@ -167,14 +167,15 @@ class SpeechAnswer(Answer):
         speech, sources = self._speech, self._state.engine.prompts.sources
         assert sources is not None
         text = speech.tokens.text_ids(ids)
-        words = speech.tokens.words_of(text, language)
+        words = speech.tokens.words_of(text, speech.asked.task, language)
         if not words:
             return []
         whole, before = speech.tokens.alignment_ids(speech.asked, language, text, speech.max_target)
         # What is behind the last token of the beginning writes the first one of the text.
         first, num_rows = before - 1, max(1, int(window.seconds / speech.row_s))
         find = partial(sources.word_starts, window.samples, whole, first, first + len(text) + 1, num_rows)
-        starts = await to_thread.run_sync(find, abandon_on_cancel=True, limiter=self._state.aligning_turn)
+        # A client that leaves is waited for: a thread that is abandoned would go on, and count no more for the limiter.
+        starts = await to_thread.run_sync(find, limiter=self._state.aligning_turn)
         return timed(words, (starts * speech.row_s).tolist(), window.start_s, window.seconds)
 
     async def _stream(self, prompt: list[int], send: Send) -> None:

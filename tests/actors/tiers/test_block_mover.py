@@ -86,3 +86,16 @@ def test_what_fails_on_any_thread_is_told_when_all_are_through() -> None:
     with pytest.raises(LookupError, match="not here"):
         together(work, 3)
     assert sorted(done) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_load_that_was_dropped_looks_at_no_block(tmp_path: Path) -> None:
+    """The memory of the cache may be given back by then."""
+
+    def views_of(block: int) -> list[memoryview]:
+        raise ValueError("the memory was released")
+
+    mover = BlockMover([make(tmp_path / "a")], views_of)
+    era = mover.era
+    mover.drop()
+    assert mover.load(era, np.stack([key(1)]), [0])[0] == 0
+    mover.close()

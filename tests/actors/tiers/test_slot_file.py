@@ -187,6 +187,36 @@ def test_two_writers_of_one_block_leave_it_once(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("what", ["another writer was sooner", "the disk is full"])
+def test_a_slot_that_stays_empty_is_the_next_one_that_is_taken(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a block that is in use would give way to the next one, and the file would hold fewer."""
+    first, second = make(tmp_path / "a", num_slots=WAYS), make(tmp_path / "a", num_slots=WAYS)
+    for number in range(WAYS):
+        assert first.write(key(number), block(number))
+
+    class Slow(list[memoryview]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            assert second.write(key(100), block(100))
+            return super().__iter__()
+
+    def fails(fd: int, views: list[memoryview], at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if what == "the disk is full":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fails)
+            assert not first.write(key(100), block(100))
+    else:
+        assert first.write(key(100), Slow(block(100)))
+    assert first.num_used == WAYS - 1
+    assert first.write(key(101), block(101))
+    assert first.num_used == WAYS, "nothing had to give way"
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize(("call", "number"), [("pwritev", errno.ENOSPC), ("pwritev", errno.EIO), ("preadv", errno.EIO)])
 def test_a_disk_that_is_full_or_fails_costs_the_block_alone(
     tmp_path: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch

@@ -50,12 +50,15 @@ def make(make_driver: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+FUSED_ALONE = (*RECURRENT, "llama4")
+"""Recurrent states, and attention in chunks."""
+
 SLOW = pytest.mark.slow(reason="a dozen models more, of which each is quick")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[SLOW] if name in ALSO else []) for name in MODELS if name not in RECURRENT],
+    [pytest.param(name, marks=[SLOW] if name in ALSO else []) for name in MODELS if name not in FUSED_ALONE],
 )
 def test_chunks_and_mixed_steps_equal_transformers(name: str, tmp_path: Path, make: Callable[..., Any]) -> None:
     """Rows join in chunks while others decode, and leave again; every row of every step is compared."""

@@ -1,0 +1,44 @@
+"""Calls of functions in the workers, as the engine makes them: what becomes of a call that fails on some ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import anyio
+import pytest
+
+from actorllm.actors.call_values import encode_value
+from actorllm.actors.memory_file import MemoryFile, told_of
+from actorllm.client.collective_calls import call_everywhere
+from actorllm.errors import CollectiveCallError
+from actorllm.ring import codec
+
+
+class Answering:
+    """In the place of an engine, whose two ranks answer so."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = [encode_value(answer, "the answer") for answer in answers]
+
+    def starting(self) -> list[anyio.Event]:
+        return []
+
+    async def ask_all_schedulers(self, verb: str, **arguments: Any) -> Any:
+        return memoryview(b"".join(codec.encode(None, self._answers)))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_weights_of_a_call_that_fails_on_another_rank_give_their_memory_back() -> None:
+    memory = MemoryFile("weights", 1000)
+    brought = {"value": None, "weights": told_of(memory.path)}
+    assert (await call_everywhere(Answering(brought, {"value": None}), "f", b"")).weights == brought["weights"]
+    assert os.fstat(memory.fd).st_size == 1000
+    with pytest.raises(CollectiveCallError, match="rank 1: LookupError"):
+        await call_everywhere(Answering(brought, {"error": "LookupError: no", "traceback": ""}), "f", b"")
+    assert os.fstat(memory.fd).st_size == 0
+    memory.close()
