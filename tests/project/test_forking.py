@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -29,7 +30,10 @@ def sources_of_their_own() -> Iterator[None]:
     """What is copied here; whatever tests before have done to theirs."""
     before = dict(programs._sources)
     programs._sources.clear()
-    with programs.copied_programs():
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTHONPATH", raising=False)  # `bench/gpu.py`, which a test imports, has set it
+            stack.enter_context(programs.copied_programs())
         yield
     programs._sources.update(before)
 
