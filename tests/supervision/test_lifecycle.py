@@ -124,7 +124,7 @@ async def test_requests_and_aborts_before_the_start(make_llm: Callable[..., Asyn
 
 async def test_who_waits_for_the_start_may_go(make_llm: Callable[..., AsyncLLM]) -> None:
     llm = make_llm()
-    with anyio.move_on_after(0.05) as scope:
+    with anyio.move_on_after(0.005) as scope:
         await llm.start()
     assert scope.cancelled_caught
     output = await llm.complete(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
