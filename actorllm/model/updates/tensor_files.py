@@ -204,7 +204,8 @@ def _record_of(name: object, value: object) -> TensorRecord:
     try:
         plain = value.detach().cpu().resolve_neg().contiguous()
         return TensorRecord(DTYPES[plain.dtype], tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # it has no data, or is of a kind of its own
+    # A tensor on "meta" has no data, and a subclass of Tensor may refuse each of these calls.
+    except (RuntimeError, TypeError) as error:
         raise InvalidParameterError(f"tensor {shown(name)} cannot be read: {str(error)[:200]}") from error
 
 
