@@ -183,6 +183,8 @@ class Dispatcher:
         asked: list[RoutedReplica] = []
         paused = verb in ("pause_generation", "resume_generation", "sleep")
         for replica in self._replicas.values():
+            if replica.is_removed:
+                continue  # it ends, and nothing that is asked concerns it
             if replica.is_lost or replica.state in ("new", "starting"):
                 if paused:  # it hears of it before it has a request
                     replica.frontend.assume_paused(arguments.get("mode"))
@@ -192,6 +194,7 @@ class Dispatcher:
             raise self._error or EngineShutdownError("the engine is not running")
         answers: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
+        gone: set[int] = set()
 
         async def ask(replica: RoutedReplica) -> None:
             own = dict(arguments)
@@ -203,13 +206,14 @@ class Dispatcher:
                 answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
             except Exception as error:  # of one replica: the caller is told below, when all have answered
                 failures[replica.number] = error
+                if replica.is_lost or replica.is_removed:
+                    gone.add(replica.number)
 
         async with anyio.create_task_group() as group:
             for replica in asked:
                 group.start_soon(ask, replica)
-        gone = {number for number in failures if number not in self._replicas or self._replicas[number].is_lost}
         told = [failures[number] for number in sorted(failures) if number not in gone or not answers]
-        if told:  # of a replica that was lost meanwhile the others speak, if there are any
+        if told:  # of a replica that was lost or stopped meanwhile the others speak, if there are any
             raise told[0]
         return merged(verb, dict(sorted(answers.items())))
 

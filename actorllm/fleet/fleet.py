@@ -436,9 +436,10 @@ class Fleet:
             while len(self._replicas) < num_replicas:
                 added.append(self._add())
                 self._spawn(added[-1])
-            for number in sorted(self._replicas)[num_replicas:]:
-                await self._remove(self._replicas[number])
-            await self._divide_cores(num_replicas)
+            with anyio.CancelScope(shield=True):  # a caller that waits no more leaves no replica half removed
+                for number in sorted(self._replicas)[num_replicas:]:
+                    await self._remove(self._replicas[number])
+                await self._divide_cores(num_replicas)
         return added
 
     async def _ask_for_room(self, num_replicas: int) -> None:

@@ -18,7 +18,7 @@ from actorllm.actors import frontend
 from actorllm.actors.frontend import FrontendActor
 from actorllm.client.stream import Mailbox
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, PeerRestartedError
+from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError
 from actorllm.fleet import dispatcher
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
@@ -327,3 +327,35 @@ def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
     link = FakeLink("scheduler")
     frontend.on_link(link)  # type: ignore[arg-type]
     assert [message.rid for message in link.sent] == [rids[1]]
+
+
+def replicas_that_answer(*numbers: int) -> dict[int, Any]:
+    """Their schedulers answer with the number of the replica."""
+    replicas: dict[int, Any] = {}
+
+    def answer_of(number: int) -> Any:
+        async def ask_scheduler(verb: str, **arguments: Any) -> list[int]:
+            return [number]
+
+        return ask_scheduler
+
+    for number in numbers:
+        frontend = ReplicaFrontend(lambda: 1, lambda entries, error: None)
+        frontend.ask_scheduler = answer_of(number)  # type: ignore[method-assign]
+        replicas[number] = FakeReplica(number, frontend)
+    return replicas
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_replica_that_is_stopped_is_left_out_of_an_answer(when: str) -> None:
+    replicas = replicas_that_answer(0, 1)
+    stopped = replicas[1]
+    stopped.is_removed = when == "before"
+
+    async def ask_scheduler(verb: str, **arguments: Any) -> Any:
+        stopped.is_removed = True
+        raise EngineShutdownError("the engine was shut down")
+
+    stopped.frontend.ask_scheduler = ask_scheduler
+    assert await Dispatcher(replicas, RoundRobin()).ask_scheduler("list_adapters") == [0]
