@@ -283,6 +283,10 @@ class Fleet:
             if replica.is_removed or self._is_over:
                 return
             error = error or replica.supervisor.failure or EngineDeadError(f"replica {replica.number} ended")
+            if isinstance(
+                error, EngineShutdownError
+            ):  # of its node alone: to the frontend it would be the end of the engine
+                error = EngineDeadError(str(error))
             replica.last_failure = f"{type(error).__name__}: {error}"
             replica.is_lost = True
             events.is_settled.set()
