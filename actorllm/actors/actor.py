@@ -128,7 +128,10 @@ class Actor:
                 raise EngineError(f"{self.name} has no answer for {verb!r}{nearest_name(verb, self.VERBS)}")
 
     def on_peer_lost(self, link: Link) -> None:
-        """The peer is gone, or was restarted; `link.lost` says why. What it had sent was delivered before this."""
+        """The peer is gone, or was restarted; `link.lost` says why. What it had sent was delivered before this.
+
+        Of a peer that is dropped for what it sent, nothing more is delivered.
+        """
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """The link is corrupt and closed. Raise (the default) to fail, return to go on without this peer."""
@@ -436,7 +439,7 @@ class Runner:
         link = link.group or link
         if not link.is_open:
             return  # the other direction has said so
-        self._drop(link, error)
+        self._part_with(link, error)  # what else it had sent is not believed
         self._attempt(self.actor.on_link_error, link, error)
         if self.failure is None and self._on_broken is not None:
             self._on_broken(link.info, error)
@@ -577,6 +580,9 @@ class Runner:
         link.finish()
         if not link.is_open:
             return  # what it had sent was impossible, and its loss has been told
+        self._part_with(link, error)
+
+    def _part_with(self, link: Link, error: BaseException) -> None:
         link.lost = error
         self._close(link)
         self._attempt(self.actor.on_peer_lost, link)

@@ -336,6 +336,27 @@ async def test_a_corrupt_link_fails_the_actor_unless_it_says_otherwise() -> None
     assert [str(end) for end in pair.ends] == ["nonsense"]
 
 
+async def test_nothing_more_of_a_peer_is_heard_that_sent_what_cannot_be() -> None:
+    """However much of it waits: the actor that drops the link goes on."""
+    async with running_pair() as pair:
+        heard: list[Message] = []
+
+        def admits(link: Link, message: Message) -> bool:
+            heard.append(message)
+            pair.b.drop_link(link, CorruptLinkError("nonsense"))
+            return False
+
+        pair.b.admits = admits  # type: ignore[method-assign]
+        pair.b.on_link_error = lambda link, error: None  # type: ignore[method-assign]
+        for step in range(500):
+            pair.to_b.send_nowait(StepPlan(step=step))
+        await turns()
+        assert pair.b.is_running
+        assert pair.b.life.count("lost a 1") == 1
+        assert len(heard) == 1
+    assert pair.ends == []
+
+
 async def test_a_link_that_turns_out_to_be_corrupt_at_the_end_is_dropped() -> None:
     async with running_pair() as pair:
         b, runner = pair.b, pair.runners["b"]
