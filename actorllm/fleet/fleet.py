@@ -156,6 +156,10 @@ class Fleet:
             if isinstance(one, RemoteReplica) and (place := one.place) is not None
         }
 
+    def draining(self) -> list[int]:
+        """The numbers of replicas that take no new requests."""
+        return [number for number, one in sorted(self._replicas.items()) if one.is_draining and not one.is_removed]
+
     @property
     def replicas(self) -> Mapping[int, Replica]:
         """By number, those that were stopped for good left out."""
@@ -273,6 +277,8 @@ class Fleet:
                     self.attached.admit_all(replica.number, replica.supervisor)
                 elif self.attached is not None:
                     self.attached.tell("remote", replica=replica.number, place=self.places()[replica.number])
+                if self.attached is not None and replica.is_draining:  # of programs that joined while it was lost
+                    self.attached.tell("draining", replica=replica.number, is_draining=True)
 
             error: Exception | None = None
             try:
