@@ -236,6 +236,11 @@ class FrontendActor(Actor):
         return self._scheduler is not None
 
     @property
+    def has_link(self) -> bool:
+        """There is a scheduler, or one that is still being told what the last one knew."""
+        return self._scheduler is not None or bool(self.links)
+
+    @property
     def pause_mode(self) -> str | None:
         """Of the pause that goes on; None: there is none."""
         return self._pause_mode
@@ -814,7 +819,7 @@ class FrontendActor(Actor):
         while self._scheduler is None or not self._scheduler.is_open:
             if self._error is not None:
                 raise self._error
-            if not self.is_running and self._lost is None:
+            if not self.is_running and self._lost is None and not self.has_link:
                 raise EngineShutdownError("the engine is not running")
             if self._linked is None:
                 self._linked = anyio.Event()

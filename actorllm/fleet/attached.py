@@ -80,7 +80,11 @@ class AttachedReplica:
     def _new_frontend(self) -> ReplicaFrontend:
         dispatcher = self._client.dispatcher
         return ReplicaFrontend(
-            dispatcher.next_rid, self._lose, dispatcher.publish, partial(dispatcher.hand_off, self.number)
+            dispatcher.next_rid,
+            self._lose,
+            dispatcher.publish,
+            partial(dispatcher.hand_off, self.number),
+            partial(dispatcher.pause_mode_beside, self.number),
         )
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:

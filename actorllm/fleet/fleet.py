@@ -188,6 +188,7 @@ class Fleet:
             self._check_arithmetic,
             None if self._placement is None else self._placement.locate,
             self.dispatcher.hand_off,
+            self.dispatcher.pause_mode_beside,
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         if self._observer_of is not None:

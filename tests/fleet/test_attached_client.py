@@ -14,6 +14,7 @@ import pytest
 from actorllm import EngineConfig
 from actorllm.attach.client import Met
 from actorllm.client.stream import Mailbox
+from actorllm.errors import EngineDeadError
 from actorllm.fleet import attached
 from actorllm.fleet.attached import AttachedReplica, FleetAttachClient
 from actorllm.messages import Submit
@@ -75,3 +76,25 @@ async def test_streams_of_a_link_that_comes_again_wait_for_it(monkeypatch: pytes
         client.replicas[0].is_lost = False
         await anyio.wait_all_tasks_blocked()
         assert client.replicas[0].frontend.num_open == 1
+
+
+@pytest.mark.parametrize(("before", "now"), [("keep", None), (None, "wait")])
+async def test_a_replica_begins_its_next_life_as_the_others_are(before: str | None, now: str | None) -> None:
+    """While it was lost the owner, or another program, has resumed or paused them."""
+    async with joined() as client:
+        lost, other = client.replicas.values()
+        lost.frontend.assume_paused(before)
+        client._lose(lost, EngineDeadError("its scheduler died"))
+        other.frontend.assume_paused(now)
+        asked: list[tuple[str, str]] = []
+
+        async def ask(link: Any, verb: str, *_: Any, mode: str, **arguments: Any) -> None:
+            asked.append((verb, mode))
+
+        lost.frontend.ask = ask  # type: ignore[method-assign, assignment]
+        lost.frontend.start_soon = client._tasks.start_soon  # type: ignore[method-assign, assignment]
+        lost.frontend.on_link(FakeLink("scheduler"))  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+        assert asked == ([] if now is None else [("pause_generation", now)])
+        assert lost.frontend.is_linked
+        assert lost.frontend.pause_mode == now

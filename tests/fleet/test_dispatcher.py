@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -26,7 +27,7 @@ from actorllm.messages import Outputs, Submit
 from actorllm.scheduling.router import RoundRobin
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
-from tests.fleet.fake_replica import END, FakeReplica
+from tests.fleet.fake_replica import END, FakeReplica, FakeSupervisor
 
 NUM_REPLICAS = 3
 
@@ -335,6 +336,7 @@ def replicas_that_answer(*numbers: int) -> dict[int, Any]:
 
     def answer_of(number: int) -> Any:
         async def ask_scheduler(verb: str, **arguments: Any) -> list[int]:
+            replicas[number].asked.append(verb)
             return [number]
 
         return ask_scheduler
@@ -343,6 +345,7 @@ def replicas_that_answer(*numbers: int) -> dict[int, Any]:
         frontend = ReplicaFrontend(lambda: 1, lambda entries, error: None)
         frontend.ask_scheduler = answer_of(number)  # type: ignore[method-assign]
         replicas[number] = FakeReplica(number, frontend)
+        replicas[number].asked = []
     return replicas
 
 
@@ -359,3 +362,63 @@ async def test_a_replica_that_is_stopped_is_left_out_of_an_answer(when: str) -> 
 
     stopped.frontend.ask_scheduler = ask_scheduler
     assert await Dispatcher(replicas, RoundRobin()).ask_scheduler("list_adapters") == [0]
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_starts_and_has_its_link_is_paused_with_the_others() -> None:
+    replicas = replicas_that_answer(0, 1, 2, 3)
+    for number in (1, 2):
+        replicas[number].supervisor.state = "starting"
+    for number in (1, 3):
+        replicas[number].connect()
+    replicas[3].is_lost = True  # its link is dead, and that is yet to be told
+    fleet = Dispatcher(replicas, RoundRobin())
+    await fleet.ask_scheduler("pause_generation", mode="keep")
+    assert [replica.asked for replica in replicas.values()] == [["pause_generation"], ["pause_generation"], [], []]
+    assert [replica.frontend.pause_mode for replica in replicas.values()] == ["keep"] * 4
+
+
+@pytest.mark.anyio
+async def test_a_pause_that_a_new_scheduler_is_told_of_just_now_is_resumed_behind_that() -> None:
+    told, asked, link = anyio.Event(), [], FakeLink("scheduler")
+    frontend = ReplicaFrontend(lambda: 1, lambda entries, error: None)
+
+    async def ask(link: Any, verb: str, *_: Any, **arguments: Any) -> bool:
+        asked.append(verb)
+        if verb == "pause_generation":
+            await told.wait()
+        return True
+
+    replica = FakeReplica(0, frontend, supervisor=FakeSupervisor("starting"))
+    frontend.ask = ask  # type: ignore[method-assign, assignment]
+    frontend.assume_paused("keep")
+    async with anyio.create_task_group() as tasks:
+        frontend.start_soon = tasks.start_soon  # type: ignore[method-assign, assignment]
+        frontend.links = {"scheduler": link}  # type: ignore[dict-item]
+        frontend.on_link(link)  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(Dispatcher({0: replica}, RoundRobin()).ask_scheduler, "resume_generation")
+        await anyio.wait_all_tasks_blocked()
+        told.set()
+    assert asked == ["pause_generation", "resume_generation"]
+    assert not frontend.is_paused
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("left", [[], ["kv_cache"]], ids=["all", "part"])
+async def test_a_fleet_that_wakes_up_leaves_no_replica_paused(left: list[str]) -> None:
+    """One that is lost, and one that starts and was paused with the others."""
+    replicas = replicas_that_answer(0, 1, 2)
+
+    async def wake_up(verb: str, **arguments: Any) -> list[str]:
+        return left
+
+    replicas[0].frontend.ask_scheduler = wake_up
+    replicas[1].is_lost = True
+    replicas[2].supervisor.state = "starting"
+    replicas[2].connect()
+    for number in (1, 2):
+        replicas[number].frontend.assume_paused("keep")
+    await Dispatcher(replicas, RoundRobin()).ask_scheduler("wake_up", tags=["weights"])
+    assert replicas[1].frontend.is_paused is bool(left)
+    assert replicas[2].asked == ([] if left else ["resume_generation"])
