@@ -194,6 +194,9 @@ class ReplicaFrontend(FrontendActor):
             self._post(self._as_sent(self._journal[rid])[0])
         super().abort(rid)
 
+    def _is_sent(self, rid: int) -> bool:
+        return rid not in self._held
+
     def surrender(self, is_moved: Callable[[JournalEntry], bool] = lambda entry: True) -> dict[int, JournalEntry]:
         taken = super().surrender(is_moved)
         for rid in self._held.keys() & taken.keys():

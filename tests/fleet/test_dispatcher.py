@@ -116,6 +116,12 @@ class FleetOfJournals(RuleBasedStateMachine):
         )
         replica.frontend.on_message(replica.link, outputs)
 
+    def ends_come(self, replica: Any, one: Asked) -> None:
+        """Of each time that the request was here and was ended: it was moved, and has come back, or it was aborted."""
+        for _ in range(replica.num_ends_due(one.rid)):
+            replica.told[one.rid] += 1
+            self.say(replica, one, [], one.num_tokens, [END])
+
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99), count=st.integers(1, 3), is_end=st.booleans())
     def tokens_come(self, which: int, count: int, is_end: bool) -> None:
@@ -123,10 +129,12 @@ class FleetOfJournals(RuleBasedStateMachine):
         replica = self.owner_of(one)
         if replica is None or replica.link is None:
             return
-        submit = replica.known().get(one.rid)
-        if submit is None:  # it was aborted, and the scheduler says so
-            self.say(replica, one, [], one.num_tokens, [END])
+        self.ends_come(replica, one)
+        if not replica.frontend.has(one.rid):
             one.has_ended = True
+            return
+        submit = replica.known().get(one.rid)
+        if submit is None:  # its scheduler has yet to hear of it
             return
         # A scheduler computes from what it was given: from there on all comes again.
         first = submit.output.size
@@ -142,8 +150,10 @@ class FleetOfJournals(RuleBasedStateMachine):
         """Of a scheduler that had the request before."""
         one = self.asked[which % len(self.asked)]
         replica = self.replicas[number]
-        if replica.link is not None and not replica.frontend.has(one.rid):
-            self.say(replica, one, [777], one.num_tokens, [])
+        entry = replica.frontend.journal().get(one.rid)
+        if replica.link is None or (entry is not None and replica.num_ends_due(one.rid) <= entry.is_aborted):
+            return
+        self.say(replica, one, [777], one.num_tokens, [])  # if it has come back since, these are of before
 
     # What happens to replicas
 
@@ -422,3 +432,35 @@ async def test_a_fleet_that_wakes_up_leaves_no_replica_paused(left: list[str]) -
     await Dispatcher(replicas, RoundRobin()).ask_scheduler("wake_up", tags=["weights"])
     assert replicas[1].frontend.is_paused is bool(left)
     assert replicas[2].asked == ([] if left else ["resume_generation"])
+
+
+def test_a_request_that_comes_back_ignores_the_end_of_its_first_stay() -> None:
+    """Of a program that follows some drains at once, none of the schedulers has answered yet."""
+    replicas: dict[int, Any] = {}
+    fleet = Dispatcher(replicas, RoundRobin())
+    for number in range(2):
+        replicas[number] = FakeReplica(number, ReplicaFrontend(fleet.next_rid, lambda entries, error: None))
+        replicas[number].connect()
+    mailbox = Mailbox()
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.zeros(1, np.int32), max_tokens=9)
+
+    def say(tokens: list[int], index: int, ends: list[Any]) -> None:
+        columns = {"rids": [1], "index": [index], "tokens": tokens, "counts": [len(tokens)]}
+        arrays = {name: np.array(column, np.int32) for name, column in columns.items()}
+        first.frontend.on_message(first.link, Outputs(**arrays, ends=ends, emitted=now()))
+
+    first, second = replicas.values()
+    first.frontend.submit(make, mailbox, lambda rid: None)
+    for source, target in ((first, second), (second, first)):
+        source.is_draining, target.is_draining = True, False
+        fleet.move(source, lost_at=None)
+    assert first.known().keys() == {1}
+    say([5, 6], 0, [])
+    say([7], 2, [])
+    say([], 3, [END])
+    assert not mailbox.deltas
+    say([8], 0, [END])
+    assert [delta.tokens for _, delta in mailbox.deltas] == [[8]]
+    assert first.frontend.num_open == 0
