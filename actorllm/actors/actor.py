@@ -6,12 +6,12 @@ actor in a process of its own, in a thread, and on the engine thread:
 
     setup      on_start(config) -> facts … on_configure(resolved config) … on_link(link) for each link
     running    run() until stopped; on_message(link, message)*, on_batch(); answer(verb, arguments); on_peer_lost(link)
-    teardown   on_stop() or on_failure(error); every ask that is still open, here or at the peers, is answered
+    teardown   on_stop() or on_failure(error); every ask that is open here ends, and after a stop every one at the peers, too
 
 Invariants: an exception in a handler or in `run` is a failure and ends the actor; a restart begins from a known state. An
-exception in `answer` belongs to the peer that asked. Every Ask gets exactly one Reply while its link is open. Every `ask`
-ends: with the value, the peer's error, TimeoutError or PeerLostError. The runner is called by `child.main` and by the
-supervisor.
+exception in `answer` belongs to the peer that asked. Every Ask gets exactly one Reply while its link is open, unless the actor
+fails. The supervisor tells of its loss then, as of a process that is killed. Every `ask` ends: with the value, the peer's error,
+TimeoutError or PeerLostError. The runner is called by `child.main` and by the supervisor.
 """
 
 from __future__ import annotations
@@ -529,14 +529,15 @@ class Runner:
     # The end
 
     def _refuse(self, link: Link, message: Message) -> None:
-        """A message that no handler will see any more: an ask is answered all the same."""
+        """A message that no handler will see any more: after a stop an ask is answered all the same."""
         self._num_refused += 1
         if isinstance(message, Ask):
-            self._reply(link, Reply(id=message.id, error=self._last_words()))
+            self._refuse_ask(link, message.id)
 
-    def _last_words(self) -> str:
-        reason = "stopped" if self.failure is None else f"failed ({Failure.of(self.failure).summary})"
-        return f"{EngineError.__name__}: {self.actor.name} has {reason}"
+    def _refuse_ask(self, link: Link, number: int) -> None:
+        """An actor that fails leaves it open: callers go on when they hear of the loss, and know whether another actor follows."""
+        if self.failure is None:
+            self._reply(link, Reply(id=number, error=f"{EngineError.__name__}: {self.actor.name} has stopped"))
 
     async def _tear_down(self) -> None:
         self._is_ending = True
@@ -558,7 +559,7 @@ class Runner:
         for link in list(self.actor.links.values()):  # one that turns out to be corrupt is dropped
             link.finish()
         for link, number in self._owed:
-            self._reply(link, Reply(id=number, error=self._last_words()))
+            self._refuse_ask(link, number)
         with anyio.move_on_after(TEARDOWN_TIMEOUT_S):
             for link in list(self.actor.links.values()):
                 await self._flush(link)
