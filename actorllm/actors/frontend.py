@@ -189,7 +189,7 @@ class FrontendActor(Actor):
     """Submits, aborts, and hands out outputs."""
 
     PROBES_ALONE = False
-    """Whether requests that schedulers may have died of are probed one by one (`note_death`)."""
+    """Whether a death of a scheduler counts for each request of a group that was probed (`note_death`)."""
 
     def __init__(self, name: str = "frontend", rank: int = 0, last_rid: int = 0) -> None:
         """last_rid: of the frontend whose place it takes, so that what is late for that one meets no request of this one."""

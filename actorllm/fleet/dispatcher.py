@@ -6,7 +6,7 @@ comes of it from the first scheduler meets no entry there and is dropped.
 
 What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
 that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
-only when that is lost for good. What stays where a process died is suspected there. Suspects are probed in groups of four, and
+only when that is lost for good. What stays where a process died is suspected there. Suspects are probed in groups, and
 those of a group that fails one by one. So a poison request costs at most two deaths beyond the first one, both on one replica.
 
 Runs on the engine thread.
