@@ -992,9 +992,11 @@ class Engine:
     ) -> Future[Called]:
         """Call a function on all ranks of all replicas; see `collective_calls.call_everywhere`."""
         self._check()
-        until = math.inf if self.stepper is not None else timeout  # on the caller's stack nothing ends it
-        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model, timeout=until)
-        return self._thread.call(call, self, target, data)
+        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model)
+        calling = self._thread.call(call, self, target, data)
+        if self.stepper is not None:  # it was made on the caller's stack, where nothing ends it
+            return calling
+        return self._thread.call(collective_calls.result_within, calling, target, timeout)
 
     @property
     def weight_version(self) -> str:
