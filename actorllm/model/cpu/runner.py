@@ -330,8 +330,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
             decoder, head = self._read_decoder(plan, weights, None)
-            if source.overlays:  # the last view of a file: else it is unmapped by the next update, while steps wait
-                decoder.embedding = decoder.embedding.clone()
         drafts = None if self._draft_model is None else self._draft_model.stage(decoder, source)
         source.check_unchanged()  # else it was written while it was read
         return decoder, head, drafts
