@@ -904,6 +904,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
     "what the caller's own thread does with its own engine": (
         "client.weight_updates: NewWeights.tensor_files",
         "client.weight_updates: WeightUpdates._tensor_files",
+        "client.weight_memory: WeightMemory._kept",
+        "client.weight_memory: WeightMemory._lent",
         "scheduling.policy_check: Prober.hooks",
         "types.options: texts_below_fields",
         "intake.job_queue: JobQueue._barriers",
@@ -962,6 +964,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "fleet.nodes.remote: RemoteReplica._told",
     ),
     "of a fixed size": (
+        "scheduling.step_time: StepTime._covariance",
+        "types.speculation: PayingDrafts._table",
         "client.stream: _from_the_start",
         "fleet.nodes.clock_offset: ClockOffset._samples",
         "fleet.nodes.frames: FrameParser._begun",
