@@ -28,9 +28,6 @@ from actorllm.messages import I32, NO_I32
 _ZERO: I32 = np.zeros((), np.int32)
 _ONE: I32 = np.ones((), np.int32)
 
-FEW = 4
-"""So many arrays are written one by one for less than it takes to join them."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockPoolStatistics:
@@ -67,7 +64,6 @@ class BlockPool:
         self._num_dead = 0
         self._batch = max(1, num_blocks // 512)
         self._labels: I32 = np.zeros(num_blocks, np.int32)
-        self._unlabelled: list[tuple[I32, int]] = []  # kept, and their labels not written yet: many at once are cheaper
         self._has_labels = False
         self._references: I32 = np.zeros(num_blocks, np.int32)
         self._lowest_free = num_blocks
@@ -111,8 +107,6 @@ class BlockPool:
         index = blocks.astype(np.intp)
         free = index[self._references[index] == 0]
         if free.size:
-            if self._unlabelled:
-                self._write_labels()
             if (self._labels[free] == 0).any():
                 raise ValueError(f"blocks {free[self._labels[free] == 0].tolist()} are free and cannot be shared")
             self._take_out(free)
@@ -138,30 +132,17 @@ class BlockPool:
             freed = blocks[left == 0]
         else:
             self._references[index] = _ZERO
-        self._lay_down(freed, index)
+        self._lay_down(index)
         self.num_free += freed.size
         return freed
 
-    def keep(self, blocks: I32, label: int) -> None:
+    def keep(self, blocks: I32 | NDArray[np.intp], label: int) -> None:
         """These referenced blocks keep what they hold when they are freed. label: a positive number of the caller's."""
-        self._unlabelled.append((blocks, label))
+        self._labels[blocks] = label
         self._has_labels = True
 
-    def _write_labels(self) -> None:
-        """What `keep` was told, before the labels are read."""
-        if len(self._unlabelled) <= FEW:
-            for blocks, label in self._unlabelled:
-                self._labels[blocks.astype(np.intp)] = label
-        else:
-            parts = [blocks for blocks, _ in self._unlabelled]
-            labels = np.array([label for _, label in self._unlabelled], np.int32)
-            self._labels[np.concatenate(parts).astype(np.intp)] = labels.repeat([blocks.size for blocks in parts])
-        self._unlabelled.clear()
-
-    def discard(self, blocks: I32) -> None:
+    def discard(self, blocks: I32 | NDArray[np.intp]) -> None:
         """These blocks need not keep anything. The free ones of them go back to the stack."""
-        if self._unlabelled:
-            self._write_labels()
         kept = blocks[self._labels[blocks] != 0]
         self._labels[kept] = 0
         free = kept[self._references[kept] == 0]
@@ -170,15 +151,11 @@ class BlockPool:
 
     def discard_all(self) -> None:
         """No block needs to keep anything."""
-        if self._unlabelled:
-            self._write_labels()
         self.discard(np.flatnonzero(self._labels).astype(np.int32))
         self._has_labels = False
 
-    def labels(self, blocks: I32) -> I32:
+    def labels(self, blocks: I32 | NDArray[np.intp]) -> I32:
         """The label of each block; 0: it is not kept."""
-        if self._unlabelled:
-            self._write_labels()
         return self._labels[blocks]
 
     def num_referenced(self, blocks: I32) -> int:
@@ -210,23 +187,21 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return bool(self._references[block] > 1)
 
-    def _lay_down(self, freed: I32, index: NDArray[np.intp]) -> None:
+    def _lay_down(self, freed: NDArray[np.intp]) -> None:
         """Blocks that lost their last reference, to where they belong."""
         if self._has_labels:
-            if self._unlabelled:
-                self._write_labels()
-            labels = self._labels[index]
+            labels = self._labels[freed]
             num_kept = np.count_nonzero(labels)
             if num_kept:
-                if num_kept == freed.size:
-                    self._enqueue(index[::-1])
-                    return
-                is_kept = labels != 0
-                self._enqueue(index[is_kept][::-1])
-                freed = freed[~is_kept]
+                kept, rest = freed[:num_kept], freed[num_kept:]  # of one slot, which ends with what is not full
+                if np.count_nonzero(labels[:num_kept]) < num_kept:
+                    is_kept = labels != 0
+                    kept, rest = freed[is_kept], freed[~is_kept]
+                self._enqueue(kept[::-1])
+                freed = rest
         self._push(freed[::-1])
 
-    def _push(self, blocks: I32) -> None:
+    def _push(self, blocks: I32 | NDArray[np.intp]) -> None:
         self._stack[self._num_stacked : self._num_stacked + blocks.size] = blocks
         self._num_stacked += blocks.size
 
@@ -266,8 +241,6 @@ class BlockPool:
             found.append(blocks)
             missing -= blocks.size
         blocks = np.concatenate(found) if len(found) > 1 else found[0]
-        if self._unlabelled:
-            self._write_labels()
         labels = self._labels[blocks]
         self._labels[blocks] = _ZERO
         self._num_evicted += count
@@ -287,8 +260,6 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""
-        if self._unlabelled:
-            self._write_labels()
         first = self._last_chunk - len(self._queue) + 1
         alive = [blocks[self._taken_after[blocks] < first + i] for i, blocks in enumerate(self._queue)]
         queued = np.concatenate(alive) if alive else np.zeros(0, np.intp)

@@ -79,7 +79,8 @@ class KVCacheManager:
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self._table: I32 = self.tables[0]
         self._flat_table: I32 = self._table.reshape(-1)
-        self._width: NDArray[np.intp] = np.array(self.max_blocks_per_slot, np.intp)
+        self._index_size: NDArray[np.intp] = np.array(block_size, np.intp)
+        self._slot_index_size: NDArray[np.intp] = np.array(block_size * self.max_blocks_per_slot, np.intp)
         # As many tokens as all tables hold, or all blocks: numpy counts them sooner in 32 bits where these are enough.
         most = block_size * max(num_slots * self.max_blocks_per_slot, num_blocks)
         self._place = np.dtype(np.int32 if most <= np.iinfo(np.int32).max else np.int64)
@@ -87,6 +88,9 @@ class KVCacheManager:
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._flat_ids: I32 = self.token_ids.reshape(-1)
         self._numbers = np.arange(64, dtype=self._place)
+        self._token_slots = np.empty(0, np.intp)
+        self._token_places = self._token_slots
+        """The slots that last got a token each, and where their tables begin."""
         self._run_slots = self._run_places = NO_I32
         """The slots of the last runs, and where their tables begin."""
         self._actions: BlockActions | None = None
@@ -123,12 +127,12 @@ class KVCacheManager:
         if shared:
             blocks = self._fill_in(demand, shared)
         else:
-            blocks = self._allocate(sum(count for _, count in demand))
-        start = 0
+            blocks = self._allocate(sum([count for _, count in demand]))
+        start, size = 0, self.block_size
         for slot, count in demand:
             self._table[slot, :count] = blocks[start : start + count]
             self.num_blocks[slot] = count
-            self.capacity[slot] = count * self.block_size
+            self.capacity[slot] = count * size
             start += count
         return blocks
 
@@ -310,7 +314,7 @@ class KVCacheManager:
         """The first blocks of a slot are computed and may be found by these hashes. Returns the run that they end with."""
         if self.index is None:
             return None
-        return self.index.publish(hashes, self._table[slot, :num_blocks].copy())
+        return self.index.publish(hashes, self._table[slot, :num_blocks])
 
     def publish_output(
         self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: BlockRun | None = None, is_new: bool = False
@@ -322,7 +326,7 @@ class KVCacheManager:
         """
         if self.index is None:
             return
-        blocks = self._table[slot, :num_blocks].copy()
+        blocks = self._table[slot, :num_blocks]
         if is_new:
             self.index.publish_whole(hashes, blocks, known)
         else:
@@ -334,7 +338,7 @@ class KVCacheManager:
         if self.on_evict is not None:
             self.on_evict(blocks)
 
-    def _token_ids_of(self, blocks: I32) -> I32:
+    def _token_ids_of(self, blocks: NDArray[np.intp]) -> I32:
         return self.token_ids[blocks].ravel()
 
     def zero(self, blocks: I32) -> None:
@@ -372,9 +376,12 @@ class KVCacheManager:
 
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None:
         """One sampled token id per slot, at these positions."""
-        entries = positions // self._size
-        blocks = self._flat_table[slots * self._width + entries]  # numpy finds by one index sooner than by two
-        self._flat_ids[(blocks * self._size + (positions - entries * self._size)).astype(np.intp)] = tokens
+        # Places as in `write_runs`, in the integers that numpy indexes with.
+        if slots is not self._token_slots:  # the same array as last time while no row joins or leaves
+            self._token_slots, self._token_places = slots, slots * self._slot_index_size
+        places = self._token_places + positions
+        entries = places // self._index_size
+        self._flat_ids[(self._flat_table[entries] - entries) * self._index_size + places] = tokens
 
     def write_runs(self, slots: I32, counts: I32, ends: I32, after: I32, tokens: I32) -> None:
         """Several sampled token ids per slot, one slot after the other in `tokens`: counts[i] of them, up to ends[i], which

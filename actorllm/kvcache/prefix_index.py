@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from actorllm.kvcache.block_pool import BlockPool
 from actorllm.messages import I32, NO_I32, NO_U8, U8
 
 HASH_BYTES = 32
+
+Blocks: TypeAlias = NDArray[np.intp]
+"""Numbers of blocks as numpy indexes with: it makes these from any other integers, at each use."""
 
 MAX_TAILS = 32
 """Most tails of one run that a single look-up computes the hashes of, the latest first: it bounds what a look-up takes."""
@@ -86,6 +89,7 @@ def continue_hashes(digest: bytes, token_ids: I32, block_size: int, keys: Mappin
 _NO_CHILDREN: dict[bytes, BlockRun] = {}
 _NO_TAILS: list[BlockRun] = []
 """Of most runs, which never get any. Never changed."""
+NO_BLOCKS: Blocks = np.zeros(0, np.intp)
 
 
 class BlockRun:
@@ -93,7 +97,7 @@ class BlockRun:
 
     __slots__ = ("blocks", "children", "hashes", "key", "known", "number", "parent", "start", "stop", "tails")
 
-    def __init__(self, number: int, parent: BlockRun | None, start: int, blocks: I32, hashes: bytes) -> None:
+    def __init__(self, number: int, parent: BlockRun | None, start: int, blocks: Blocks, hashes: bytes) -> None:
         self.number = number
         self.parent = parent
         self.start = start
@@ -139,7 +143,7 @@ class PrefixIndex:
     read_token_ids(blocks): the paged token ids of these blocks, [num_blocks * block_size].
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, read_token_ids: Callable[[I32], I32]) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, read_token_ids: Callable[[Blocks], I32]) -> None:
         self.version = 0
         """Changes whenever what is found may have changed."""
         self.observer: HashObserver | None = None
@@ -151,13 +155,13 @@ class PrefixIndex:
         self._num_resets = 0
         self._has_orphans = False
         """Whether runs are left that no look-up finds; a request may still hold their blocks and publish them once more."""
-        self._root = BlockRun(0, None, 0, NO_I32, b"")
+        self._root = BlockRun(0, None, 0, NO_BLOCKS, b"")
 
     def find(self, hashes: bytes, count: int) -> I32:
         """The longest run of blocks from the start whose hashes are these, `count` at most."""
         if hashes[:HASH_BYTES] not in self._root.children:
             return NO_I32
-        found: list[I32] = []
+        found: list[Blocks] = []
         run, at = self._root, 0
         while at < count:
             child = self._child(run, hashes, at)
@@ -169,9 +173,9 @@ class PrefixIndex:
             at += size
             if at < run.stop:
                 break
-        if len(found) < 2:
-            return found[0] if found else NO_I32
-        return np.concatenate(found)
+        if not found:
+            return NO_I32
+        return (np.concatenate(found) if len(found) > 1 else found[0]).astype(np.int32)
 
     def publish(self, hashes: bytes, blocks: I32) -> BlockRun:
         """From now on these referenced blocks, those at the start of a sequence, are found by their hashes.
@@ -184,9 +188,10 @@ class PrefixIndex:
         if at < blocks.size:
             if at < run.stop:
                 self._split(run, at)
+            added = blocks[at:].astype(np.intp)
             if self._has_orphans:
-                self._take_from_orphans(blocks[at:])
-            run = self._add(run, at, blocks[at:], hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
+                self._take_from_orphans(added)
+            run = self._add(run, at, added, hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
         return run
 
     def begins(self, first: bytes) -> bool:
@@ -199,9 +204,10 @@ class PrefixIndex:
 
     def publish_whole(self, hashes: bytes, blocks: I32, known: I32) -> None:
         """`publish` and `publish_tail` in one, of a sequence that nothing here begins like."""
+        added = blocks.astype(np.intp)
         if self._has_orphans:
-            self._take_from_orphans(blocks)
-        run = self._add(self._root, 0, blocks, hashes)
+            self._take_from_orphans(added)
+        run = self._add(self._root, 0, added, hashes)
         run.stop = len(hashes) // HASH_BYTES
         run.known = known
 
@@ -220,14 +226,15 @@ class PrefixIndex:
                 return
             if start < run.stop:
                 self._split(run, start)
+        added = blocks.astype(np.intp)
         if self._has_orphans:
-            self._take_from_orphans(blocks[start:])
-        if run.blocks.item(-1) == blocks.item(start - 1):  # no tail yet; a holder of its last block holds all of it
-            self._pool.keep(blocks[start:], run.number)
-            run.blocks = blocks[run.start :] if run.start else blocks
+            self._take_from_orphans(added[start:])
+        if run.blocks.item(-1) == added.item(start - 1):  # no tail yet; a holder of its last block holds all of it
+            self._pool.keep(added[start:], run.number)
+            run.blocks = added[run.start :] if run.start else added
             run.known = known
         else:
-            tail = self._new_run(run, start, blocks[start:], b"")
+            tail = self._new_run(run, start, added[start:], b"")
             tail.known = known
             if run.tails is _NO_TAILS:
                 run.tails = []
@@ -288,7 +295,7 @@ class PrefixIndex:
 
     def reset(self) -> None:
         """Nothing is found any more."""
-        self._root = BlockRun(0, None, 0, NO_I32, b"")
+        self._root = BlockRun(0, None, 0, NO_BLOCKS, b"")
         self._runs.clear()
         self._pool.discard_all()
         self._has_orphans = False
@@ -297,19 +304,16 @@ class PrefixIndex:
         self._num_resets += 1
         self.version += 1
 
-    def on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
+    def on_evict(self, blocks: Blocks, labels: I32) -> None:
         """The pool hands these blocks out again: every run loses them and what lies behind them."""
         self.version += 1
-        borders = (labels[1:] != labels[:-1]).nonzero()[0]
-        numbers = labels[borders].tolist()
-        numbers.append(int(labels[-1]))
-        ends = (borders + 1).tolist()
-        ends.append(labels.size)
+        lasts = (labels[1:] != labels[:-1]).nonzero()[0].tolist()  # where the blocks of a run end
+        lasts.append(labels.size - 1)
         first, runs = 0, self._runs
-        for number, end in zip(numbers, ends, strict=True):
-            run = runs.get(number)
+        for last in lasts:
+            run = runs.get(labels.item(last))
             if run is not None:
-                evicted = blocks[first:end]
+                evicted = blocks[first : last + 1]
                 left = run.blocks.size - evicted.size
                 if left < 0 or np.count_nonzero(run.blocks[left:][::-1] != evicted):  # not its end, latest first
                     lost = np.isin(run.blocks, evicted).nonzero()[0]
@@ -319,9 +323,9 @@ class PrefixIndex:
                     self._remove(run)
                 elif left < run.blocks.size:
                     self._cut(run, left)
-            first = end
+            first = last + 1
 
-    def _take_from_orphans(self, blocks: I32) -> None:
+    def _take_from_orphans(self, blocks: Blocks) -> None:
         """The publisher of these blocks has held them since a run of theirs was left: that is none any more."""
         for number in set(self._pool.labels(blocks).tolist()):
             self._runs.pop(number, None)
@@ -344,14 +348,14 @@ class PrefixIndex:
                 break
         return run, at
 
-    def _new_run(self, parent: BlockRun, start: int, blocks: I32, hashes: bytes) -> BlockRun:
+    def _new_run(self, parent: BlockRun, start: int, blocks: Blocks, hashes: bytes) -> BlockRun:
         self._last_number = self._last_number % (2**31 - 1) + 1
         run = BlockRun(self._last_number, parent, start, blocks, hashes)
         self._runs[run.number] = run
         self._pool.keep(blocks, run.number)
         return run
 
-    def _add(self, parent: BlockRun, start: int, blocks: I32, hashes: bytes) -> BlockRun:
+    def _add(self, parent: BlockRun, start: int, blocks: Blocks, hashes: bytes) -> BlockRun:
         run = self._new_run(parent, start, blocks, hashes)
         if parent.children is _NO_CHILDREN:
             parent.children = {}
@@ -427,13 +431,13 @@ class PrefixIndex:
             blocks, run.blocks = run.blocks[size:], run.blocks[:size]
             self._hash_tail(run, blocks, run.known)
 
-    def _hash_tail(self, run: BlockRun, blocks: I32, known: I32) -> None:
+    def _hash_tail(self, run: BlockRun, blocks: Blocks, known: I32) -> None:
         """Make the blocks of a tail that is none any more an ordinary child."""
         tokens = self._read_token_ids(blocks)
         tokens[: known.size] = known[: tokens.size]
         self._continue(run, continue_hashes(run.last_hash, tokens, self._block_size), blocks)
 
-    def _continue(self, run: BlockRun, hashes: bytes, blocks: I32) -> None:
+    def _continue(self, run: BlockRun, hashes: bytes, blocks: Blocks) -> None:
         """Put blocks behind a run; those that are found there already are given up."""
         at, count = 0, blocks.size
         while at < count:

@@ -622,7 +622,8 @@ class _Form(NamedTuple):
     told: int
     """The columns that must be said to be empty, because that is not their default."""
     scalars_of: Callable[[Any], tuple[Any, ...]]
-    columns_of: Callable[[Any], tuple[Any, ...]]
+    columns_of: Callable[[Any], tuple[int, int, list[NDArray[Any]]]]
+    """The two masks, and the columns that travel."""
 
 
 def _form(kind: int, cls: type[Any]) -> _Form:
@@ -632,8 +633,27 @@ def _form(kind: int, cls: type[Any]) -> _Form:
     columns = tuple((name, np.dtype(of.kind), EMPTY[of.kind]) for name, of in kinds.items() if of.is_column)
     defaults = cls.__init__.__kwdefaults__ or {}
     told = sum(1 << bit for bit, (name, _, empty) in enumerate(columns) if defaults.get(name) is not empty)
-    names = tuple(name for name, *_ in columns)
-    return _Form(kind, scalars, columns, 2 + len(scalars), told, getter_of(scalars), getter_of(names))
+    return _Form(kind, scalars, columns, 2 + len(scalars), told, getter_of(scalars), _columns_getter(columns))
+
+
+def _columns_getter(
+    columns: tuple[tuple[str, np.dtype[Any], NDArray[Any]], ...],
+) -> Callable[[Any], tuple[int, int, list[NDArray[Any]]]]:
+    """What finds the masks of a message and its columns that travel.
+
+    Most columns are the shared empty one. A line of its own for each passes over it sooner than a loop does.
+    """
+    lines = ["def columns_of(message):", "present = absent = 0", "arrays = []"]
+    for i, (name, dtype, _) in enumerate(columns):
+        lines += [
+            f"if message.{name} is not {dtype.char}_empty:",
+            f"    if message.{name} is None: absent |= {1 << i}",
+            f"    elif message.{name}.size: present |= {1 << i}; arrays.append(message.{name})",
+        ]
+    found: dict[str, Any] = {f"{dtype.char}_empty": empty for _, dtype, empty in columns}
+    exec("\n    ".join([*lines, "return present, absent, arrays"]), found)
+    getter: Callable[[Any], tuple[int, int, list[NDArray[Any]]]] = found["columns_of"]
+    return getter
 
 
 def _share_empty_columns(cls: type[Any]) -> None:
@@ -685,16 +705,7 @@ def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
     not travel.
     """
     form = _FORMS[type(message)]
-    present = absent = 0
-    bit = 1
-    arrays = []
-    for value in form.columns_of(message):
-        if value is None:
-            absent |= bit
-        elif value.size:
-            present |= bit
-            arrays.append(value)
-        bit <<= 1
+    present, absent, arrays = form.columns_of(message)
     return form.kind, [present, absent, *form.scalars_of(message)], arrays
 
 

@@ -56,25 +56,24 @@ def encode(scalars: object, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes |
     position = _ENVELOPE_BYTES + 8 * count + len(text)
     table: list[int] = []
     pieces: list[Any] = [b"", text]
-    large: list[int] = []
     for array in arrays:
-        code = _CODES.get(array.dtype)
-        if code is None or array.ndim != 1 or array.size > MAX_ELEMENTS:
+        code, size = _CODES.get(array.dtype), array.size
+        if code is None or array.ndim != 1 or size > MAX_ELEMENTS:
             raise TypeError(f"an array of {array.dtype} and shape {array.shape} cannot travel")
         # Every array begins at a multiple of 8, so that the reader can use it in place.
         fill = -position & 7
         if fill:
             pieces.append(_FILL[fill])
             position += fill
-        table.append(code << 28 | array.size)
+        table.append(code << 28 | size)
         table.append(position)
-        num_bytes = array.nbytes
-        position += num_bytes
-        if num_bytes >= LARGE_BYTES:
-            large.append(len(pieces))
+        position += array.nbytes
         pieces.append(array)
     pieces[0] = _ENVELOPE.pack(len(text), count, VERSION) + _TABLES[count].pack(*table)
     # Small pieces are joined, since each buffer costs a call; large ones go into the ring without a copy here.
+    if position < LARGE_BYTES:
+        return [_join(pieces)]
+    large = [i for i, piece in enumerate(pieces) if type(piece) is not bytes and piece.nbytes >= LARGE_BYTES]
     if not large:
         return [_join(pieces)]
     buffers: list[bytes | memoryview] = []

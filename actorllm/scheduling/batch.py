@@ -1,9 +1,10 @@
 """`Batch`: the running sequences as numpy columns by slot, and the cached row set of the decode.
 
 Invariants: a slot is free or holds one RUNNING sequence. `generation[slot]` changes whenever the slot changes hands, so
-that a result planned for the previous owner is told apart; none does while `num_vacated` stays. A decoding slot has
-exactly one token more (known or in flight) than computed. `rows` lists the decoding slots and is brought up to date only
-after a change of membership. Its arrays are handed to plans and to the ledger and never changed in place.
+that a result planned for the previous owner is told apart. While `num_vacated` stays, no slot of a step in flight has
+changed hands. A decoding slot has exactly one token more (known or in flight) than computed, and gets another one.
+`rows` lists the decoding slots and is brought up to date only after a change of membership. Its arrays are handed to
+plans and to the ledger and never changed in place.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Rows:
         """Note whose these slots are, while none of them has changed hands. Rows that no step samples never need it."""
         if self._sequences is None:
             self.num_vacated = self._batch.num_vacated
-            self._sequences = self._batch.sequences.take(self.index)
-            self._generations = self._batch.generation.take(self.index)
+            self._sequences = self._batch.sequences[self.index]
+            self._generations = self._batch.generation[self.index]
 
     @property
     def sequences(self) -> NDArray[Any]:
@@ -85,7 +86,7 @@ class Batch:
         self.is_late: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.num_late = 0
         self.num_vacated = 0
-        """How often any slot was."""
+        """How often any slot was while a step in flight had a row of it."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._rows = self.select(np.empty(0, np.intp))
         self._has_left = False
@@ -110,12 +111,15 @@ class Batch:
             self.num_late += 1
         return slot
 
-    def vacate(self, slot: int) -> None:
-        """Free a slot. Results that name it with the old generation are not for its next owner."""
+    def vacate(self, slot: int, *, is_in_flight: bool = True) -> None:
+        """Free a slot. Results that name it with the old generation are not for its next owner.
+
+        is_in_flight: a step in flight may have a row of it. Without, every set of rows in use is as whole as before.
+        """
         self.sequences[slot].slot = -1
         self.sequences[slot] = None
-        self.generation[slot] += 1
-        self.num_vacated += 1
+        self.generation[slot] = self.generation.item(slot) + 1
+        self.num_vacated += is_in_flight
         if self.is_decoding.item(slot):
             self.stop_decoding(slot)
         self.is_simulated[slot] = False
@@ -130,8 +134,7 @@ class Batch:
         if slots:
             joining = np.array(slots, np.intp)
             self.is_decoding[joining] = True
-            index = np.concatenate((before.index, joining))
-            self._rows = Rows(self, index, np.concatenate((before.limits, self.limit[joining])))
+            self._rows = self.select(np.concatenate((before.index, joining)))
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
@@ -148,15 +151,14 @@ class Batch:
     def rows(self) -> Rows:
         """The decode rows: the same object as last time while none joined or left."""
         if self._has_left:
-            rows = self._rows
-            kept = self.is_decoding.take(rows.index).nonzero()[0]
-            self._rows = Rows(self, rows.index.take(kept), rows.limits.take(kept))
+            index = self._rows.index
+            self._rows = self.select(index[self.is_decoding[index]])
             self._has_left = False
         return self._rows
 
     def select(self, slots: NDArray[np.intp]) -> Rows:
         """These taken slots as rows."""
-        return Rows(self, slots, self.limit.take(slots))
+        return Rows(self, slots, self.limit[slots])
 
     def has_all(self, rows: Rows) -> bool:
         """Whether every one of these rows is still in its slot."""
@@ -176,6 +178,8 @@ class Batch:
                 assert not self.is_late[slot], f"free slot {slot} waits for late inputs"
             else:
                 assert sequence.slot == slot, f"slot {slot} holds a sequence that believes to be in {sequence.slot}"
+                has_more = self.num_computed[slot] + 1 < self.limit[slot]
+                assert has_more or not self.is_decoding[slot], f"slot {slot} decodes beyond its limit"
         assert len(set(self._free_slots)) == len(self._free_slots), "a slot is free twice"
         assert self.num_late == int(self.is_late.sum()), "count of late slots"
         rows = self.rows().slots

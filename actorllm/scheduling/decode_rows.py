@@ -27,11 +27,7 @@ class DecodeRows:
         """Slots of those that need a block."""
         self._batch = batch
         self._kv = kv
-        self._spare = spare
         self._reach: I32 = np.array(2 + spare, np.int32)
-        self._rows_of_most = self.rows
-        self._most = self.rows.limits
-        """How many tokens each of these rows needs room for at most."""
 
     def find(self) -> None:
         """After whatever has changed: all of them."""
@@ -39,10 +35,8 @@ class DecodeRows:
         self.rows = rows = self._all()
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
         self.computed = batch.num_computed[rows.index]
-        if rows is not self._rows_of_most:
-            self._rows_of_most, self._most = rows, rows.limits + self._spare
-        needed = np.minimum(self.computed + self._reach, self._most)
-        self.growing = rows.slots[needed > self._kv.capacity[rows.index]]
+        # None of them reaches beyond its limit: a row whose last token is in flight decodes no more.
+        self.growing = rows.slots[self.computed + self._reach > self._kv.capacity[rows.index]]
 
     def choose(self, wanted: I32 | None) -> Rows:
         """Find them again after preemptions; of these slots only, if not None. Returns the rows that decode."""

@@ -25,9 +25,11 @@ class End(NamedTuple):
     """As in `RequestEnd`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Events:
     """What a result changed, one row per request that got something.
+
+    Never changed. A frozen class would take longer to make, in every step.
 
     sequences[i] got tokens (its share of `tokens`: one, or counts[i]), the first of them with output index index[i].
     ends are in no particular order and may name requests without a row. vectors belong to vector_rows. logprobs: of those

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 SortKey = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """How much of the step a policy wants to use; the limits of the engine hold anyway."""
 
     tokens: int

@@ -218,18 +218,18 @@ class RequestTable:
         """End a request, wherever it is. zero: what its blocks hold is not finite and must be cleared."""
         slot = sequence.slot
         if slot >= 0:
-            # What steps in flight sample for it will have been computed in vain.
-            if sequence not in self.prefilling and sequence.submit.pooling is None:
-                wasted = self._batch.num_computed.item(slot) + 1 - self._batch.num_known.item(slot)
-                if wasted:
-                    sequence.num_wasted_tokens += wasted
-                    self.num_wasted += wasted
+            in_flight = 0
+            if sequence not in self.prefilling:
+                in_flight = self._batch.num_computed.item(slot) + 1 - self._batch.num_known.item(slot)
+            if in_flight and sequence.submit.pooling is None:  # these tokens will have been computed in vain
+                sequence.num_wasted_tokens += in_flight
+                self.num_wasted += in_flight
             if sequence.can_publish:
                 if reason == "error":
                     self._cache.settle(sequence)
                 else:
                     self._cache.publish_rest(sequence)
-            self._leave_slot(sequence, zero=zero)
+            self._leave_slot(sequence, zero=zero, is_in_flight=in_flight != 0)
         else:
             self._leave_line(sequence)
         if self.tokenless:
@@ -262,7 +262,8 @@ class RequestTable:
         self.blocked.discard(sequence)
         self.followers.discard(sequence)
 
-    def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
+    def _leave_slot(self, sequence: Sequence, *, zero: bool = False, is_in_flight: bool = True) -> None:
+        """is_in_flight: a step in flight may sample for it."""
         slot = sequence.slot
         if self.prefilling:
             self.prefilling.pop(sequence, None)
@@ -272,7 +273,7 @@ class RequestTable:
         if self._cache.snapshots is not None:
             self._cache.snapshots.leave(sequence)
         self._kv.empty(slot, zero=zero)
-        self._batch.vacate(slot)
+        self._batch.vacate(slot, is_in_flight=is_in_flight)
         self._builder.free(slot)
         if self._drafts.is_used:
             drafted, accepted = self._drafts.take(slot)

@@ -78,6 +78,9 @@ from actorllm.types.kv_groups import SNAPSHOT_TOKENS, num_window_blocks
 from actorllm.types.outputs import FinishReason
 from actorllm.types.weight_version import RunningRequests
 
+NOT_PAUSED, NOTHING_RUNS = PauseState.RUNNING, PauseState.NOTHING
+"""Asked in every step. Python finds a member of an enum by a search for its name, at each use."""
+
 
 class Scheduler:
     """See the module docstring. Also the `View` that policies get."""
@@ -507,23 +510,23 @@ class Scheduler:
 
     @property
     def is_paused(self) -> bool:
-        return self.pause_state is not PauseState.RUNNING
+        return self.pause_state is not NOT_PAUSED
 
     def may_start(self, sequence: Sequence) -> bool:
         if self._step_failures.is_restricting_starts and not self._step_failures.may_start(sequence):
             return False
-        return self.pause_state is PauseState.RUNNING or sequence in self._table.resuming
+        return self.pause_state is NOT_PAUSED or sequence in self._table.resuming
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
         """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
-        return self.ledger.has_room and bool(self._table.alive) and self.pause_state is not PauseState.NOTHING
+        return self.ledger.has_room and bool(self._table.alive) and self.pause_state is not NOTHING_RUNS
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan and record the next step; None when there is nothing to compute."""
-        if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
+        if not self.ledger.has_room or self.pause_state is NOTHING_RUNS:
             return None
         self.now = now
         plan = self._plan_decode() if self._plans_decode_alone else None
@@ -720,8 +723,7 @@ class Scheduler:
         displaced = self._table.displaced
         seen: set[Sequence] = set()
         # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
-        is_running = self.pause_state is PauseState.RUNNING
-        must_ask = not is_running or self._step_failures.is_restricting_starts
+        must_ask = self.pause_state is not NOT_PAUSED or self._step_failures.is_restricting_starts
         # A policy may be wrong: what does not fit is left out and counted, and the policy hears of it if the request
         # waits.
         for sequence, size in chunks:
@@ -753,7 +755,8 @@ class Scheduler:
             if has_embeds:
                 submit, most = sequence.submit, min(embeds_room, max_tokens - num_tokens)
                 size = chunk_of_items(submit.prompt, sequence.known.size - remaining, size, most)
-            self._num_refused += size < wanted
+            if size < wanted:
+                self._num_refused += 1
             # No room, or a prompt that must go through in one step and does not fit.
             if size <= 0 or (size < remaining and sequence.is_whole):
                 if is_waiting:  # with a slot and no token it would run without being in any plan
@@ -789,7 +792,7 @@ class Scheduler:
             if told is not None:
                 num_prompt_logprobs += size * (told.num_prompt_logprobs + 1)
             slot = sequence.slot
-            batch.num_computed[slot] += size
+            batch.num_computed[slot] = batch.num_computed.item(slot) + size
             if size == remaining:
                 completed.append(slot)
                 del self.prefilling[sequence]
@@ -1037,7 +1040,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
+        waiting = self._table.waiting if self.pause_state is NOT_PAUSED else self._table.resuming
         if self._step_failures.is_restricting_steps:
             return self._step_failures.num_startable(waiting)
         return len(waiting)

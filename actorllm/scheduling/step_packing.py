@@ -249,7 +249,7 @@ class KeyPlanner:
     def _fill(self, room: Room, decision: Decision, view: View) -> None:
         """Started prompts and waiting requests in the order of their keys; of equal keys, the started ones first."""
         # The common case, one long prompt beside decodes, needs no order.
-        if not view.num_waiting and len(view.prefilling) == 1:
+        if len(view.prefilling) == 1 and not view.num_waiting:
             (sequence,) = view.prefilling
             if sequence not in decision.preempt:
                 room.serve(sequence, view.remaining(sequence))

@@ -429,8 +429,8 @@ def leak_a_block(right: Any, pool: BlockPool, blocks: I32) -> Any:
     return right(pool, blocks[1:] if blocks.size > 2 else blocks)
 
 
-def keep_the_generation(right: Any, batch: Batch, slot: int) -> None:
-    right(batch, slot)
+def keep_the_generation(right: Any, batch: Batch, slot: int, **told: bool) -> None:
+    right(batch, slot, **told)
     batch.generation[slot] -= 1
 
 

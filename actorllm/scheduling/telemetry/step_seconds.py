@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 
 from actorllm.scheduling.ledger import Ledger, StepRecord
-from actorllm.scheduling.sequence import NO_SECONDS, Sequence
+from actorllm.scheduling.sequence import Sequence
 
 
 class StepSeconds:
@@ -55,15 +55,12 @@ class StepSeconds:
 
     def leave(self, sequence: Sequence) -> None:
         """It has its slot no longer."""
-        if sequence.seconds_before is not None:
-            planning, forward, execution = sequence.seconds_before
-            planning, forward, execution = (
-                self.planning - planning,
-                self._forward - forward,
-                self._execution - execution,
+        before = sequence.seconds_before
+        if before is not None:
+            spent = sequence.seconds  # in a slot that it had before
+            sequence.seconds = (
+                spent[0] + (self.planning - before[0]),
+                spent[1] + (self._forward - before[1]),
+                spent[2] + (self._execution - before[2]),
             )
-            if sequence.seconds is not NO_SECONDS:  # it had a slot before
-                before = sequence.seconds
-                planning, forward, execution = before[0] + planning, before[1] + forward, before[2] + execution
-            sequence.seconds = planning, forward, execution
             sequence.seconds_before = None
