@@ -72,13 +72,14 @@ def read_stored(
         for name, module in modules.named_modules():
             if type(module) is not torch.nn.Linear or (is_tied and module is head) or not form.scheme.quantizes(name):
                 continue
-            if kind(f"{name}.weight") in FLOATS:
+            if kind(f"{name}.weight") in FLOATS:  # schemes say what is quantized of the layers that a family has
                 continue
             shape, has_bias = (module.out_features, module.in_features), module.bias is not None
             layer = found.layers[name] = form.sharded(weights, name, *shape, has_bias=has_bias)
             found.plain[f"{name}.weight"] = _dense(layer).to(dtype)
             if has_bias:
                 found.plain[f"{name}.bias"] = layer.bias  # type: ignore[attr-defined]
+        # All else, which is of no quantized layer; `close` finds what the layers have left over.
         for name in sorted(tensor_files(Path(model.path))):
             owner = name.rpartition(".")[0]
             if owner in found.layers or name.endswith(NOT_NEEDED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from tests.model.hf.decoders import save
 from tests.model.hf.releases import needs_modules
 from tests.model.quantization.layouts import WRITERS, save_both
 from tests.model.quantization.probing import error, logits
-from tests.model.quantization.test_checkpoints import W8A8
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from weights import W8A8
 
 pytestmark = needs_modules
 
