@@ -697,7 +697,7 @@ class EngineConfig(EngineNames):
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
                 structured_outputs=given["structured_outputs_config"],
                 quantization=_quantization(given, pooler, hf, device),
-                quantization_twin=_quantization_twin(given),
+                quantization_twin=_quantization_twin(given, device),
                 scheme=_compute_scheme(given, dtype, pooler),
                 module=module,
             ),
@@ -907,11 +907,14 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
     return True
 
 
-def _quantization_twin(given: dict[str, Any]) -> bool | None:
+def _quantization_twin(given: dict[str, Any], device: str) -> bool | None:
     """Raises ConfigError where a second form of the weights is asked for, and no worker makes one."""
     if given["quantization_twin"]:
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if given[name] not in (None, 1):
+        alone: dict[str, Any] = {"data_parallel_size": 1}
+        if device == "cpu" and given["tensor_parallel_size"] not in (None, 1):  # on CUDA, ranks agree wherever they are
+            alone |= {"nnodes": 1, "is_launched": False}
+        for name, value in alone.items():
+            if given[name] not in (None, value):
                 raise ConfigError(
                     f"quantization_twin=True is not supported with {name}={given[name]!r} yet: each worker measures for itself "
                     f"which form is faster, and two may differ; leave it out"
@@ -942,11 +945,10 @@ def _compute_scheme(given: dict[str, Any], dtype: str, pooler: Pooler | None) ->
             raise ConfigError(
                 f"{told} has a scheme for decode rows, and this model makes vectors of prompts; use one scheme"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if given[name] not in (None, 1):
-                raise ConfigError(
-                    f"{told} is not supported with {name}={given[name]!r} yet; use one scheme for all rows"
-                )
+        if (stages := given["pipeline_parallel_size"]) not in (None, 1):
+            raise ConfigError(
+                f"{told} is not supported with pipeline_parallel_size={stages!r} yet; use one scheme for all rows"
+            )
     return scheme
 
 

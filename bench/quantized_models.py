@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from models import BATCHES, KV_CACHE_GIB, PROMPT, Call, best_of, prompts_of
-from report import compared, finish, informative
+from report import compared, finish
 from sides import Side, SideError, cores, exit_on_sigterm
 from weights import BF16_TENSOR, Q8_0_TENSOR, SHAPES, make_folder, make_gguf, make_w8a8, num_parameters
 
@@ -163,8 +162,10 @@ def rows_of(name: str, rounds: dict[str, list[dict[str, dict[str, float]]]], ban
     for kind, width in (("int8", 1), ("bfloat16", 2)):
         steps = values(kind, "actorllm", "step_ms_1")
         if steps and bandwidths:
-            shares = [width * (body + head) / (each / 1e3) / statistics.median(bandwidths) for each in steps]
-            made.append(informative(f"{name}, {kind}: decode step, batch 1, share of the read bandwidth", shares))
+            rates = [width * (body + head) / (each / 1e3) / 1e9 for each in steps]
+            reads = [each / 1e9 for each in bandwidths]
+            label = f"{name}, {kind}: decode step, batch 1, weights read, GB/s"
+            made.append(compared(label, rates, "a read of memory", reads, at_least=0.85))
     return made
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.types.quantization import FP8, ROUNDING
+from actorllm.types.quantization import GGUF
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -35,9 +35,6 @@ RULES_GROUP = "actorllm.backend_rules"
 
 CODES_OF_8_BITS = ("int8", "fp8", "compressed-tensors", "torchao", "modelopt")
 """Methods of `quantization=` whose weights have 8 bits on CUDA, or may have them."""
-
-ROUNDED = (*ROUNDING, FP8)
-"""Methods that round the weights of a plain model on CUDA."""
 
 _DEV = Path("/dev")
 
@@ -143,7 +140,7 @@ class CudaRules(BackendRules):
             return None
         for name, taken in (
             ("quantization_twin", (None, False, True) if method in CODES_OF_8_BITS else (None, False)),
-            ("model_impl", (None, "auto", "vllm", "transformers") if method in ROUNDED else (None, "auto", "vllm")),
+            ("model_impl", (None, "auto", "vllm", "transformers") if method != GGUF else (None, "auto", "vllm")),
         ):
             if options.get(name) not in taken:
                 told = f"quantization={method!r} is not supported on {self.title} with"

@@ -112,6 +112,12 @@ def cases(bench: Bench) -> dict[str, Case]:
         Case("nvfp4 checkpoint", dense | {"quantization_config": float4_config("nvfp4", 16)}, transform=nvfp4),
         Case("mxfp4 checkpoint", dense | {"quantization_config": float4_config("mxfp4", 32)}, transform=mxfp4),
         Case(
+            "mxfp4 checkpoint by transformers",
+            dense | {"quantization_config": float4_config("mxfp4", 32)},
+            {"model_impl": "transformers"},
+            transform=mxfp4,
+        ),
+        Case(
             "experts in mxfp4 (gpt-oss)",
             stacked | {"quantization_config": {"quant_method": "mxfp4"}},
             beside="",

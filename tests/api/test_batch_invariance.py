@@ -89,9 +89,12 @@ def test_no_bit_depends_on_a_preemption_or_a_prefix_hit(
         assert llm.stats()["scheduler"]["scheduler"]["prefix_cache"]["hits"] > 0
 
 
-def test_with_threads_that_change_in_every_step(reference: Callable[[str, str | None], Stream]) -> None:
-    with LLM("storyteller", dtype="bfloat16", **OPTIONS | {"num_threads": 2}) as llm:
-        assert streams(llm, [OTHERS[1], PROMPT])[1] == reference("bfloat16", None)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_with_threads_that_change_in_every_step(
+    quantization: str | None, reference: Callable[[str, str | None], Stream]
+) -> None:
+    with LLM("storyteller", dtype="bfloat16", quantization=quantization, **OPTIONS | {"num_threads": 2}) as llm:
+        assert streams(llm, [OTHERS[1], PROMPT])[1] == reference("bfloat16", quantization)
 
 
 def test_without_it_bits_depend_on_the_batch() -> None:

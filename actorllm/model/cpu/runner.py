@@ -258,7 +258,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             of = torch.float32 if widens(self.dtype) else self.dtype
             self._slots = AdapterSlots(self.config.lora.max_loras, self.config.lora.max_lora_rank, of)
             self.adapters = Adapters(self.config.lora, self._slots)
-        found = choose(self.config, plan, self.dtype, self.rank)
+        found = choose(self.config, plan, self.dtype, self.ranks)
         self.scheme = None if found is None else str(found)
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from actorllm.config import EngineConfig, ModelConfig
@@ -26,6 +27,7 @@ from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import SideBySide, SideBySideLinear
+from actorllm.model.parallel import Ranks
 from actorllm.model.quantization import rounding_of
 from actorllm.model.quantization.description import gguf_kinds
 from actorllm.model.quantization.grouped import nearest
@@ -58,6 +60,9 @@ MIN_LOSS = 1.1
 TWIN_SHARE, PLAIN_SHARE = 0.25, 0.5
 """Of the available memory that the second form of weights, and one that is larger than what was asked for, may take."""
 
+LONGEST_NAME = 32
+"""Characters of a scheme."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -86,19 +91,34 @@ class Scheme:
         return model.quantization in ROUNDING and self.decode in PLAIN
 
 
-def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, rank: int = 0) -> Scheme | None:
+def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, ranks: Ranks | None = None) -> Scheme | None:
     """What the configuration says, or what is fastest here; the log says why. None: there is no choice.
 
-    Ranks and replicas would each find out for themselves, and perhaps differ: they compute what was asked for. Raises
-    UnsupportedModelError where a second form is asked for that the model cannot have.
+    Of tensor parallel ranks on one machine the first one finds out for all. Replicas, stages and ranks elsewhere would each find
+    out for themselves, and perhaps differ: they compute what was asked for. Raises UnsupportedModelError where a second form is
+    asked for that the model cannot have.
     """
-    model = config.model
+    model, ranks = config.model, ranks or Ranks()
     if model.quantization_twin:
         _check_twin(model, plan)
     if model.scheme is not None:
         return _checked(Scheme.parse(model.scheme), model, plan)
-    if rank or config.world_size > 1 or config.data_parallel_size > 1:
+    is_elsewhere = config.is_launched or config.rank_nodes or config.num_machines
+    if config.data_parallel_size > 1 or config.stages or (config.world_size > 1 and is_elsewhere):
         return None
+    return _told(None if ranks.rank else _fastest_here(config, plan, dtype), ranks)
+
+
+def _told(found: Scheme | None, ranks: Ranks) -> Scheme | None:
+    """What the first rank has found."""
+    name = ("" if found is None else str(found)).encode().ljust(LONGEST_NAME)
+    told = ranks.agree(np.frombuffer(name, np.uint8).astype(np.int32)).astype(np.uint8).tobytes().decode().strip()
+    return Scheme.parse(told) if told else None
+
+
+def _fastest_here(config: EngineConfig, plan: Plan, dtype: torch.dtype) -> Scheme | None:
+    """What is fastest among what this model may be computed as; None: there is no choice."""
+    model = config.model
     form, is_fused = rounding_of(model), isinstance(plan, DecoderConfig)
     if model.quantization == GGUF and any(kind.startswith("int4") for kind in gguf_kinds(model).values()):
         form = Int4Weights()

@@ -44,6 +44,7 @@ TRIED_ROWS = (1, 40, 515)
 TRIED_OUTPUTS = 64
 """Compared at either end of a product."""
 TIMED_ROWS, TIMED_CALLS, ROUNDS = 1024, 10, 5
+ELSEWHERE = "at another rank, whose log says more"
 
 logger = logging.getLogger(__name__)
 
@@ -157,27 +158,33 @@ class PromptProducts:
             return StepRows(kinds.split)
         return StepRows(kinds.split, *(device.upload(part.numpy()) for part in (kinds.prompts, kinds.decodes)))
 
-    def choose(self, model: ModelConfig, dtype: torch.dtype, device: Device) -> str:
-        """What the products are computed as from now on.
+    def choose(
+        self, model: ModelConfig, dtype: torch.dtype, device: Device, all_agree: Callable[[bool], bool] = bool
+    ) -> str:
+        """What the products are computed as from now on: the same at all ranks.
 
         Arguments:
             model: its `scheme` is what another start has found, if there was one.
             dtype: of activations.
             device: where the weights are.
+            all_agree: of the ranks (`Collectives.all_agree`).
 
         Raises:
             UnsupportedModelError: no weight has 8 bits, or what the worker before has computed cannot be computed here.
         """
-        if not self._layers:
+        if not all_agree(bool(self._layers)):
             raise UnsupportedModelError(
                 f"quantization_twin=True: on CUDA, rows of prompts have products of their own where weights have 8 bits, and "
                 f"{model.architecture} with quantization={model.quantization!r} has no such layer; leave it out"
             )
         reason = self._why_wrong(dtype, device)
+        if not all_agree(reason is None):
+            reason = reason or f"they are wrong {ELSEWHERE}"
         gain = None
         if reason is None and model.scheme is None and device.proves_itself:
             gain = self._gain(dtype, device)
-            reason = f"they take {1 / gain:.2f} times as long" if gain <= 1 else None
+            if not all_agree(gain > 1):
+                reason = f"they take {1 / gain:.2f} times as long" if gain <= 1 else f"they are slower {ELSEWHERE}"
         if reason is None:
             told = "" if gain is None else f": {gain:.2f} times as fast with {TIMED_ROWS} rows"
             logger.info("rows of prompts have products of 8 bits by 8 bits%s", told)

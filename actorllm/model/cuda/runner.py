@@ -277,7 +277,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.processors = processors_of(self.config, self.dtype, self.device.torch_device)
         if self._prompts is not None:
             with self.device.active():
-                self.scheme = self._prompts.choose(self.config.model, self.dtype, self.device)
+                self.scheme = self._prompts.choose(
+                    self.config.model, self.dtype, self.device, self.collectives.all_agree
+                )
         if self.device.proves_itself:
             self._check_kernels()
         if self.config.speculation is not None:
@@ -345,11 +347,6 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 f"enable_lora=True: on CUDA, {model.architecture} runs through transformers, where there are no adapters yet; use "
                 f"device='cpu', or leave it out"
             )
-        if model.quantization_twin:
-            raise UnsupportedModelError(
-                f"quantization_twin=True is not supported on CUDA for models that run through transformers yet "
-                f"({model.architecture}): their modules do not tell rows apart; leave it out"
-            )
         if self._cache_dtype != self.dtype:
             raise UnsupportedModelError(
                 f"kv_cache_dtype={self.config.cache.dtype!r} is not supported on CUDA for models that run through transformers; "
@@ -358,7 +355,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         from actorllm.model.cuda import transformers_model  # imports transformers
 
         modules = cast("TransformersPlan", plan)
-        return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device)
+        self._prompts = self._new_prompts()
+        return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device, self._prompts)
 
     @property
     def _cache_dtype(self) -> torch.dtype:
@@ -378,12 +376,16 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         if lora is not None:
             self._slots = DeviceSlots(lora.max_loras, lora.max_lora_rank, self.dtype, self.device)
             self.adapters = Adapters(lora, self._slots)
+        length = self.config.model.max_model_len
+        self._prompts = self._new_prompts()
+        return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots, self._prompts)
+
+    def _new_prompts(self) -> PromptProducts | None:
+        """Where rows of prompts may have products of their own."""
         model = self.config.model
         self.scheme = model.scheme
-        if model.quantization_twin and model.scheme != ONE_KIND:  # which another start has found
-            self._prompts = PromptProducts()
-        length = model.max_model_len
-        return DeviceDecoder(plan, weights, length, self.device, self.collectives, form, self._slots, self._prompts)
+        # One kind is what another start has found.
+        return PromptProducts() if model.quantization_twin and model.scheme != ONE_KIND else None
 
     @torch.inference_mode()
     def stage_weights(self, source: WeightSource) -> StagedWeights:
@@ -470,7 +472,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         from actorllm.model.cuda import transformers_model
 
         modules = cast("TransformersPlan", plan)
-        return transformers_model.without_weights(modules, self.config.model, self.dtype, self.device)
+        self._prompts = self._new_prompts()
+        return transformers_model.without_weights(modules, self.config.model, self.dtype, self.device, self._prompts)
 
     def _rehearse(self) -> None:
         if isinstance(device_form(self.config.model), ReadOnHost):

@@ -22,6 +22,7 @@ from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DeviceDecodeRows, PagedAttention, StepTokens, check_head_size
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.linear import DeviceLinear
+from actorllm.model.cuda.prompt_products import PromptProducts
 from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
@@ -85,9 +86,17 @@ class DeviceStep(AttentionStep):
 
 
 def load(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: Device
+    plan: TransformersPlan,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    show_progress: bool | None,
+    device: Device,
+    prompts: PromptProducts | None = None,
 ) -> DeviceTransformers:
-    """The model with its weights on the device, checked against transformers' own attention. Raises ModelError."""
+    """The model with its weights on the device, checked against transformers' own attention. Raises ModelError.
+
+    prompts: empty ones, which its layers are to have; None: rows of prompts have the same products as decode rows.
+    """
     check_head_size(plan.head_dim)
     with device.active():
         loaded = transformers_backend.load_unchecked(plan, model, dtype, show_progress, device.torch_device)
@@ -96,7 +105,7 @@ def load(
         probed = ProbedModel(made)
         stock = probe(probed)
         if model.quantization is not None:
-            made.quantize(model)
+            made.quantize(model, prompts)
             check_quantized(probed, stock, model.quantization)
         if model.prompt_embedding_size is not None:
             probe_embeds(probed, model.prompt_embedding_size)
@@ -104,26 +113,46 @@ def load(
 
 
 def without_weights(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, device: Device
+    plan: TransformersPlan,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    prompts: PromptProducts | None = None,
 ) -> DeviceTransformers:
-    """On torch's meta device."""
+    """On torch's meta device. prompts: as of `load`."""
     made = DeviceTransformers(transformers_backend.without_weights(plan, dtype), device)
     if model.quantization is not None:
-        made.quantize(model)
+        made.quantize(model, prompts)
     return made
+
+
+class BodyRows:
+    """Whether the rows of a product are the tokens of the step. Modules may give it others: those of an expert, or all heads."""
+
+    def __init__(self) -> None:
+        self.num_tokens: int | None = None
+        """Of the step that the body computes; None: something else is computed."""
+        self.learns = False
+        """A trial is under way. What a layer was given once decides for good, and not what a batch happens to give it."""
 
 
 class Contiguous(Linear):
     """A product of rows as modules have them: they may be columns of wider ones."""
 
-    __slots__ = ("product",)
+    __slots__ = ("_base", "_has_other_rows", "_rows", "product")
 
-    def __init__(self, product: DeviceLinear) -> None:
+    def __init__(self, base: DeviceLinear, product: DeviceLinear, rows: BodyRows) -> None:
+        """base: of rows whatever they are. product: of all tokens of a step."""
         super().__init__(product.out_features, product.in_features, product.num_bytes)
         self.product = product
+        self._base, self._rows, self._has_other_rows = base, rows, False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x.contiguous())
+        rows = self._rows
+        is_other = rows.num_tokens is not None and len(x) != rows.num_tokens
+        if is_other and rows.learns:
+            self._has_other_rows = True
+        return (self._base if is_other or self._has_other_rows else self.product)(x.contiguous())
 
 
 class DeviceTransformers:
@@ -151,15 +180,19 @@ class DeviceTransformers:
         half, on = plan.head_dim // 2, device.torch_device
         self.no_rotation = torch.ones(1, half, device=on), torch.zeros(1, half, device=on)
         self.attention: PagedAttention
+        self.rows = BodyRows()
+        self._prompts: PromptProducts | None = None
 
-    def quantize(self, model: ModelConfig) -> None:
-        """Round the plain linear layers as `quantization=` says. There is no way back."""
+    def quantize(self, model: ModelConfig, prompts: PromptProducts | None = None) -> None:
+        """Round the plain linear layers as `quantization=` says. There is no way back. prompts: as of `load`."""
         workspaces = Workspaces(self.dtype, self.device.torch_device)
         products: list[DeviceLinear] = []
+        self._prompts = prompts
 
         def made(weight: LinearWeight) -> Linear:
-            products.append(linear(weight, workspaces))
-            return Contiguous(products[-1])
+            base = linear(weight, workspaces)
+            products.append(base if prompts is None else prompts.of(base))
+            return Contiguous(base, products[-1], self.rows)
 
         with torch.inference_mode(False), torch.no_grad():
             self.loaded.pack(form_of(model, keeps_floats=True), made)
@@ -192,7 +225,15 @@ class DeviceTransformers:
             embedded[0].index_copy_(0, *tokens.embedded)
             given = {"inputs_embeds": embedded}
         step = DeviceStep(self, tokens, cache, state)
-        return self.loaded.run_body(step, given, tokens.positions.long().unsqueeze(0))
+        self.rows.num_tokens = len(tokens.ids)
+        if self._prompts is not None:
+            self._prompts.step = tokens.kinds
+        try:
+            return self.loaded.run_body(step, given, tokens.positions.long().unsqueeze(0))
+        finally:
+            self.rows.num_tokens = None
+            if self._prompts is not None:
+                self._prompts.step = None
 
     def select(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return hidden.index_select(0, rows)
@@ -252,7 +293,11 @@ class ProbedModel:
             vectors = device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
             embedded = (device.upload(inputs.embedded), vectors)
         tokens = StepTokens(ids, positions, kv_slots, rows, chunks, embedded)
-        return self._model.forward(tokens, cache, state)
+        self._model.rows.learns = True
+        try:
+            return self._model.forward(tokens, cache, state)
+        finally:
+            self._model.rows.learns = False
 
     def select(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return self._model.select(hidden, self._device.upload(rows))

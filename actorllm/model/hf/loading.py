@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.weights import UPDATE, progress_is_shown, stable_hash, tensor_files
-from actorllm.types.quantization import MXFP4, read_checkpoint
+from actorllm.types.quantization import GGUF, MXFP4, read_checkpoint
 
 hf_logging: Any = transformers_logging  # it is not typed
 
@@ -47,15 +47,25 @@ def check_release(architecture: str) -> None:
         )
 
 
-def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
-    """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
+def read_config(model: ModelConfig, hf: dict[str, Any], *, takes_quantized: bool = False) -> Any:
+    """The transformers configuration, without what it says of quantized weights: they are read here.
+
+    takes_quantized: linear layers may be as quantized checkpoints have them. Raises UnsupportedModelError or CorruptModelError.
+    """
     architecture, kind = model.architecture, hf.get("model_type")
     scheme = read_checkpoint(hf)
     if scheme is not None or hf.get("quantization_config"):
         method = MXFP4 if scheme is None else scheme.method
-        raise UnsupportedModelError(
-            f"quantized weights ({method}) are not supported through transformers; use the original model"
-        )
+        if method in (MXFP4, GGUF):
+            raise UnsupportedModelError(
+                f"quantized weights ({method}) are not supported through transformers; leave model_impl at 'auto', or use the "
+                f"original model"
+            )
+        if not takes_quantized:
+            raise UnsupportedModelError(
+                f"quantized weights ({method}) of {architecture} are not supported: through transformers, decoders of text have "
+                f"them; use the original model"
+            )
     if kind not in CONFIG_MAPPING:
         if hf.get("auto_map"):
             reason = "it needs the code in its folder (auto_map), and no code of a model is run"
@@ -67,10 +77,13 @@ def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
     try:
         with quiet():
             if model.overrides:
-                return CONFIG_MAPPING[str(kind)].from_dict(copy.deepcopy(hf))
-            return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
+                config = CONFIG_MAPPING[str(kind)].from_dict(copy.deepcopy(hf))
+            else:
+                config = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CorruptModelError(f"{model.path}/config.json cannot be used: {' '.join(str(error).split())}") from error
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def built(auto: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device | None = None) -> Any:
@@ -127,9 +140,12 @@ def from_checkpoint(
 
 
 def from_tensors(
-    kind: Any, config: Any, attention: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+    kind: Any, config: Any, attention: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor], place: str = UPDATE
 ) -> tuple[Any, dict[str, Any]]:
-    """The modules of a class with these weights, and transformers' report of them. Raises CorruptModelError."""
+    """The modules of a class with these weights, and transformers' report of them. Raises CorruptModelError.
+
+    place: where the tensors are from, for messages.
+    """
     with quiet(shows_progress=False):
         try:
             model, report = kind.from_pretrained(
@@ -142,7 +158,7 @@ def from_tensors(
                 output_loading_info=True,
             )
         except Exception as error:
-            raise CorruptModelError(f"{UPDATE} cannot be loaded: {error}") from error
+            raise CorruptModelError(f"{place} cannot be loaded: {error}") from error
     return model, report
 
 

@@ -8,7 +8,7 @@ checks the logits afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -43,22 +43,31 @@ ROUTERS = ("gate", "router")
 """Names of layers that choose experts: a rounding there would choose others, so they stay dense."""
 
 
-def pack(model: torch.nn.Module, form: Form = Dense, make: Callable[[LinearWeight], Linear] = linear) -> int:
+def pack(
+    model: torch.nn.Module,
+    form: Form = Dense,
+    make: Callable[[LinearWeight], Linear] = linear,
+    stored: Mapping[str, LinearWeight] | None = None,
+) -> int:
     """In place, and for good: the values of the original weights are gone.
 
-    form: what the weights become. make: what computes with one of them. Returns how many bytes fewer a step reads of them.
+    form: what the weights become. make: what computes with one of them. stored: weights that are there already, by the names of
+    modules. Returns how many bytes fewer a step reads of them.
     """
     packed: dict[torch.nn.Module, PackedModule] = {}
     head: Any = cast(Any, model).get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     num_saved = 0
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is torch.nn.Linear or type(child) is Conv1D:
                 if child not in packed:
                     weight = child.weight.detach()
                     bias = None if child.bias is None else child.bias.detach()
                     plain = weight.T if isinstance(child, Conv1D) else weight
-                    if child is head:
+                    known = None if stored is None else stored.get(f"{path}.{name}" if path else name)
+                    if known is not None:
+                        made = known
+                    elif child is head:
                         made = form.head_of(plain, bias)
                     else:
                         made = (Dense if name in ROUTERS else form).of(plain, bias)

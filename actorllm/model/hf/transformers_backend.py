@@ -59,11 +59,13 @@ from actorllm.model.hf.loading import (
 from actorllm.model.hf.own_attention.exchanged import AttentionFunction, ExchangedAttention
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.hf.probe import PROBED_POSITIONS
+from actorllm.model.hf.stored_layers import StoredTensors, read_stored
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
 from actorllm.model.linear import Form, Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of
+from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.weights import UPDATE, tensors_of_version
 from actorllm.types.encoder_decoder import ARCHITECTURES as ENCODER_DECODERS
 from actorllm.types.media_rules import ARCHITECTURES
@@ -98,7 +100,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
     architecture = model.architecture
     check_release(architecture)
     if model.module is None:
-        config = read_config(model, hf)
+        config = read_config(model, hf, takes_quantized=not any(hf.get(part) for part in MEDIA_PARTS))
         _check_config(config, architecture)
         traced = _without_weights(config, model)
     else:
@@ -471,15 +473,18 @@ class TransformersDecoder:
         is_tied = head is not None and head.weight is embedding.weight
         tensors = [p for p in model.parameters() if is_tied or p is not embedding.weight]
         self._adapters: AdapterSlots | None = None
+        self.stored: dict[str, LinearWeight] = {}
+        """Layers as a quantized checkpoint has them, by the names of modules; until they are packed."""
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in tensors)
         """Bytes of weights that one decode step reads, experts that are not chosen included."""
 
     def pack(self, form: Form = Dense, make: Callable[[LinearWeight], Linear] = linear) -> None:
         """Give the linear layers the weights in this form, as it is read fastest. There is no way back.
 
-        make: what computes with a weight.
+        form: of what is not `stored`. make: what computes with a weight.
         """
-        self.num_bytes -= packing.pack(self.model, form, make)
+        self.num_bytes -= packing.pack(self.model, form, make, self.stored)
+        self.stored = {}
         self._head = _with_part(self.model, self._head_path, self._given)
 
     def adapt(self, slots: AdapterSlots) -> None:
@@ -688,16 +693,24 @@ def load_unchecked(
 ) -> TransformersDecoder:
     """The model with its weights; what it computes with them is not checked yet. Raises ModelError.
 
-    device: where they are wanted; None: on the CPU. transformers reads to another device only by `accelerate`; without it, every
-    tensor is read to the CPU and then moved.
+    device: where they are wanted; None: on the CPU, where floats of 8 bits become integers. transformers reads to another device
+    only by `accelerate`; without it, every tensor is read to the CPU and then moved. So are those of quantized checkpoints.
     """
+    form = form_of(model, keeps_floats=device is not None)
+    stored = StoredTensors()
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        if not model.weights.is_first:
-            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            kind = getattr(transformers, str(names[plan.config.model_type]))
-            loaded, report = from_tensors(kind, plan.config, "eager", dtype, tensors_of_version(model))
-            check_tensors(UPDATE, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
+        if isinstance(form, CheckpointForm):
+            if not model.weights.is_first:
+                raise UnsupportedModelError(
+                    f"the weights of {model.name}, a quantized checkpoint that runs through transformers, cannot be updated; build "
+                    f"a new engine"
+                )
+            modules = built(_auto(plan.config), plan.config, "eager", dtype, torch.device("meta"))
+            stored = read_stored(modules, model, form, dtype, show_progress)
+            loaded = _of_tensors(plan, dtype, stored.plain, model.path)
+        elif not model.weights.is_first:
+            loaded = _of_tensors(plan, dtype, tensors_of_version(model), UPDATE)
         elif model.load_format == "dummy":
             loaded = drawn(_auto(plan.config), plan.config, "eager", dtype, model.seed, device)
         else:
@@ -707,7 +720,17 @@ def load_unchecked(
             check_tensors(model.path, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
         if plan.architecture in ARCHITECTURES:
             _drop_tower(loaded)
-        return TransformersDecoder(plan, (loaded if device is None else loaded.to(device)).requires_grad_(False))
+        made = TransformersDecoder(plan, (loaded if device is None else loaded.to(device)).requires_grad_(False))
+        made.stored = stored.layers
+        return made
+
+
+def _of_tensors(plan: TransformersPlan, dtype: torch.dtype, tensors: dict[str, torch.Tensor], place: str) -> Any:
+    """The modules with these weights. place: where they are from, for messages."""
+    kind = getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[plan.config.model_type]))
+    loaded, report = from_tensors(kind, plan.config, "eager", dtype, tensors, place)
+    check_tensors(place, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
+    return loaded
 
 
 def _drop_tower(model: Any) -> None:

@@ -124,8 +124,7 @@ def described_changes(plan: Plan, model: ModelConfig) -> str | None:
             change = made.change if isinstance(made, Int8) else None  # of what is rounded while it is read
             if model.quantization in ROUNDING and isinstance(made, Int8 | Int4):
                 exact = Dense.sharded(weights, full, num_outputs, num_inputs).weight.float()
-                rounded = made.dense() if isinstance(made, Int4) else made.codes * made.scales.unsqueeze(1)
-                change = float((rounded - exact).norm() / exact.norm())
+                change = float((made.dense() - exact).norm() / exact.norm())
             changes.setdefault(kind, []).append(change or 0.0)
     told = [
         f"{kind} by {100 * max(each):.2g} %" if max(each) else f"{kind}: codes and numbers of the files"

@@ -25,10 +25,6 @@ class Fp8(PerOutput):
     def nearest_codes(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
-    def dense(self) -> torch.Tensor:
-        """The weight, float32 [out_features, in_features]."""
-        return self.codes.float() * self.scales.unsqueeze(1)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         made = (x.double() @ self.dense().double().T).to(x.dtype)
         return made if self.bias is None else made + self.bias.to(x.dtype)

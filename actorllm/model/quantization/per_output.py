@@ -81,5 +81,9 @@ class PerOutput(LinearWeight):
         codes = self.codes.view(torch.uint8)[outputs].view(self.DTYPE)
         return type(self)(codes, self.scales[outputs], None if self.bias is None else self.bias[outputs])
 
+    def dense(self) -> torch.Tensor:
+        """The weight, float32 [out_features, in_features]."""
+        return self.codes.float() * self.scales.unsqueeze(1)
+
     def without_bias(self) -> Self:
         return type(self)(self.codes, self.scales)

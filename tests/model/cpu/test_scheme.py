@@ -30,6 +30,7 @@ from actorllm.model.cpu.scheme import Scheme, _fastest, measured, product_times,
 from actorllm.model.linear import Linear
 from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
 from actorllm.model.linear.dense import Dense
+from actorllm.model.parallel import Ranks
 from actorllm.model.quantization import onednn
 from actorllm.model.quantization.int4 import Int4, Int4Weights
 from actorllm.model.quantization.int4pack import Int4Linear
@@ -38,6 +39,8 @@ from actorllm.model.quantization.onednn import Int8Linear
 from actorllm.types.device import rules_of
 from tests.model.hf.decoders import save
 from tests.model.hf.releases import needs_modules
+from tests.model.ranks import arguments as arguments_of_ranks
+from tests.model.ranks import model_folder, streams
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "topology": "inline", "num_threads": 1, "max_model_len": 128, "block_size": 16,
@@ -109,7 +112,7 @@ def test_where_there_is_no_choice_nothing_is_measured(monkeypatch: pytest.Monkey
     assert chosen("float32") is None
     assert chosen(batch_invariant=True) is None
     assert chosen(quantization="int8", data_parallel_size=2) is None
-    assert chosen(quantization="int8", tensor_parallel_size=2) is None
+    assert chosen(quantization="int8", pipeline_parallel_size=2) is None
 
 
 def test_both_shapes_are_told() -> None:
@@ -220,16 +223,54 @@ def test_a_twin_that_has_no_room_or_is_refused_is_not_made(
     assert scheme_of(quantization_twin=True) == "int4+int8"
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
-def test_a_twin_is_refused_where_workers_would_each_measure(name: str) -> None:
-    given: dict[str, Any] = {"quantization": "int4", "quantization_twin": True, name: 2}
+@pytest.mark.parametrize("more", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2, "nnodes": 2}])
+def test_a_twin_is_refused_where_workers_would_each_measure(more: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"quantization": "int4", "quantization_twin": True}
+    name = list(more)[-1]
     with pytest.raises(
         ConfigError, match=rf"quantization_twin=True is not supported with {name}=2 yet: each worker measures"
     ):
-        EngineConfig.from_arguments("storyteller", **given)
-    assert (
-        EngineConfig.from_arguments("storyteller", **given | {"quantization_twin": None}).model.quantization == "int4"
-    )
+        EngineConfig.from_arguments("storyteller", **given, **more)
+    assert EngineConfig.from_arguments("storyteller", **given, tensor_parallel_size=2).model.quantization_twin
+
+
+def test_ranks_compute_what_the_first_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Both(Ranks):
+        def agree(self, numbers: Any) -> Any:
+            told.append(numbers)
+            return told[0]
+
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 1, "tensor_parallel_size": 2}
+    config = EngineConfig.from_arguments("storyteller", quantization="int4", **arguments)
+    plan = cpu_runner.CpuRunner(config, show_progress=False).model_config
+    monkeypatch.setattr(scheme, "measured", lambda *_, **__: (Scheme("int4", "int8"), "measured"))
+    assert scheme.choose(config, plan, torch.bfloat16, Both(0, 2)) == Scheme("int4", "int8")
+    monkeypatch.delattr(scheme, "measured")
+    assert scheme.choose(config, plan, torch.bfloat16, Both(1, 2)) == Scheme("int4", "int8")
+    told[0][:] = ord(" ")
+    assert scheme.choose(config, plan, torch.bfloat16, Both(1, 2)) is None
+    apart = replace(config, num_machines=2)
+    assert scheme.choose(apart, plan, torch.bfloat16, Both(0, 2)) is None, "each would find out for itself"
+
+
+@pytest.mark.slow(reason="ranks as processes; what they agree on is shown without")
+def test_products_of_ranks_depend_on_the_kind_of_row_and_not_on_the_batch(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    folder = model_folder(tmp_path, **shape, dtype="bfloat16")
+    given: dict[str, Any] = {"tensor_parallel_size": 2, "quantization": "int4"}
+    found = streams(folder, **given, compute_scheme="int4+int8")
+    assert streams(folder, **given, compute_scheme="int4+int8", max_num_seqs=3) == found
+    other = streams(folder, **given, compute_scheme="int4")
+    assert other != found, "rows of prompts have 8 bits"
+    alone = streams(folder, topology="inline", quantization="int4", compute_scheme="int4+int8")
+    same = sum(ours[0] == theirs[0] for ours, theirs in zip(found, alone, strict=True))
+    assert same >= 6, "first tokens of ten requests, of 331 ids"
+    with LLM(folder, **arguments_of_ranks(**given, quantization_twin=True)) as llm:  # measured
+        schemes = {worker["scheme"] for worker in llm.stats()["workers"]}
+    assert len(schemes) == 1
+    assert schemes <= {"int4", "int4+int8", "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +315,7 @@ def test_a_scheme_that_is_asked_for_is_computed_and_nothing_is_measured(
     ({"compute_scheme": 8}, "compute_scheme=8 must be a string"),
     ({"compute_scheme": "bfloat16", "dtype": "float32"}, "there is one of 'float32'"),
     ({"compute_scheme": "int4+int8", "quantization": "int4", "quantization_twin": True}, "says already what"),
-    ({"compute_scheme": "bfloat16+float32", "tensor_parallel_size": 2}, "not supported with tensor_parallel_size=2"),
+    ({"compute_scheme": "bfloat16+float32", "pipeline_parallel_size": 2}, "not supported with pipeline_parallel_size=2"),
     ({"compute_scheme": "bfloat16+float32", "batch_invariant": True}, "needs one scheme for all rows"),
 ])  # fmt: skip
 def test_a_scheme_that_cannot_be_is_refused_by_name(given: dict[str, Any], told: str) -> None:

@@ -61,7 +61,7 @@ def make_twins(folder: Callable[..., Path], make_runner: Callable[..., CudaRunne
 def make_quantized(make_runner: Callable[..., CudaRunner], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Twins]:
     """The same requests on the device with a quantized model, and on the CPU with its weights dequantized."""
 
-    def oracle(model: ModelConfig) -> Form:
+    def oracle(model: ModelConfig, **_: bool) -> Form:
         return Dequantized(form_of(model, keeps_floats=True))
 
     def make(path: Path, **arguments: Any) -> Twins:

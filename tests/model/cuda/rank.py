@@ -1,6 +1,7 @@
 """One of two ranks, as a program: its runner on the host's tensors must answer what the CPU's answers with one rank.
 
-python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK [adapters | drafts | experts | whole-experts | quantized OPTIONS]
+python -m tests.model.cuda.rank FOLDER RENDEZVOUS RANK
+    [adapters | drafts | experts | whole-experts | quantized OPTIONS | by-kind OPTIONS]
 
 OPTIONS: arguments of an engine, as JSON.
 """
@@ -25,13 +26,15 @@ from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice, Replay
 from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.linear import DeviceDense
+from actorllm.model.cuda.prompt_products import TWO_KINDS
 from actorllm.model.cuda.quantized import DeviceQuantized
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.quantization import form_of
+from actorllm.types.quantization import INT8
 from tests.api.knowing_drafter import STREAMS
 from tests.model.cuda.adapted import LORA, fill, follow_adapters
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.dequantized import DequantizedByRank, follow
+from tests.model.cuda.dequantized import DequantizedByRank, follow, follow_kinds, rounds_prompts
 from tests.model.cuda.mixtures import follow as follow_experts
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import DeviceDriver, Twins, prompt
@@ -69,8 +72,11 @@ def main(folder: Path, rendezvous: str, rank: int, what: str = "", given: str = 
     runner.load()
     assert runner.profile_num_blocks() > 0
     runner.allocate(24)
-    if what == "quantized":
+    if what in ("quantized", "by-kind"):
         vars(cpu_runner)["form_of"] = lambda model: DequantizedByRank(form_of(model, keeps_floats=True), 2)
+    if what == "by-kind":
+        is_integer = config.model.quantization == INT8
+        rounds_prompts(cpu_runner, torch.int8 if is_integer else torch.uint8, num_ranks=2)
     cpu = CpuRunner(config_of(folder, block_size=16, **options), show_progress=False)
     cpu.load()
     cpu.allocate(96)
@@ -85,6 +91,10 @@ def main(folder: Path, rendezvous: str, rank: int, what: str = "", given: str = 
             assert {type(part) for part in (*layers, model.lm_head)} <= {DeviceQuantized, DeviceDense}
             assert sum(isinstance(part, DeviceQuantized) for part in layers) == len(layers)
             follow(twins)
+        elif what == "by-kind":
+            assert runner.scheme == TWO_KINDS
+            follow(twins)
+            follow_kinds(twins)
         else:
             follow_experts(twins)
         runner.close()

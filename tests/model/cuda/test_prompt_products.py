@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,12 @@ import actorllm.model.cpu.runner
 from actorllm import LLM, SamplingParams
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import UnsupportedModelError
-from actorllm.model.cpu.scheme import Scheme
 from actorllm.model.cuda import ops
 from actorllm.model.cuda import prompt_products as module
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.prompt_products import ONE_KIND, TWO_KINDS, DeviceByKind, PromptProducts
 from actorllm.model.cuda.quantized import Workspaces, linear
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.model.linear import Linear, LinearWeight
-from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization.float8 import Fp8
@@ -32,26 +30,12 @@ from actorllm.types.device import rules_of
 from actorllm.types.options import DEFAULTS
 from actorllm_kernels import reference
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.dequantized import follow
+from tests.model.cuda.dequantized import follow, follow_kinds, rounds_prompts
 from tests.model.cuda.host_engine import ARGUMENTS, load
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.quantization.layouts import FP8
 
 KINDS = {"fp8": torch.uint8, "int8": torch.int8}
-
-
-class Rounded(Linear):
-    """The product of rows that are rounded to 8 bits, in float64."""
-
-    def __init__(self, weight: Dense, kind: torch.dtype) -> None:
-        super().__init__(weight.out_features, weight.in_features, weight.num_bytes)
-        self.weight, self.kind = weight, kind
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        codes, factors = reference.quantized_rows(x.float(), self.kind)
-        numbers = reference.float8_numbers(codes) if self.kind == torch.uint8 else codes.float()
-        y = (numbers.double() * factors.double()) @ self.weight.weight.double().T
-        return (y if self.weight.bias is None else y + self.weight.bias.double()).to(x.dtype)
 
 
 @pytest.fixture
@@ -61,13 +45,10 @@ def make_by_kind(
     """The same requests on the device, and on the CPU with dequantized weights and rounded rows of prompts."""
 
     def make(method: str, differences: dict[str, Any] | None = None, **arguments: Any) -> Twins:
-        def products(
-            scheme: Scheme, dtype: torch.dtype, kinds: RowKinds, make: Callable[[LinearWeight], Linear]
-        ) -> Callable[[Any], Linear]:
-            return lambda weight: ByKindLinear(make(weight), Rounded(weight, KINDS[method]), kinds)
-
-        monkeypatch.setattr(actorllm.model.cpu.runner, "choose", lambda *_: Scheme("w8a16", "w8a8"))
-        monkeypatch.setattr(actorllm.model.cpu.runner, "products", products)
+        with_products = SimpleNamespace()
+        rounds_prompts(with_products, KINDS[method])
+        for name, replaced in vars(with_products).items():
+            monkeypatch.setattr(actorllm.model.cpu.runner, name, replaced)
         return make_quantized(path_of(folder, method, **(differences or {})), **options(method), **arguments)
 
     return make
@@ -95,17 +76,11 @@ def test_streams_are_those_of_the_oracle(method: str, make_by_kind: Callable[...
     twins = make_by_kind(method, {"architectures": ["Qwen2ForCausalLM"]})  # it has biases
     assert twins.runner.scheme == TWO_KINDS
     follow(twins)
-    tokens = [*prompt(11, 4), *twins.tokens(0)[80:84]]
-    twins.add(5, tokens, num_outputs=4)
-    twins.step({5: 15}, decode=[0, 1])
+    follow_kinds(twins)
     expected = twins.cpu.logits
     assert expected is not None
     found = twins.runner.sampler.logits[: len(expected)]
     assert (found - expected).square().mean().sqrt() < 0.003 * expected.std()
-    twins.add(6, [*prompt(40, 5), 3, 4], num_outputs=2)
-    twins.step({6: 41}, decode=[5])  # a chunk with one token of output
-    twins.step({6: 1}, decode=[5])
-    twins.step(decode=[6, 5])
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
@@ -207,6 +182,32 @@ def test_what_another_worker_has_found_is_kept(
     monkeypatch.setattr(PromptProducts, "_why_wrong", lambda *_: "they are wrong")
     with pytest.raises(UnsupportedModelError, match="as another worker has computed, cannot be used: they are wrong"):
         start(TWO_KINDS)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_ranks_use_them_together(
+    at: int, folder: Callable[..., Path], make_runner: Callable[..., CudaRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where another rank has no such layer, has wrong products or slower ones, none is used here."""
+    runner = make_runner(folder(), **options("int8"))
+    device, model = HostDevice(), runner.config.model
+    votes: list[bool] = []
+
+    def all_agree(yes: bool) -> bool:
+        votes.append(yes)
+        return len(votes) != at
+
+    assert runner._prompts is not None
+    device.proves_itself = True
+    runner._prompts._gain = lambda *_: 2.0  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        if at == 1:
+            with pytest.raises(UnsupportedModelError, match="has no such layer"):
+                runner._prompts.choose(model, torch.float32, device, all_agree)
+        else:
+            assert runner._prompts.choose(model, torch.float32, device, all_agree) == ONE_KIND
+            assert f"they are {('wrong', 'slower')[at - 2]} at another rank" in caplog.text
+    assert votes == [True] * at
 
 
 def test_the_time_of_both_is_measured(folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]) -> None:

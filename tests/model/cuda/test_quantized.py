@@ -123,7 +123,7 @@ def test_a_plain_head_that_is_the_embedding_is_no_copy(monkeypatch: pytest.Monke
     [
         ({"quantization": "int4-g64", "quantization_twin": True}, "quantization_twin=True"),
         ({"quantization": "gptq", "quantization_twin": True}, "quantization_twin=True"),
-        ({"quantization": "awq", "model_impl": "transformers"}, "model_impl='transformers'"),
+        ({"quantization": "gguf", "model_impl": "transformers"}, "model_impl='transformers'"),
     ],
 )
 def test_what_stays_refused_is_named(options: dict[str, Any], told: str) -> None:

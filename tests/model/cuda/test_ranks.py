@@ -93,6 +93,14 @@ def test_quantized_layers_of_two_ranks_are_those_of_the_cpu(
     run_ranks(folder(**differences), tmp_path, "quantized", json.dumps(options))
 
 
+@pytest.mark.slow(reason="ranks as processes; test_prompt_products has one rank, and how several agree")
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_prompts_of_two_ranks_have_products_of_8_bits(method: str, folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Each rounds its part of a row with a scale of its own; output that is computed once more has those of decode rows."""
+    options = {"quantization_twin": True} | ({} if method == "fp8" else {"quantization": method})
+    run_ranks(folder(quantization_config=FP8 if method == "fp8" else None), tmp_path, "by-kind", json.dumps(options))
+
+
 @pytest.mark.slow(reason="ranks as processes; test_quantized reads the same files for one rank")
 @pytest.mark.parametrize("name", ["gptq", "gptq-desc_act", "awq", "packed-8", "fp8-channel"])
 def test_quantized_checkpoints_of_two_ranks_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:

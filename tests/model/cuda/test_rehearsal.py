@@ -101,7 +101,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (40, {"quantization_config": {"quant_method": "fp8"}}, "sm_90", Ranks()),
         (40, {"quantization": "int4"}, "sm_80", Ranks()),
         (3, {"quantization": "int8", "quantization_twin": True}, "sm_80", Ranks()),
-        (40, {"quantization_config": {"quant_method": "fp8"}, "quantization_twin": True}, "sm_90", Ranks()),
+        (40, {"quantization_config": {"quant_method": "fp8"}, "quantization_twin": True}, "sm_90", Ranks(1, 2)),
         (40, {}, "sm_90", Ranks(0, 2)),
         (40, {"vocab_size": 301, "intermediate_size": 97}, "sm_80", Ranks(1, 2)),
         (40, {"enforce_eager": True}, "sm_90", Ranks()),

@@ -16,6 +16,7 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES
+from actorllm.model.cuda.prompt_products import TWO_KINDS
 from actorllm.model.cuda.quantized import DeviceQuantized
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
@@ -25,6 +26,7 @@ from actorllm.model.hf.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, Twins, prompt
+from tests.model.quantization.layouts import save_both
 
 GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"],
@@ -120,14 +122,69 @@ def test_tokens_of_quantized_layers_are_those_of_the_oracle(
     assert runner.graphs.num_replays > replays
 
 
-def test_products_by_kind_of_row_are_refused(folder: Callable[..., Path]) -> None:
-    config = config_of(
-        folder(**QWEN3), model_impl="transformers", block_size=64, quantization="int8", quantization_twin=True
-    )
-    with pytest.raises(
-        UnsupportedModelError, match=r"quantization_twin=True is not supported on CUDA for models that run"
-    ):
-        CudaRunner(config, show_progress=False, device=HostDevice()).load()
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8-channel",
+        pytest.param("gptq-desc_act", marks=pytest.mark.slow(reason="test_stored_layers reads the same files")),
+        pytest.param("packed-zeros", marks=pytest.mark.slow(reason="test_stored_layers reads the same files")),
+    ],
+)
+def test_quantized_checkpoints_have_the_tokens_of_the_fused_forward(
+    name: str, tmp_path: Path, make_runner: Callable[..., CudaRunner]
+) -> None:
+    """The same codes, in the same products: those of rows of prompts, too, where these have their own."""
+    path, _ = save_both(name, tmp_path)
+    twin = name == "fp8-channel" or None
+
+    def stream(impl: str) -> tuple[CudaRunner, list[list[int]]]:
+        runner = make_runner(path, model_impl=impl, load_format="auto", max_num_seqs=4, quantization_twin=twin)
+        assert runner.scheme == (TWO_KINDS if twin else None)
+        driver = DeviceDriver(runner, num_blocks=24)  # type: ignore[arg-type]
+        driver.add(0, [token % 97 for token in prompt(70, 1)])
+        driver.add(1, [token % 97 for token in prompt(9, 2)], temperature=0.8, seed=1, top_p=0.9)
+        driver.step({0: 60, 1: 9}, decode=[])
+        driver.step({0: 10}, decode=[1])
+        for _ in range(3):
+            driver.step(decode=[1, 0])
+        return runner, [request.tokens for request in driver.requests.values()]
+
+    (fused, expected), (runner, found) = stream("auto"), stream("transformers")
+    assert found == expected
+    model: Any = runner.model
+    named = model.loaded.model.named_modules()
+    made = {name: module.product.product for name, module in named if isinstance(module, PackedModule)}
+    ours: Any = fused.model
+    for index, layer in enumerate(ours.layers):
+        for part, own in (("self_attn.o_proj", layer.output), ("mlp.down_proj", layer.down)):
+            other = made[f"model.layers.{index}.{part}"]
+            if twin:
+                other, own = other.base, own.base
+            assert isinstance(other, DeviceQuantized)
+            assert torch.equal(other.codes.view(torch.uint8), own.codes.view(torch.uint8))
+            assert torch.equal(other.scales, own.scales)
+
+
+def test_a_layer_that_is_given_other_rows_than_tokens_has_one_kind_of_product(
+    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
+) -> None:
+    """As in an expert that is a module of its own: found in the check at the start, for good."""
+    forward = PackedModule.forward
+
+    def in_halves(module: PackedModule, x: torch.Tensor) -> torch.Tensor:
+        if module.in_features != 96 or x.shape[1] < 2:  # not the down product
+            return forward(module, x)
+        middle = x.shape[1] // 2
+        return torch.cat((forward(module, x[:, :middle]), forward(module, x[:, middle:])), 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedModule, "forward", in_halves)
+        runner = make_runner(folder(**QWEN3), model_impl="transformers", quantization="int8", quantization_twin=True)
+    assert runner.scheme == TWO_KINDS
+    model: Any = runner.model
+    packed = [module.product for module in model.loaded.model.modules() if isinstance(module, PackedModule)]
+    assert {one.in_features for one in packed if one._has_other_rows} == {96}
 
 
 def test_a_rounding_that_changes_too_much_is_refused(

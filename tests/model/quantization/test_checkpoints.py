@@ -90,16 +90,21 @@ def test_the_method_is_found(checkpoint: Path) -> None:
         EngineConfig.from_arguments(checkpoint, quantization="int8", skip_tokenizer_init=True)
 
 
-def test_a_gpu_takes_it_but_not_through_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with products by kind of row, about which ranks agree, and replicas would not."""
     monkeypatch.setattr("actorllm.config.choose", lambda device, **more: "cuda")
-    given: dict[str, Any] = {"skip_tokenizer_init": True}
-    refused: dict[str, Any] = given | {"model_impl": "transformers"}
-    told = r"'compressed-tensors' is not supported on CUDA with model_impl='transformers'"
-    with pytest.raises(ConfigError, match=told):
-        EngineConfig.from_arguments(checkpoint, device="cuda", **refused)
-    assert EngineConfig.from_arguments(checkpoint, device="auto", **refused).device == "cpu"
-    for more in ({}, {"tensor_parallel_size": 2}, {"quantization_twin": True}):
-        assert EngineConfig.from_arguments(checkpoint, device="cuda", **given, **more).device == "cuda"
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cuda"}
+    twin: dict[str, Any] = {"quantization_twin": True}
+    for more in (
+        {},
+        {"model_impl": "transformers"},
+        {"tensor_parallel_size": 2},
+        twin,
+        twin | {"tensor_parallel_size": 2},
+    ):
+        assert EngineConfig.from_arguments(checkpoint, **given, **more).device == "cuda"
+    with pytest.raises(ConfigError, match="quantization_twin=True is not supported with data_parallel_size=2"):
+        EngineConfig.from_arguments(checkpoint, **given, **twin, data_parallel_size=2)
 
 
 LAYER = "model.layers.0.self_attn.k_proj"
@@ -188,11 +193,3 @@ def test_layers_of_one_product_may_have_different_forms(
     (tmp_path / "config.json").write_text(json.dumps(config))
     qkv = make_driver(tmp_path).runner.decoder.layers[0].qkv
     assert [type(part) for part in qkv.parts] == [Int8Linear, PackedLinear, Int8Linear]
-
-
-def test_through_transformers_it_is_refused(checkpoint: Path) -> None:
-    from actorllm.model.cpu.runner import CpuRunner
-
-    config = EngineConfig.from_arguments(checkpoint, model_impl="transformers", skip_tokenizer_init=True)
-    with pytest.raises(UnsupportedModelError, match=r"\(compressed-tensors\) are not supported through transformers"):
-        CpuRunner(config, show_progress=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,24 @@ def test_streams_are_equal_in_every_batch_and_with_a_prefix_hit(tmp_path: Path) 
                 outputs = llm.generate([{"prompt_token_ids": y} for y in prompts], params, use_tqdm=False)
                 found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.slow(reason="starts a worker again; test_quantized_models does so with rounded weights")
+@pytest.mark.parametrize(
+    ("name", "impl"), [("awq", "auto"), ("torchao-int8", "auto"), ("gptq-desc_act", "transformers")]
+)
+def test_streams_are_those_of_the_worker_before(name: str, impl: str, tmp_path: Path) -> None:
+    folder, _ = save_both(name, tmp_path)
+    prompts = [{"prompt_token_ids": [5 + i, 17, 33, 2] * (2 + i)} for i in range(5)]
+    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)]
+    with LLM(str(folder), model_impl=impl, dtype="bfloat16", skip_tokenizer_init=True, num_threads=1) as llm:
+        found = []
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            if len(found) == 1:
+                os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+    assert found[1] == found[0]
 
 
 def broken(name: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from actorllm.model.hf.packing import PackedModule
 from actorllm.model.quantization import int4, int8
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.onednn import Int8Linear
+from actorllm.model.weights import CheckpointWeights
 from tests.model.hf.decoders import save
 from tests.model.quantization.probing import TEXT, error, logits
 from tests.model.ranks import model_folder, streams
@@ -144,6 +146,28 @@ def test_models_of_transformers_are_quantized_too(tmp_path: Path, make_driver: C
     assert packed
     assert all(isinstance(module.product, Int8Linear) for module in packed)
     assert decoder.num_bytes < 0.8 * model.num_bytes
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_no_second_copy_of_a_model_is_made_while_it_is_rounded(
+    method: str, tmp_path: Path, make_runner: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weights in the type of the model, no more are in memory than those of one product."""
+    save("llama", tmp_path, num_hidden_layers=6)
+    take, plain, most = CheckpointWeights.take, [], 0
+
+    def noting(self: CheckpointWeights, name: str, *shape: int, **options: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = take(self, name, *shape, **options)
+        if name.endswith("_proj.weight"):
+            plain.append(weakref.ref(tensor))
+            most = max(most, sum(one() is not None for one in plain))
+        return tensor
+
+    monkeypatch.setattr(CheckpointWeights, "take", noting)
+    make_runner(tmp_path, dtype="bfloat16", quantization=method, quantization_twin=False)
+    assert len(plain) == 6 * 7
+    assert most <= 3
 
 
 def test_a_model_that_rounding_breaks_is_refused(
