@@ -382,6 +382,24 @@ def test_of_a_group_that_fails_each_is_probed_alone_in_one_life(
     assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token == STARTS for token in tokens]
 
 
+@pytest.mark.parametrize(("num_suspects", "num_steps"), [(4, 1), (16, 5), (32, 7), (60, 9)])
+def test_suspects_that_kill_nothing_go_on_after_few_steps(
+    make_lives: Callable[..., Lives], num_suspects: int, num_steps: int
+) -> None:
+    """Each group takes one, and between two groups one goes by that was planned already."""
+    lives = make_lives(is_replica=True, max_num_seqs=64)
+    lives.submit(0, prompt_of(lives), 100)
+    for _ in range(5):
+        lives.turn()
+    first = lives.scheduler.scheduler.ledger.next_step
+    callers = lives.adopt(0, [([5, GOOD, 200 + number], 40, 1) for number in range(num_suspects)])
+    while not all(caller.tokens for caller in callers):
+        lives.turn()
+    assert lives.scheduler.scheduler.ledger.last_done - first + 1 <= num_steps
+    lives.rest()
+    check_ends(lives)
+
+
 @pytest.mark.parametrize(
     "order", sorted(set(itertools.permutations([GOOD, GOOD, HAS_A_TOKEN, KILLS_WORKERS]))), ids=str
 )
