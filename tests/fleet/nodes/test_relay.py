@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -61,8 +62,8 @@ class SmallSocket(socket.socket):
         self.sizes.append(self.sizes.pop(0))
         return self.sizes[-1]
 
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        return super().recv(min(size, self._next()), flags)
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return super().recv_into(memoryview(buffer)[: self._next()], nbytes, flags)
 
     def send(self, data: bytes | memoryview, flags: int = 0) -> int:  # type: ignore[override]
         return super().send(memoryview(data)[: self._next()], flags)
