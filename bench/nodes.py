@@ -61,14 +61,21 @@ async def drive(llm, streams: int, tokens: int) -> dict:
 
     delays: list[float] = []
     frontend = llm._engine._frontend
-    frontends = [one.frontend for one in frontend._replicas.values()] if hasattr(frontend, "_replicas") else [frontend]
+    replicas = list(getattr(frontend, "_replicas", {}).values())
+    frontends = [one.frontend for one in replicas] or [frontend]
+    streams_of = [getattr(getattr(one, "supervisor", None), "_stream", None) for one in replicas] or [None]
 
     class Delays:
-        def see(self, outputs, ends, journal) -> None:
-            delays.append(time.monotonic() - outputs.emitted)
+        def __init__(self, stream) -> None:
+            self.stream = stream
 
-    for one in frontends:
-        one.observer = Delays()
+        def see(self, outputs, ends, journal) -> None:
+            # Times were moved by what the stream takes for the offset of the two clocks, which are one here.
+            moved_s = 0.0 if self.stream is None else self.stream.offset.seconds
+            delays.append(time.monotonic() - (outputs.emitted + moved_s))
+
+    for one, of_stream in zip(frontends, streams_of, strict=True):
+        one.observer = Delays(of_stream)
 
     async def stream(number: int) -> int:
         params = SamplingParams(
@@ -84,7 +91,12 @@ async def drive(llm, streams: int, tokens: int) -> dict:
     used = time.process_time() - began
     for one in frontends:
         one.observer = None
-    return {"cpu_us": 1e6 * used / num_tokens, "delay_us": 1e6 * quantile(sorted(delays), 0.5)}
+    offset_us = max([1e6 * abs(one.offset.seconds) for one in streams_of if one is not None], default=0.0)
+    return {
+        "cpu_us": 1e6 * used / num_tokens,
+        "delay_us": 1e6 * quantile(sorted(delays), 0.5),
+        "offset_us": offset_us,
+    }
 
 
 async def measure(args) -> dict:
