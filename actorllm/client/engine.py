@@ -109,6 +109,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_MEMORY = CacheMemory()
 """Of all engines of this process."""
+os.register_at_fork(after_in_child=CACHE_MEMORY.renew_lock)
 
 
 class EngineService(Protocol):
