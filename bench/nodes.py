@@ -7,6 +7,7 @@ All on the loopback interface of one machine, sides in turns. In float32.
 - CPU: processor time of the driver for each token, over TCP, against a program that is attached over rings; and against a driver
   that gets each token from a streaming generator of Ray, if there is an interpreter that has Ray.
 - Latency: from the scheduler's send to the application for each batch of outputs, over TCP against a ring of an engine of its own.
+- Floor: the same for a relay in plain Python that only copies (`nodes_floor.py`), against a bell that wakes the receiver.
 - Death: kill -9 of the agent, and SIGSTOP of it, until the replica counts as lost.
 - Idle: processor time of an agent whose replica has nothing to do, as a share of a core; of the agent alone, not of its replica.
 """
@@ -61,14 +62,21 @@ async def drive(llm, streams: int, tokens: int) -> dict:
 
     delays: list[float] = []
     frontend = llm._engine._frontend
-    frontends = [one.frontend for one in frontend._replicas.values()] if hasattr(frontend, "_replicas") else [frontend]
+    replicas = list(getattr(frontend, "_replicas", {}).values())
+    frontends = [one.frontend for one in replicas] or [frontend]
+    streams_of = [getattr(getattr(one, "supervisor", None), "_stream", None) for one in replicas] or [None]
 
     class Delays:
-        def see(self, outputs, ends, journal) -> None:
-            delays.append(time.monotonic() - outputs.emitted)
+        def __init__(self, stream) -> None:
+            self.stream = stream
 
-    for one in frontends:
-        one.observer = Delays()
+        def see(self, outputs, ends, journal) -> None:
+            # Times were moved by what the stream takes for the offset of the two clocks, which are one here.
+            moved_s = 0.0 if self.stream is None else self.stream.offset.seconds
+            delays.append(time.monotonic() - (outputs.emitted + moved_s))
+
+    for one, of_stream in zip(frontends, streams_of, strict=True):
+        one.observer = Delays(of_stream)
 
     async def stream(number: int) -> int:
         params = SamplingParams(
@@ -84,7 +92,12 @@ async def drive(llm, streams: int, tokens: int) -> dict:
     used = time.process_time() - began
     for one in frontends:
         one.observer = None
-    return {"cpu_us": 1e6 * used / num_tokens, "delay_us": 1e6 * quantile(sorted(delays), 0.5)}
+    offset_us = max([1e6 * abs(one.offset.seconds) for one in streams_of if one is not None], default=0.0)
+    return {
+        "cpu_us": 1e6 * used / num_tokens,
+        "delay_us": 1e6 * quantile(sorted(delays), 0.5),
+        "offset_us": offset_us,
+    }
 
 
 async def measure(args) -> dict:
@@ -157,6 +170,12 @@ def measure_peer(python: str | None, args) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measure_floor(num_batches: int = 300) -> dict[str, float]:
+    """Microseconds by a bell, and by a relay that only copies, in plain Python."""
+    command = [sys.executable, str(Path(__file__).with_name("nodes_floor.py")), str(num_batches)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def main() -> None:
     exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +187,9 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=20.0)
     args = parser.parse_args()
     load_before = os.getloadavg()
+    floors = [measure_floor()]
     found = asyncio.run(measure(args))
+    floors.append(measure_floor())
     of_ray = measure_peer(args.peer_python, args)
     tcp, ring = found["sides"]["tcp"], found["sides"]["ring"]
     later = [a["delay_us"] - b["delay_us"] for a, b in zip(tcp, ring, strict=True)]
@@ -188,6 +209,12 @@ def main() -> None:
             at_most=0.4,
         ),
         absolute("a batch of outputs, µs later than by ring", later, at_most=60.0),
+        informative(
+            "a relay that only copies, µs from a send to its receipt",
+            [one["relay"] for one in floors],
+            "a bell",
+            [one["bell"] for one in floors],
+        ),
         informative(
             "driver: CPU µs a token over TCP, 1 stream",
             [found["single"][0]["cpu_us"]],

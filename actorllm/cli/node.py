@@ -44,6 +44,7 @@ def node(
     from actorllm.fleet.nodes.agent import NodeAgent
     from actorllm.fleet.nodes.handshake import read_key
     from actorllm.fleet.nodes.hosts import NodeAddress, read_address
+    from actorllm.fleet.nodes.time_slice import ask_for_short_slices
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if not MIN_NODE_TIMEOUT_S <= node_timeout_s < math.inf:
@@ -61,6 +62,7 @@ def node(
         print(f"listening on {bound}", flush=True)
 
     async def main() -> None:
+        ask_for_short_slices()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follow_signals)
             await agent.run(address, tell)

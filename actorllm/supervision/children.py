@@ -71,6 +71,8 @@ class Child(ABC):
         """Hears that the actor's work has come to something (`Actor.report_progress`)."""
         self.on_defect: Callable[[str, str, int, str], None] = lambda peer, link, generation, what: None
         """Hears (peer, link, generation, what) of a defect that the actor has found in a peer (`Actor.report_defect`)."""
+        self.on_work: Callable[[], object] = bool
+        """To be called when `has_work` becomes true."""
         self._on_end = on_end
 
     @property

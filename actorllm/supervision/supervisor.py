@@ -382,6 +382,7 @@ class Supervisor:
         child.on_broken = self._on_broken
         child.on_progress = self._on_progress
         child.on_defect = self._on_defect
+        child.on_work = self._watch.wake
         if isinstance(child, OwnerChild):
             child.runner.actor.on_work = self._watch.wake
         return child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -57,8 +58,12 @@ def in_memory(spec: LinkSpec) -> list[Link]:
     return connect_in_memory(spec.infos(RANK_OF, 3))
 
 
-def over_a_stream(spec: LinkSpec) -> list[Link]:
+def over_tcp(spec: LinkSpec) -> list[Link]:
     return over_streams(spec.infos(RANK_OF, 3))
+
+
+def over_a_unix_socket(spec: LinkSpec) -> list[Link]:
+    return over_streams(spec.infos(RANK_OF, 3), socket.socketpair)
 
 
 def connecting(transport: Callable[[LinkSpec], list[Link]]) -> Iterator[Connect]:
@@ -74,7 +79,7 @@ def connecting(transport: Callable[[LinkSpec], list[Link]]) -> Iterator[Connect]
         link.close()
 
 
-@pytest.fixture(params=[in_memory, over_rings, over_a_stream])
+@pytest.fixture(params=[in_memory, over_rings, over_tcp, over_a_unix_socket])
 def connect_pair(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Of every transport."""
     yield from connecting(request.param)

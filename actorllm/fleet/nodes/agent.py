@@ -76,8 +76,11 @@ MAX_STRANGERS = 32
 ACCEPTS_PER_TURN = 16
 """Before the loop's other callbacks get their turn, and those that have to go have closed their sockets."""
 ACCEPT_PAUSE_S = 1.0
-BEATS_PER_LOOK = 2
-"""Heartbeats of its owner from one look at a replica that has nothing to do to the next. A timer would wake the process besides."""
+BEATS_PER_CHECK = 2
+"""Heartbeats of an owner whose replica has nothing to do, from one search for missed doorbells to the next. A timer would wake the
+process besides."""
+BEATS_PER_LOOK = 10
+"""The same for its health and its load. Of a death, and of what comes, the owner is told at once."""
 
 
 class NodeAgent:
@@ -463,6 +466,8 @@ class Tenant:
 
     def _on_beat(self) -> None:
         self._num_beats += 1
+        if self._num_beats % BEATS_PER_CHECK == 0:
+            self._recheck()
         if self._was_asked is not None and self._num_beats % BEATS_PER_LOOK == 0:
             self._was_asked.set()
 
@@ -486,6 +491,8 @@ class Tenant:
                     self._changed = None if self._wanted is None else changed  # what comes before "start" is in that
                     if self._supervisor is not None:
                         self._supervisor.change_config(lambda now: self._as_here(changed, now))
+                case "resting" if self._relay is not None:
+                    self._relay.rest()
                 case _ if self._rank is not None:
                     self._rank.obey(frame)
                 case op:
@@ -527,6 +534,8 @@ class Tenant:
 
     def _on_fall(self, group: str) -> None:
         self.stream.control("fell", group=group)
+        if self._was_asked is not None:
+            self._was_asked.set()
         if group == "scheduler" and self._reader is not None:
             self._reader.forget()
 
@@ -535,16 +544,14 @@ class Tenant:
         told: EngineHealth | None = None
         table = board.hashes(row)
         while True:
-            for one in (self, *self._guests):
-                if one._relay is not None:
-                    one._relay.recheck()
+            self._recheck()
             is_changing = False
             if not self.stream.is_full:
                 health = supervisor.health()
                 if health != told:
                     told = health
                     self._tell_health(health, supervisor)
-                is_changing = self._tell_load(table.num_words_used)
+                is_changing = self._tell_load(table.num_words_used) or health.state == "recovering"
             if is_changing:
                 await anyio.sleep(PERIOD_S)
                 continue
@@ -553,6 +560,12 @@ class Tenant:
             await self._was_asked.wait()
             if self._is_asked:
                 await anyio.sleep(PERIOD_S)  # what came is computed first
+
+    def _recheck(self) -> None:
+        """Make up for missed doorbells."""
+        for one in (self, *self._guests):
+            if one._relay is not None:
+                one._relay.recheck()
 
     def _tell_health(self, health: EngineHealth, supervisor: Supervisor) -> None:
         fields = asdict(health)

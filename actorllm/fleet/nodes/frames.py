@@ -60,25 +60,32 @@ class FrameParser:
         return len(self._buffer) + sum(self._sizes)
 
     def feed(self, data: bytes | memoryview) -> Iterator[StreamMessage]:
-        """The messages and chunks that end with these bytes. Raises CorruptLinkError, after what came before is out."""
+        """The messages and chunks that end with these bytes. Raises CorruptLinkError, after what came before is out.
+
+        data: is not to change before the last of them is out.
+        """
         buffer = self._buffer
-        buffer += data
-        at, size = 0, len(buffer)
+        if buffer:
+            buffer += data
+        view = memoryview(buffer or data)
+        at, size = 0, len(view)
         try:
             while size - at >= HEADER.size:
-                length, kind, flags, lane, generation, sequence = HEADER.unpack_from(buffer, at)
+                length, kind, flags, lane, generation, sequence = HEADER.unpack_from(view, at)
                 self._check(length, kind, flags, lane, generation, sequence)
                 end = at + HEADER.size + length
                 if end > size:
                     return
-                with memoryview(buffer) as view:
-                    body = bytes(view[at + HEADER.size : end])
+                body = bytes(view[at + HEADER.size : end])
                 at = end
                 self._sequence = (self._sequence + 1) & 0xFFFFFFFF
                 yield self._joined(kind, flags, lane, generation, body)
         finally:
-            if at:
+            if buffer:
+                view.release()
                 del buffer[:at]
+            else:
+                buffer += view[at:]
 
     def _check(self, length: int, kind: int, flags: int, lane: int, generation: int, sequence: int) -> None:
         is_beat = kind == BEAT

@@ -124,9 +124,10 @@ class NodeStream:
         self._max_message_bytes = max_message_bytes
         self._clock = clock
         self._parser = FrameParser(max_message_bytes)
-        self._lanes: list[deque[tuple[int, int, int, memoryview]]] = [deque() for _ in range(NUM_LANES)]
+        self._read_buffer = memoryview(bytearray(READ_BYTES))
+        self._lanes: list[deque[tuple[int, int, int, bytes | memoryview]]] = [deque() for _ in range(NUM_LANES)]
         self._outbox_bytes = 0
-        self._unsent = memoryview(b"")  # frames that the kernel has taken a part of
+        self._unsent: bytes | memoryview = b""  # frames that the kernel has taken a part of
         self._sequence = 0
         self._num_since_bulk = 0
         self._sent_bytes = self._taken_by_peer = 0  # of the window
@@ -135,6 +136,7 @@ class NodeStream:
         self._is_reading = self._is_writing = False
         self._loop: AsyncioLoop | None = None
         self._heard_at = 0.0
+        self._read_at = 0.0  # by `clock`
         self._beat_due = 0.0
         self._timer: Timer | None = None  # of the next heartbeat
         self._last_beat: tuple[float, float] = (0.0, 0.0)  # when the peer sent it, and when it came
@@ -191,8 +193,11 @@ class NodeStream:
             self._was_refused = True
             return False
         queue = self._lanes[lane]
-        for flags, payload in chunks_of(body):
-            queue.append((kind, flags, generation, payload))
+        if length <= CHUNK_BYTES:
+            queue.append((kind, 0, generation, body))
+        else:
+            for flags, payload in chunks_of(body):
+                queue.append((kind, flags, generation, payload))
         self._outbox_bytes += length
         self._num_sent += 1
         return True
@@ -223,13 +228,12 @@ class NodeStream:
             return
         try:
             while True:
-                if not self._unsent:
-                    self._unsent = memoryview(self._next_frames())
-                    if not self._unsent:
-                        break
-                num_sent = self._sock.send(self._unsent)
+                unsent = self._unsent = self._unsent or self._next_frames()
+                if not unsent:
+                    break
+                num_sent = self._sock.send(unsent)
                 self._bytes_sent += num_sent
-                self._unsent = self._unsent[num_sent:]
+                self._unsent = b"" if num_sent == len(unsent) else memoryview(unsent)[num_sent:]
         except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
@@ -306,7 +310,7 @@ class NodeStream:
         if urgent:  # it waits for a kernel that takes nothing: this one says the same, later
             flags |= urgent.pop()[1]
         body = BEAT_BODY.pack(self._clock(), *self._last_beat, self._taken_bytes)
-        urgent.append((BEAT, flags, 0, memoryview(body)))
+        urgent.append((BEAT, flags, 0, body))
         self.flush()
 
     def _tick(self) -> None:
@@ -333,7 +337,7 @@ class NodeStream:
 
     def _take_beat(self, message: StreamMessage) -> None:
         sent, echo_sent, echo_received, taken = BEAT_BODY.unpack(message.body)
-        at = self._clock()
+        at = self._read_at
         if not self._taken_by_peer <= taken <= self._sent_bytes:
             raise CorruptLinkError(f"the peer has taken {taken} bytes of {self._sent_bytes}")
         self._last_beat = sent, at
@@ -380,21 +384,22 @@ class NodeStream:
         if not self.is_open:
             return False
         try:
-            data = self._sock.recv(READ_BYTES)
+            num_read = self._sock.recv_into(self._read_buffer)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as error:
             what = "it reset the connection" if error.errno == errno.ECONNRESET else str(error)
             self.fail(PeerLostError(f"the peer is gone: {what}"))
             return False
-        if not data:
+        if not num_read:
             self.fail(PeerLostError("the peer is gone: it closed the connection"))
             return False
+        self._read_at = self._clock()
         self._heard_at = now()
-        self._bytes_received += len(data)
+        self._bytes_received += num_read
         self._is_reading = True
         try:
-            for message in self._parser.feed(data):
+            for message in self._parser.feed(self._read_buffer[:num_read]):
                 self._take(message)
                 if not self.is_open:
                     return False
@@ -407,7 +412,7 @@ class NodeStream:
         finally:
             self._is_reading = False
             self._on_batch()
-        return len(data) == READ_BYTES or isinstance(self._sock, ssl.SSLSocket)
+        return num_read == READ_BYTES or isinstance(self._sock, ssl.SSLSocket)
 
     def _take(self, message: StreamMessage) -> None:
         if message.kind == BEAT:
@@ -459,7 +464,7 @@ class NodeStream:
         for lane in self._lanes:
             lane.clear()
         self._outbox_bytes = 0
-        self._unsent = memoryview(b"")
+        self._unsent = b""
         self._tell()
 
     def statistics(self) -> StreamStatistics:

@@ -42,9 +42,11 @@ class RayAgent:
         os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
         from actorllm.actors.engine_thread import LoopThread
         from actorllm.fleet.nodes.agent import NodeAgent
+        from actorllm.fleet.nodes.time_slice import ask_for_short_slices
 
         self._thread = LoopThread("actorllm:agent")
         self._thread.start_thread()
+        self._thread.call(ask_for_short_slices)
         self._agent = NodeAgent(key)
         self._bound: NodeAddress | None = None
         self._has_bound = threading.Event()

@@ -158,11 +158,16 @@ class RelayChild(Child):
         super().__init__(spec, on_end)
         self.relay: Relay | None = None
         self._stream = stream
+        self._is_waited_for = False
 
     @property
     def has_work(self) -> bool:
-        """Always: whether the other machine waits is not known here."""
-        return True
+        """Whether the other machine may wait: it has sent something since it last said that it waits for nothing."""
+        return self._is_waited_for or super().has_work
+
+    def rest(self) -> None:
+        """The other machine waits for nothing."""
+        self._is_waited_for = False
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         self.phase = "starting"
@@ -193,6 +198,9 @@ class RelayChild(Child):
 
     def take(self, generation: int, kind: int, body: bytes, num_bytes: int) -> bool:
         """As `node_stream.OnMessage`: for the ring, if there is one."""
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            self.on_work()
         return True if self.relay is None else self.relay.take(generation, kind, body, num_bytes)
 
     def on_room(self) -> None:

@@ -100,6 +100,8 @@ class RemoteReplica:
         self._has_ended = False
         self._is_leaving = False
         self._told: dict[str, Any] = {}
+        self._rested_after: tuple[int, int] | None = None
+        """The link and how many messages it had sent when the node was last told that nothing is waited for."""
         self._changed: anyio.Event | None = None
         self._loop: AsyncioLoop | None = None
         self._is_stop_requested = False
@@ -167,7 +169,7 @@ class RemoteReplica:
             on_message=self._take,
             on_control=self._on_control,
             on_batch=self._on_batch,
-            on_room=lambda: None,
+            on_beat=self._on_beat,
             on_end=self._on_stream_end,
             timeout_s=self.config.node_timeout_s,
         )
@@ -279,6 +281,16 @@ class RemoteReplica:
     def _on_batch(self) -> None:
         if self._link is not None:
             self._link.end_batch()
+
+    def _on_beat(self) -> None:
+        """Once nothing is waited for, the node is told. It looks after its processes while something may be."""
+        link, stream = self._link, self._stream
+        if link is None or stream is None or self._frontend.has_work:
+            return
+        sent = link.generation, link.num_sent
+        if sent != self._rested_after:
+            self._rested_after = sent
+            stream.control("resting")
 
     def _on_control(self, frame: dict[str, Any], arrays: list[Any]) -> None:
         try:

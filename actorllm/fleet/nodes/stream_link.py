@@ -43,6 +43,11 @@ class StreamLink(Link):
         if self._stream.error is not None:
             inbox.break_link(self, self._stream.error)
 
+    @property
+    def num_sent(self) -> int:
+        """Messages, so far."""
+        return self._num_sent
+
     def send_nowait(self, message: Message) -> None:
         if not self.is_open:
             self._refuse_closed()

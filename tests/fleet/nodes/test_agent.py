@@ -150,6 +150,24 @@ async def test_an_agent_that_is_told_to_end_moves_its_streams_first(
     await all_run(fleet)
 
 
+@pytest.mark.slow(reason="a start, and a second in which a scheduler stands still")
+@pytest.mark.anyio
+async def test_a_scheduler_that_stands_still_is_replaced_once_something_is_waited_for(
+    agents: list[Agent], folder: Path
+) -> None:
+    """With nothing to do, its node does not look at it."""
+    given = {"nodes": [agents[0].address], "node_key_file": key_file(folder), "heartbeat_timeout_s": 1.0, **ENGINE}
+    async with AsyncLLM("storyteller", **given) as llm:
+        undisturbed = await llm.complete(PROMPTS[0], params(1))
+        replica = llm._engine._fleet.replicas[0].supervisor  # type: ignore[attr-defined]
+        await until(lambda: replica._rested_after == (replica._link.generation, replica._link.num_sent))
+        pid = llm.health().replicas[0].actors["scheduler"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert (await llm.complete(PROMPTS[0], params(1))).outputs[0].token_ids == undisturbed.outputs[0].token_ids
+        await until(lambda: llm.health().num_recoveries == 1)
+
+
 @contextmanager
 def held_up(pid: int) -> Iterator[None]:
     """A process that stands still for most of the time."""

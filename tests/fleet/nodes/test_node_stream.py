@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
+from actorllm.actors.engine_thread import current_loop
 from actorllm.actors.link import LinkInfo
 from actorllm.clock import now
 from actorllm.errors import CorruptLinkError, PeerLostError, WouldBlock
@@ -296,3 +297,46 @@ async def test_who_sends_hears_of_the_end_when_that_call_has_returned() -> None:
     assert [message.id for message in box.received if isinstance(message, Reply)] == [7]
     near.close()
     far.close()
+
+
+class OneWayCable:
+    """Between two sockets; what goes back may be swallowed, of which neither end is told."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        (self.near, self._a), (self._b, self.far) = tcp_pair(), tcp_pair()
+        self._loop = current_loop()
+        for come, gone in ((self._a, self._b), (self._b, self._a)):
+            come.setblocking(False)
+            self._loop.watch(come.fileno(), self._pass, come, gone)
+
+    def _pass(self, come: socket.socket, gone: socket.socket) -> None:
+        data = come.recv(1 << 16)
+        if not data:
+            self._loop.unwatch(come.fileno())
+            gone.shutdown(socket.SHUT_WR)
+        elif come is self._a or not self.is_cut:
+            gone.sendall(data)
+
+    def close(self) -> None:
+        for sock in (self._a, self._b):
+            self._loop.unwatch(sock.fileno())
+            sock.close()
+
+
+async def test_a_connection_of_which_one_direction_is_dead_ends_at_both_sides() -> None:
+    """What this side sends arrives, and is acknowledged; only what would come back tells."""
+    cable = OneWayCable()
+    near, far = end_of(INFOS[0], cable.near, timeout_s=0.8), end_of(INFOS[1], cable.far, timeout_s=60.0)
+    here, there = Inbox(), Inbox()
+    near.open(here)
+    far.open(there)
+    await near.stream.synchronize()
+    cable.is_cut = True
+    near.send_nowait(Reply(id=1))
+    await until(lambda: bool(here.errors and there.errors))
+    assert "nothing has come from the peer for" in str(here.errors[0])
+    assert "it closed the connection" in str(there.errors[0])
+    assert [message.id for message in there.received if isinstance(message, Reply)] == [1]
+    for part in (near, far, cable):
+        part.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from actorllm.actors.engine_thread import run_loop
 from actorllm.actors.link import Link, LinkInfo, open_ring
+from actorllm.actors.topology import ActorSpec
 from actorllm.errors import WouldBlock
 from actorllm.fleet.nodes.frames import CHUNK_BYTES
 from actorllm.fleet.nodes.node_stream import NodeStream
-from actorllm.fleet.nodes.relay import REPLY, Relay
+from actorllm.fleet.nodes.relay import REPLY, Relay, RelayChild
 from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.messages import Message, Reply, Submit, pack
 from actorllm.ring.channel import create_link
@@ -60,8 +62,8 @@ class SmallSocket(socket.socket):
         self.sizes.append(self.sizes.pop(0))
         return self.sizes[-1]
 
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        return super().recv(min(size, self._next()), flags)
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return super().recv_into(memoryview(buffer)[: self._next()], nbytes, flags)
 
     def send(self, data: bytes | memoryview, flags: int = 0) -> int:  # type: ignore[override]
         return super().send(memoryview(data)[: self._next()], flags)
@@ -209,6 +211,24 @@ async def arrived(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
         while not condition():
             await anyio.sleep(0.001)
+
+
+async def test_a_node_looks_after_its_processes_while_the_other_machine_may_wait() -> None:
+    near, far = tcp_pair()
+    stream = NodeStream(near, on_message=lambda *_: True)
+    child = RelayChild(ActorSpec("frontend", "", placement="owner"), lambda *_: None, stream)
+    calls: list[bool] = []
+    child.on_work = lambda: calls.append(child.has_work)
+    assert not child.has_work
+    for _ in range(2):
+        child.take(INFO.generation, REPLY, b"", 0)
+    assert calls == [True], "the watchdog is woken once"
+    child.rest()
+    assert not child.has_work
+    child.take(INFO.generation, REPLY, b"", 0)
+    assert child.has_work
+    for sock in (near, far):
+        sock.close()
 
 
 class NarrowStream:

@@ -43,12 +43,10 @@ async def listening() -> AsyncIterator[NodeAddress]:
 
 async def answer_to(address: NodeAddress, op: str, **fields: Any) -> dict[str, Any] | str:
     """The last control frame before the connection ends; of none, why it ended."""
-    sock = socket.create_connection(address)
-    sock.setblocking(False)
     frames: list[dict[str, Any]] = []
     ended: list[TransportError] = []
     stream = NodeStream(
-        await call(sock, KEY, "the node"),
+        await called(address),
         on_message=lambda *_: True,
         on_control=lambda frame, arrays: frames.append(frame),
         on_end=ended.append,
@@ -255,3 +253,38 @@ async def test_an_agent_that_is_told_to_end_does_not_wait_for_an_owner_that_does
             while "leaving" not in told:
                 await anyio.sleep(0.002)
             stream.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_owned", [True, False])
+async def test_an_agent_that_was_started_for_an_owner_ends_with_it_and_another_one_listens(is_owned: bool) -> None:
+    agent, address = NodeAgent(KEY, is_owned=is_owned), NodeAddress("127.0.0.1", free_port())
+    is_listening, has_ended = anyio.Event(), anyio.Event()
+
+    async def run() -> None:
+        await agent.run(address, lambda _: is_listening.set())
+        has_ended.set()
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+            await is_listening.wait()
+            for _ in range(1 if is_owned else 2):
+                stream = NodeStream(await called(address), on_message=lambda *_: True)
+                stream.start()
+                while not agent.tenants:
+                    await anyio.sleep(0.002)
+                stream.close()
+                while agent.tenants:
+                    await anyio.sleep(0.002)
+            if is_owned:
+                await has_ended.wait()
+            assert has_ended.is_set() == is_owned
+            agent.request_stop()
+
+
+async def called(address: NodeAddress) -> socket.socket:
+    """A connection that has shown the key."""
+    sock = socket.create_connection(address)
+    sock.setblocking(False)
+    return await call(sock, KEY, "the node")
