@@ -15,7 +15,7 @@ from typing import Any
 from actorllm.errors import InvalidParameterError
 from actorllm.server.envelope import ApiError
 from actorllm.server.tool_parsers import Tool, ToolParser
-from actorllm.text.json_schema import MAX_TOLD, UnheldError, held
+from actorllm.text.json_schema import MAX_TOLD, held
 from actorllm.text.structural_tag import schemas_of
 from actorllm.types.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
@@ -106,7 +106,7 @@ def warnings_of(structured: Any) -> list[str]:
         return []  # it takes the server's loop too long; the engine's log has it
     tree = json.loads(text)
     dropped: list[str] = []
-    with contextlib.suppress(UnheldError):
+    with contextlib.suppress(ValueError, ArithmeticError):
         for schema in [tree] if fields["kind"] == "json" else schemas_of(tree):
             dropped += held(schema, is_hint=is_hint)
     return [_told(f"{fields['source']}: {name} is not held by the grammar") for name in dropped[:MAX_TOLD]]
