@@ -14,6 +14,7 @@ from typing import Any
 
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.intake.tokenization import check_salt
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, StreamOptions
@@ -294,7 +295,7 @@ def _with_variables(
 
 
 def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
-    """Everything else. Raises InvalidParameterError, or ApiError for a field that cannot be honoured."""
+    """Everything else. Raises InvalidParameterError, InvalidPromptError, or ApiError for a field that cannot be honoured."""
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name in IDLE:
@@ -309,6 +310,7 @@ def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
         if name in extra and extra[name] not in accepted
     ]
     given = body.given()
+    check_salt(given.get("cache_salt"))
     found.slo = objective_of(given.get("slo"), headers)
     found.arguments = {
         name: given[name] for name in ("priority", "is_latency_sensitive", "type_info", "tenant") if name in given
