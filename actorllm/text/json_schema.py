@@ -244,7 +244,8 @@ def _digits(value: Fraction) -> int:
     """A decimal number without its point."""
     twos = (value.denominator & -value.denominator).bit_length() - 1
     fives = round(math.log(value.denominator >> twos, 5))
-    return value.numerator * 10 ** max(twos, fives) // value.denominator
+    digits: int = value.numerator * 10 ** max(twos, fives) // value.denominator
+    return digits
 
 
 def _number(value: Fraction) -> int | float:
