@@ -466,9 +466,17 @@ BOUNDS = (
     Bound(
         "what an answer repeats of its prompts",
         (),
-        "`echo`, `return_token_ids` or `prompt_logprobs` with several sequences",
+        "`echo`, `return_token_ids` or `prompt_logprobs` with several sequences; parameters in `/v1/completions/render`",
         ("server.copies:MAX_COPIED=4194304",),
         "characters; a token id counts as 4",
+        "400, before anything is computed",
+    ),
+    Bound(
+        "parameters of many prompts",
+        (),
+        "many prompts in one body, each of which is a request with all parameters",
+        ("server.copies:MAX_PARAMETERS=67108864",),
+        "bytes of all together; a token id counts as 8",
         "400, before anything is computed",
     ),
     Bound(
