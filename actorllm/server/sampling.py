@@ -310,6 +310,9 @@ def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
         if name in extra and extra[name] not in accepted
     ]
     given = body.given()
+    options = given.get("stream_options")
+    if isinstance(options, StreamOptions) and options.include_obfuscation:
+        found.warnings.append("stream_options.include_obfuscation has no effect here")
     check_salt(given.get("cache_salt"))
     found.slo = objective_of(given.get("slo"), headers)
     found.arguments = {
