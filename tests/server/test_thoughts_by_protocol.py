@@ -122,3 +122,29 @@ async def test_several_conversations(scripted: AsyncLLM) -> None:
     assert (message["role"], message["reasoning"], message["content"]) == ("narrator", "Hm, well.", "Yes.")
     told = [one["usage"]["completion_tokens_details"]["reasoning_tokens"] for one in (tree, *alone)]
     assert told[0] == sum(told[1:]) > 0
+
+
+TOLD = "{% for one in messages %}{{ one['content'] }}{% endfor %}\n\n[{{ enable_thinking }} {{ reasoning_effort }}]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "[ ]"),
+        ({"think": True}, "[True ]"),
+        ({"think": False}, "[False none]"),
+        ({"think": "high"}, "[True high]"),
+        ({"think": "low", "reasoning_effort": "high"}, "[True high]"),
+        ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "[False ]"),
+    ],
+    ids=str,
+)
+async def test_how_much_to_think_is_told_to_the_template_by_ollama(
+    scripted: AsyncLLM, fields: dict[str, object], told: str
+) -> None:
+    async with client_of(create_app(scripted, chat_template=TOLD)) as client:
+        name = (await client.get("/api/tags")).json()["models"][0]["name"]
+        body = {"model": name, "messages": MESSAGES, "options": {"num_predict": 60}, "stream": False, **fields}
+        response = await client.post("/api/chat", json=body)
+    assert response.json()["message"]["content"] == told
+    assert "think" not in response.headers.get("x-actorllm-warning", "")
