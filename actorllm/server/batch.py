@@ -61,12 +61,12 @@ async def submitted(prompts: Sequence[Prompt], submit: Callable[[Prompt], S]) ->
     return streams
 
 
-async def json_of_ids(ids: Sequence[int]) -> bytes:
-    """A list of token ids, which may be long, as JSON."""
-    return _json_of(ids) if len(ids) < MIN_IDS_THREADED else await to_thread.run_sync(_json_of, ids)
+async def json_of(values: Sequence[int] | Sequence[str]) -> bytes:
+    """A list of token ids or of their texts, which may be long, as JSON."""
+    return _written_list(values) if len(values) < MIN_IDS_THREADED else await to_thread.run_sync(_written_list, values)
 
 
-def _json_of(values: Sequence[Any]) -> bytes:
+def _written_list(values: Sequence[Any]) -> bytes:
     """In parts: one call for a million of them would keep all threads from running."""
     if len(values) <= MIN_IDS_THREADED:
         return orjson.dumps(values)

@@ -14,7 +14,7 @@ from actorllm.errors import ActorLLMError
 from actorllm.messages.logit_rules import check_ids
 from actorllm.server import chat, completions
 from actorllm.server.asking import read_named
-from actorllm.server.batch import Portions, json_of_ids
+from actorllm.server.batch import Portions, json_of
 from actorllm.server.completions import Asked
 from actorllm.server.copies import check_size
 from actorllm.server.envelope import ApiError, error_of
@@ -62,7 +62,7 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
         first = body.request_id or random_name()
         for number, prompt in enumerate(asked.prompts):
             called = first if len(asked.prompts) == 1 else f"{first}-{number}"
-            ids = await json_of_ids(await _ids_of(state, name, prompt, adds))
+            ids = await json_of(await _ids_of(state, name, prompt, adds))
             bodies.append(b'{"request_id":%b,"token_ids":%b,%b' % (orjson.dumps(called), ids, shared))
             await portions.count()
     except (ActorLLMError, RecursionError) as error:
