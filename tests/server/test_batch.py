@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from typing import Any
 
 import anyio.lowlevel
+import httpx
 import orjson
 import pytest
 
-from actorllm.server import batch
-from actorllm.server.batch import MIN_IDS_THREADED, PORTION, json_of_ids, submitted
+from actorllm.server import answer, batch
+from actorllm.server.batch import MIN_IDS_THREADED, PORTION, json_of, submitted
+from actorllm.server.completions import CompletionShape
 
 pytestmark = pytest.mark.anyio
 
@@ -40,4 +44,47 @@ async def test_slow_prompts_leave_more_turns_to_others(
 @pytest.mark.parametrize("number", [0, 3, MIN_IDS_THREADED, 2 * MIN_IDS_THREADED + 1])
 async def test_long_lists_are_written_in_parts(number: int) -> None:
     ids = list(range(number))
-    assert orjson.loads(await json_of_ids(ids)) == ids
+    assert orjson.loads(await json_of(ids)) == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({"prompt": [5] * 200, "echo": True, "logprobs": 1, "stream": True}, "events"),
+        ({"prompt": "Once", "n": 140, "stream": True}, "events"),
+        ({"prompt": "Once", "max_tokens": 100}, "whole"),
+    ],
+    ids=["echo", "sequences", "text"],
+)
+async def test_what_takes_long_to_write_is_written_by_another_thread(
+    client: httpx.AsyncClient, fields: dict[str, Any], written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt with its log-probabilities, the beginnings of many sequences, a text in which calls may be looked for."""
+    threads: list[int] = []
+    write = getattr(CompletionShape, written)
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return write(*arguments)
+
+    monkeypatch.setattr(CompletionShape, written, noted)
+    monkeypatch.setattr(answer, "CHARACTERS_PER_ITEM", 2)
+    response = await client.post("/v1/completions", json={"max_tokens": 2, "ignore_eos": True, **fields})
+    assert response.status_code == 200, response.text
+    assert threads[0] != threading.get_ident()
+
+
+async def test_many_tokens_are_written_by_another_thread(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"prompt": "Once upon a time there was a little girl.", "return_token_strs": True}
+    expected = (await client.post("/tokenize", json=asked)).json()
+    threads: list[int] = []
+    write = batch._written_list
+    monkeypatch.setattr(batch, "MIN_IDS_THREADED", 4)
+    monkeypatch.setattr(
+        batch, "_written_list", lambda values: [threads.append(threading.get_ident()), write(values)][1]
+    )
+    assert (await client.post("/tokenize", json=asked)).json() == expected
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
