@@ -296,6 +296,7 @@ def _with_variables(
 
 def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
     """Everything else. Raises InvalidParameterError, InvalidPromptError, or ApiError for a field that cannot be honoured."""
+    # Fields that no model of a body declares: those that would have to be honoured are refused, of others there is a warning.
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name in IDLE:
@@ -309,6 +310,7 @@ def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
         for name, accepted in NOT_HONOURED.items()
         if name in extra and extra[name] not in accepted
     ]
+    # Declared fields that are about neither the prompt nor its sampling.
     given = body.given()
     options = given.get("stream_options")
     if isinstance(options, StreamOptions) and options.include_obfuscation:

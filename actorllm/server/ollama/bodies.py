@@ -154,7 +154,7 @@ def _fields(body: OllamaBody) -> dict[str, Any]:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     elif body.format:
         if body.format != "json":
-            raise ApiError(400, f"format={body.format!r:.80} must be 'json' or a JSON schema", "format")
+            raise ApiError(400, f"format={shown(body.format)} must be 'json' or a JSON schema", "format")
         fields["response_format"] = {"type": "json_object"}
     return fields
 
