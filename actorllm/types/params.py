@@ -452,7 +452,7 @@ class SamplingParams:
 
 
 class SettledParams(SamplingParams):
-    """Parameters that were checked, and that nobody assigns to any more: requests take them as they are (`settled`)."""
+    """Parameters that were checked, and that do not change any more: requests take them as they are (`settled`)."""
 
     __slots__ = ()
 
