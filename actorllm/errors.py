@@ -41,9 +41,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
+import reprlib
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actorllm.types.request_end import RequestEnd
@@ -225,6 +227,8 @@ def is_failure(error: BaseException) -> bool:
 
 
 MAX_NEAR_NAME = 100
+MAX_SHOWN = 100
+"""Characters of a value in a message."""
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -265,10 +269,32 @@ def nearest_name(unknown: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+class ShortRepr(reprlib.Repr):
+    """As `repr` up to MAX_SHOWN characters, of values as large as a client may send: looks at no more than that. For one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = MAX_SHOWN
+        self.maxstring = self.maxlong = 4 * MAX_SHOWN
+        self._left = MAX_SHOWN
+
+    def repr1(self, x: Any, level: int) -> str:
+        self._left -= 1  # each has a character at least
+        return "..." if self._left < 0 else super().repr1(x, level)
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        first = itertools.islice(x.items(), MAX_SHOWN)  # in its own order
+        pairs = [f"{self.repr1(key, level - 1)}: {self.repr1(one, level - 1)}" for key, one in first]
+        return f"{{{', '.join(pairs)}}}"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return repr(x)
+
+
 def shown(value: object) -> str:
-    """For a message: short, whatever it is."""
+    """For a message: short, whatever it is, at a cost that does not depend on its size."""
     try:
-        text = repr(value)
+        text = ShortRepr().repr(value)
     except Exception:  # an integer of more digits than Python writes out, or an object's own failure
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else f"{text[:100]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -158,10 +158,6 @@ class SubmitMaker:
                 f"leaves room for behind this prompt"
             )
         stop_ids = cast("list[int]", params.stop_token_ids)
-        if stop_ids and max(stop_ids) >= model.vocab_size:
-            raise InvalidParameterError(
-                f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
-            )
         if prompt.embeds.size and params.prompt_logprobs is not None:
             has_encoder = prompt.encoder_input is not None
             what = (

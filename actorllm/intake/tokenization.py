@@ -24,7 +24,7 @@ from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, re
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
 from actorllm.types.media_rules import Modality, processor_kwargs
-from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
+from actorllm.types.params import MAX_LABEL, PoolingParams, SamplingParams, check_truncation, is_text
 
 if TYPE_CHECKING:
     from actorllm.intake.media.media_reader import GivenMedia, MediaReader, PlacedItem
@@ -277,7 +277,7 @@ class PromptReader:
             return self._encode(part, adds_special, None, None, workplace)
 
         given = GivenSource.of(prompt, rules)
-        _check_salt(given.salt)
+        check_salt(given.salt)
         made = self.sources.read(given, to_ids, adds_special, workplace)
         return TokenizedPrompt(
             made.ids,
@@ -584,12 +584,14 @@ def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
                 f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
                 f"{nearest_name(str(key), (*PROMPT_KEYS, *EMBEDS_KEYS, 'cache_salt'))}"
             )
-    _check_salt(prompt.get("cache_salt"))
+    check_salt(prompt.get("cache_salt"))
 
 
-def _check_salt(salt: Any) -> None:
-    if salt is not None and (not is_text(salt) or not salt):
-        raise InvalidPromptError(f"cache_salt={salt!r:.80} must be a string with at least one character")
+def check_salt(salt: Any) -> None:
+    """Raises InvalidPromptError for what is no `cache_salt`. Every request of a body with many prompts carries it."""
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_LABEL and is_text(salt)):
+        told = f"a string of valid Unicode with at least one character and at most {MAX_LABEL}"
+        raise InvalidPromptError(f"cache_salt={shown(salt)} must be {told}")
 
 
 def _unwrap(prompt: Mapping[str, Any]) -> Prompt:

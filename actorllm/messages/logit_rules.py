@@ -131,17 +131,23 @@ def _flat(values: Sequence[object]) -> NDArray[Any] | None:
     return array if array.ndim == 1 else None
 
 
+def check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidParameterError for parameters with a token that the model does not have."""
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
+        ids = getattr(params, name)
+        if ids and (highest := max(ids)) >= vocab_size:
+            raise InvalidParameterError(f"{name}: {highest} is outside the vocabulary of {vocab_size} tokens")
+
+
 def rules_of(
     params: SamplingParams, vocab_size: int, max_logprobs: int, tokenizer: Callable[[], WordEncoder]
 ) -> SamplingRules | None:
     """The rules of checked parameters; None: none. Raises InvalidParameterError for what the model cannot do."""
     detection = cast("RepetitionDetectionParams | None", params.repetition_detection)
+    check_ids(params, vocab_size)
     bias = cast("dict[int, float] | None", params.logit_bias) or {}
     allowed = cast("list[int] | None", params.allowed_token_ids) or []
     logged = cast("list[int] | None", params.logprob_token_ids) or []
-    for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed), ("logprob_token_ids", logged)):
-        if ids and max(ids) >= vocab_size:
-            raise InvalidParameterError(f"{name}: {max(ids)} is outside the vocabulary of {vocab_size} tokens")
     rules = SamplingRules(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,

@@ -22,12 +22,13 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+from anyio import to_thread
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actorllm.client.stream import RequestStream
 from actorllm.errors import ActorLLMError, RequestError
-from actorllm.server.batch import PORTION, collected, written
+from actorllm.server.batch import MIN_THREADED, PORTION, collected, written
 from actorllm.server.chunk_writer import WRITER, ChunkWriter
 from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
 from actorllm.server.guards import SEND, route_path
@@ -154,10 +155,18 @@ class Answer(Response, ABC):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+CHARACTERS_PER_ITEM = 64
+"""Of a text that is looked through for thoughts and calls: so many take as long as what else counts as one item."""
+
+
 def _num_items(output: RequestOutput) -> int:
-    """Sequences, and tokens that are written with their log-probabilities."""
-    number = len(output.outputs) + len(output.prompt_logprobs or ())
-    return number + sum(len(one.logprobs or ()) for one in output.outputs)
+    """Sequences, their text, and tokens that are written with their log-probabilities."""
+    number = len(output.outputs) + _num_logprobs(output)
+    return number + sum([len(one.text) for one in output.outputs]) // CHARACTERS_PER_ITEM
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    return len(output.prompt_logprobs or ()) + sum([len(one.logprobs or ()) for one in output.outputs])
 
 
 async def _outputs_of(stream: RequestStream) -> list[RequestOutput]:
@@ -232,7 +241,11 @@ class StreamedAnswer(TextAnswer):
         async for output in stream:
             ended += [one for one in output.outputs if one.finish_reason is not None]
             is_last = is_alone and output.finished
-            chunk = shape.events(number, output)
+            # The first events may hold all of the prompt, and those of many sequences.
+            if shape.num_opening(number) + _num_logprobs(output) < MIN_THREADED:
+                chunk = shape.events(number, output)
+            else:
+                chunk = await to_thread.run_sync(shape.events, number, output)
             if output.finished:
                 ended.sort(key=lambda one: one.index)
                 self._last_outputs.append(replace(output, outputs=ended))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
 
@@ -11,12 +11,15 @@ from actorllm.errors import ActorLLMError
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
 from actorllm.server.batch import submitted
 from actorllm.server.completions import Asked
+from actorllm.server.copies import check_parameters
 from actorllm.server.envelope import error_of
 from actorllm.server.operations import read_admitted, state_of
 from actorllm.server.protocol import Body
 from actorllm.server.sampling import name_request
+from actorllm.types.params import settled
 
 B = TypeVar("B", bound=Body)
+Ask: TypeAlias = Callable[..., Asked | Awaitable[Asked]]
 
 
 async def read_named(request: Request, model: type[B], tag: str = "", body: Any = None) -> tuple[B, str]:
@@ -35,10 +38,10 @@ async def read_named(request: Request, model: type[B], tag: str = "", body: Any 
 
 
 async def answer_of(
-    request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str, tag: str = "", body: Any = None
+    request: Request, model: type[B], ask: Ask, prompt_field: str, tag: str = "", body: Any = None
 ) -> tuple[Answer, Asked]:
-    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`. tag: what may
-    stand behind a model's name. body: where it was read already.
+    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`; it may wait.
+    tag: what may stand behind a model's name. body: where it was read already.
 
     Raises ApiError, also for what the engine refuses at once.
     """
@@ -47,15 +50,18 @@ async def answer_of(
     body, name = await read_named(request, model, tag, body)
     fields = model.model_fields
     try:
-        asked = ask(body, headers, state.defaults, name, state.decode)
+        told = ask(body, headers, state.defaults, name, state.decode)
+        asked = await told if isinstance(told, Awaitable) else told
         asked.extras.arguments |= state.models.arguments_of(name, tag)
+        check_parameters(len(asked.prompts), asked.params, state.engine.config.model.vocab_size, prompt_field)
+        params = settled(asked.params)
         streams = await submitted(
-            asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
+            asked.prompts, lambda prompt: state.llm.generate(prompt, params, **asked.extras.arguments)
         )
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, fields, prompt_field, body.renamed()) from error
-    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
+    more = {"x-request-id": asked.shape.id, **asked.extras.headers()}
     answer = StreamedAnswer if asked.is_streamed else WholeAnswer
-    made = answer(state, asked.shape, streams, fields, prompt_field, told)
+    made = answer(state, asked.shape, streams, fields, prompt_field, more)
     made.params, made.renamed = asked.params, body.renamed()
     return made, asked

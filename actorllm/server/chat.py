@@ -38,14 +38,11 @@ def ask(
     check_stream(body)
     is_streamed = bool(body.stream)
     tool_use = tool_use_of(body, defaults.tool_parser)
-    conversation = conversation_of(body, defaults)
+    conversation, prompt = prompt_of(body, defaults)
     if body.chat_template is None:
         extras.warnings += defaults.warnings_of_effort(body.reasoning_effort)
         if body.documents and "documents" not in defaults.read_by_templates:
             extras.warnings.append("documents has no effect here: the model's chat template does not show them")
-    if body.truncate_prompt_tokens is None:
-        for text in _texts(conversation):
-            check_length(text, defaults.max_prompt_characters)
     decided: dict[str, Any] = {}
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
@@ -83,10 +80,18 @@ def ask(
         check_copies([shape.echoed], params.n, "echo")
     if view.has_token_ids and is_streamed:
         check_copies(_texts(conversation), params.n, "return_token_ids")
-    prompt: Prompt = conversation
-    if body.cache_salt is not None:
-        prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
     return Asked([prompt], params, extras, shape, is_streamed)
+
+
+def prompt_of(body: ChatCompletionRequest, defaults: Defaults) -> tuple[Conversation, Prompt]:
+    """The conversation of a body, and as the engine takes it. Raises as `Defaults.conversation`."""
+    conversation = conversation_of(body, defaults)
+    if body.truncate_prompt_tokens is None:
+        for text in _texts(conversation):
+            check_length(text, defaults.max_prompt_characters)
+    if body.cache_salt is None:
+        return conversation, conversation
+    return conversation, {"prompt": conversation, "cache_salt": body.cache_salt}
 
 
 def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Defaults) -> Conversation:
@@ -150,6 +155,12 @@ class ChatShape(OpenAIShape):
         self.reasoning = reasoning
         self._counts: dict[int, ThoughtCount] = {}
         self.is_plain = False
+
+    def read_as(self, other: ChatShape) -> None:
+        """As another shape does, whose request differs in its messages only."""
+        self.role = other.role
+        if other._parts is not None:
+            self.read_parts(other._parts, other._needs_prompt, other.reasoning)
 
     def _see_prompt(self, ids: Sequence[int]) -> None:
         if self._parts is not None and self._needs_prompt:

@@ -7,9 +7,7 @@ everything in this package that answers.
 
 from __future__ import annotations
 
-import itertools
 import re
-import reprlib
 from collections.abc import Container, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -18,12 +16,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from actorllm.errors import (
+    MAX_SHOWN,
     ActorLLMError,
     EngineError,
     EngineOverloaded,
     InvalidPromptError,
     RequestError,
     RequestFailedError,
+    ShortRepr,
 )
 
 KINDS = {
@@ -60,7 +60,6 @@ RETRY_AFTER_S = 1
 """What a client is told that comes when there is too much to do, or when the engine is about to end."""
 
 MAX_MESSAGE = 2000
-MAX_SHOWN = 100
 _WORD = re.compile(r"[A-Za-z_]\w*")
 NOTHING_RENAMED: Mapping[str, str] = {}
 
@@ -165,27 +164,15 @@ def error_of_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{'.'.join(location)}={shown(first['input'])}: {told}", param)
 
 
-class _Repr(reprlib.Repr):
-    """Of values as large as a body may be: looks at their first items only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlist = self.maxdict = 10
-        self.maxstring = self.maxlong = self.maxother = MAX_SHOWN
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        first = dict(itertools.islice(x.items(), self.maxdict + 1))  # it sorts what it is given
-        return super().repr_dict(first, level)
+class _BodyRepr(ShortRepr):
+    """Of what a body holds."""
 
     def repr_ndarray(self, x: Any, level: int) -> str:
         """Token ids that came as a list."""
         return self.repr_list(x[: self.maxlist + 1].tolist(), level)
 
 
-_REPR = _Repr()
-
-
 def shown(value: Any) -> str:
     """A value of a body in a message, at a cost that does not depend on its size."""
-    text = _REPR.repr(value)
+    text = _BodyRepr().repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

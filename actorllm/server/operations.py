@@ -13,6 +13,7 @@ from actorllm import __version__
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError, EngineDrainingError, InvalidParameterError
 from actorllm.server import chat, metrics
+from actorllm.server.batch import json_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest, checked
 from actorllm.server.sampling import extras_of
@@ -160,8 +161,10 @@ async def tokenize(request: Request) -> Response:
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
-    tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.told_model_len, "tokens": ids}
-    return JSONResponse({**tree, "token_strs": strings}, headers=extras.headers())
+    tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.told_model_len}
+    tree["tokens"] = orjson.Fragment(await json_of(ids))
+    tree["token_strs"] = None if strings is None else orjson.Fragment(await json_of(strings))
+    return JSONResponse(tree, headers=extras.headers())
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -172,14 +175,18 @@ async def detokenize(request: Request) -> Response:
     named = state.models.arguments_of(state.check_model(body.model))
     extras = extras_of(body, request.headers)
     vocab_size = state.engine.config.model.vocab_size
-    for i in (min(body.tokens, default=0), max(body.tokens, default=0)):
-        if not 0 <= i < vocab_size:
-            raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
+
+    def decoded(tokenizer: Tokenizer) -> str:
+        for i in (min(body.tokens, default=0), max(body.tokens, default=0)):
+            if not 0 <= i < vocab_size:
+                raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
+        return tokenizer.decode(body.tokens)
+
     try:
         tokenizer = await _tokenizer(state, named)
     except ActorLLMError as error:  # of the files of an adapter
         raise error_of(error, DetokenizeRequest.model_fields, "model") from error
-    text = await to_thread.run_sync(tokenizer.decode, body.tokens)
+    text = await to_thread.run_sync(decoded, tokenizer)
     return JSONResponse({"prompt": text}, headers=extras.headers())
 
 

@@ -137,6 +137,8 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI's: events padded to one length. There is no padding here, and a request that asks for it is told so."""
 
 
 class EngineRequest(Body):

@@ -14,6 +14,7 @@ from typing import Any
 
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.intake.tokenization import check_salt
 from actorllm.server.answer_options import AnswerOptions
 from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Generation, StreamOptions
@@ -294,7 +295,8 @@ def _with_variables(
 
 
 def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
-    """Everything else. Raises InvalidParameterError, or ApiError for a field that cannot be honoured."""
+    """Everything else. Raises InvalidParameterError, InvalidPromptError, or ApiError for a field that cannot be honoured."""
+    # Fields that no model of a body declares: those that would have to be honoured are refused, of others there is a warning.
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name in IDLE:
@@ -308,7 +310,12 @@ def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
         for name, accepted in NOT_HONOURED.items()
         if name in extra and extra[name] not in accepted
     ]
+    # Declared fields that are about neither the prompt nor its sampling.
     given = body.given()
+    options = given.get("stream_options")
+    if isinstance(options, StreamOptions) and options.include_obfuscation:
+        found.warnings.append("stream_options.include_obfuscation has no effect here")
+    check_salt(given.get("cache_salt"))
     found.slo = objective_of(given.get("slo"), headers)
     found.arguments = {
         name: given[name] for name in ("priority", "is_latency_sensitive", "type_info", "tenant") if name in given

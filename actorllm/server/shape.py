@@ -91,6 +91,10 @@ class Shape(ABC):
     def events(self, number: int, output: RequestOutput) -> bytes:
         """What is new of a prompt; empty when there is nothing to show."""
 
+    def num_opening(self, number: int) -> int:
+        """Sequences and tokens of a prompt that the next events are to open the answer with; 0: it has begun."""
+        return 0
+
     is_plain = False
     """Whether `plain_events` is for the outputs between the first one and an end."""
 
@@ -206,6 +210,12 @@ class OpenAIShape(Shape):
             told = orjson.dumps({"kv_transfer_params": output.kv_transfer_params})
             made[-1] = made[-1].removesuffix(b"}\n\n") + b"," + told[1:] + b"\n\n"
         return b"".join(made) if len(made) != 1 else made[0]
+
+    def num_opening(self, number: int) -> int:
+        state = self._states[number]
+        if state is not None and state.has_begun:
+            return 0
+        return self._n + (0 if state is None else len(state.logprobs or ()))
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         state = self._states[number]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actorllm.errors import InvalidParameterError
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.tool_parsers import Tool, ToolParser
-from actorllm.text.json_schema import MAX_TOLD, UnheldError, held
+from actorllm.text.json_schema import MAX_TOLD, held
 from actorllm.text.structural_tag import schemas_of
 from actorllm.types.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
@@ -77,7 +77,7 @@ def _of_format(format: Any) -> StructuredOutputsParams | None:
     kind = format.get("type")
     if kind not in FORMATS:
         raise ApiError(
-            400, f"response_format: type={kind!r:.80} must be one of {', '.join(FORMATS)}", "response_format"
+            400, f"response_format: type={shown(kind)} must be one of {', '.join(FORMATS)}", "response_format"
         )
     if kind == "text":
         return None
@@ -106,7 +106,7 @@ def warnings_of(structured: Any) -> list[str]:
         return []  # it takes the server's loop too long; the engine's log has it
     tree = json.loads(text)
     dropped: list[str] = []
-    with contextlib.suppress(UnheldError):
+    with contextlib.suppress(ValueError, ArithmeticError):
         for schema in [tree] if fields["kind"] == "json" else schemas_of(tree):
             dropped += held(schema, is_hint=is_hint)
     return [_told(f"{fields['source']}: {name} is not held by the grammar") for name in dropped[:MAX_TOLD]]
@@ -123,7 +123,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     # Which tools there are, and whether a call is possible at all.
     if body.tools is None:
         if choice not in (None, "none", "auto"):
-            raise ApiError(400, f"tool_choice={choice!r:.80} needs tools", "tool_choice")
+            raise ApiError(400, f"tool_choice={shown(choice)} needs tools", "tool_choice")
         return None
     if not body.tools:
         raise ApiError(400, "tools is empty: leave it out, or give at least one", "tools")
@@ -133,7 +133,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     name = None if choice is None or isinstance(choice, str) else _chosen(choice, tools)
     if name is None and choice not in (None, *CHOICES):
         raise ApiError(
-            400, f"tool_choice={choice!r:.80} must be one of {', '.join(CHOICES)}, or a function", "tool_choice"
+            400, f"tool_choice={shown(choice)} must be one of {', '.join(CHOICES)}, or a function", "tool_choice"
         )
     # A demanded call leaves no room for another form of answer.
     is_demanded = name is not None or choice == "required"
@@ -141,7 +141,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     format = response_format_of(body)
     field = "structured_outputs" if body.structured_outputs is not None else "response_format"
     if is_demanded and format is not None:
-        raise ApiError(400, f"tool_choice={choice!r:.80} demands a call, and {field} another form of answer", field)
+        raise ApiError(400, f"tool_choice={shown(choice)} demands a call, and {field} another form of answer", field)
     # What the answer may be, as a structural tag: a call, a call or the JSON that is asked for, or free text in which a
     # marker begins a call. Without any of these no grammar is needed.
     called = tools if name is None else [tool for tool in tools if tool.name == name]
@@ -189,12 +189,12 @@ def _tool(given: Any) -> Tool:
         given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
     )
     if not isinstance(function, Mapping):
-        raise ApiError(400, f"tools: {given!r:.80} must be an object with type 'function' and a function", "tools")
+        raise ApiError(400, f"tools: {shown(given)} must be an object with type 'function' and a function", "tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not name.isprintable() or not name.strip():
-        raise ApiError(400, f"tools: name={name!r:.80} must be the name of a function", "tools")
+        raise ApiError(400, f"tools: name={shown(name)} must be the name of a function", "tools")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise ApiError(400, f"tools: the parameters of {name!r:.80} must be a JSON schema", "tools")
+        raise ApiError(400, f"tools: the parameters of {shown(name)} must be a JSON schema", "tools")
     return Tool(name, parameters or {"type": "object"})
 
 
@@ -213,13 +213,13 @@ def _chosen(choice: Any, tools: Sequence[Tool]) -> str:
     if choice.get("type") != "function" or not isinstance(name, str):
         raise ApiError(
             400,
-            f"tool_choice={choice!r:.80} must be "
+            f"tool_choice={shown(choice)} must be "
             '{"type": "function", "function": {"name": ...}}, or one of ' + ", ".join(CHOICES),
             "tool_choice",
         )
     if all(tool.name != name for tool in tools):
-        known = ", ".join(repr(tool.name) for tool in tools)
-        raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}; there are {known:.400}", "tool_choice")
+        known = ", ".join(shown(tool.name) for tool in tools[:MAX_TOLD])
+        raise ApiError(400, f"tool_choice: there is no tool {shown(name)}; there are {known:.400}", "tool_choice")
     return name
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import orjson
 
-from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError, nearest_name
+from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError, nearest_name, shown
 from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer
 from actorllm.types.media_rules import Modality
 from actorllm.types.model_files import read_object
@@ -354,10 +354,10 @@ def _checked_messages(messages: Any, is_own: bool) -> list[dict[str, Any]]:
     checked = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise InvalidPromptError(f"a message must be a mapping with 'role' and 'content', not {message!r:.80}")
+            raise InvalidPromptError(f"a message must be a mapping with 'role' and 'content', not {shown(message)}")
         if not isinstance(message.get("role"), str):
             near = nearest_name(str(next(iter(message), "")), ("role",))
-            raise InvalidPromptError(f"a message needs a 'role'; this one has {list(message)}{near}")
+            raise InvalidPromptError(f"a message needs a 'role'; this one has {shown(list(message))}{near}")
         list(_text_parts(message))
         checked.append(dict(message) if is_own else copy.deepcopy(dict(message)))
     return checked
@@ -381,20 +381,22 @@ def _one_without_items(message: Any, modality: Modality, items: list[Any]) -> An
 def _placed(part: Any, modality: Modality, items: list[Any]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == PLACED:
-        raise InvalidPromptError(f"content parts of type {kind!r} are not supported")
+        raise InvalidPromptError(f"content parts of type {shown(kind)} are not supported")
     if kind is None or kind in TEXT_PARTS:
         return part
     if MEDIA_PARTS.get(str(kind)) != modality:
         frames = "; send frames of a video as images" if "video" in str(kind) and modality == "image" else ""
         raise InvalidPromptError(
-            f"content parts of type {kind!r:.80} are not supported: this engine takes text and {modality}{frames}"
+            f"content parts of type {shown(kind)} are not supported: this engine takes text and {modality}{frames}"
         )
     names = (str(kind), *(name for name, of in MEDIA_PARTS.items() if of == modality), "url")
     found = next((part[name] for name in names if part.get(name) is not None), None)
     if isinstance(found, Mapping) and found.get("url") is not None:
         found = found["url"]
     if found is None:
-        raise InvalidPromptError(f"a content part of type {kind!r} needs its {modality}; this one has {list(part)}")
+        raise InvalidPromptError(
+            f"a content part of type {shown(kind)} needs its {modality}; this one has {shown(list(part))}"
+        )
     items.append(found)
     return {"type": PLACED, "modality": modality}
 
@@ -406,7 +408,7 @@ def _text_parts(message: Message) -> Iterator[str]:
         return
     parts = [content] if isinstance(content, str | Mapping) else content
     if isinstance(parts, bytes) or not isinstance(parts, Sequence):
-        raise InvalidPromptError(f"the content of a message must be text or a list of parts, not {content!r:.80}")
+        raise InvalidPromptError(f"the content of a message must be text or a list of parts, not {shown(content)}")
     for part in parts:
         if isinstance(part, str):
             yield part
@@ -415,9 +417,11 @@ def _text_parts(message: Message) -> Iterator[str]:
         if kind == PLACED and len(part) == 2:
             continue
         if kind not in TEXT_PARTS:
-            raise InvalidPromptError(f"content parts of type {kind!r} are not supported: this engine takes text only")
+            raise InvalidPromptError(
+                f"content parts of type {shown(kind)} are not supported: this engine takes text only"
+            )
         if not isinstance(part.get("text"), str):
-            raise InvalidPromptError(f"a content part of type {kind!r} needs its text under 'text': {part!r:.80}")
+            raise InvalidPromptError(f"a content part of type {shown(kind)} needs its text under 'text': {shown(part)}")
         yield part["text"]
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 PART_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 PARTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "propertyNames")
@@ -39,7 +40,16 @@ NAMES_ONLY = ("$dynamicAnchor", "$recursiveAnchor")
 
 MAX_MULTIPLE = 10_000
 """Digits of `multipleOf` as an integer: a number is read digit by digit, by an automaton of so many states."""
+MAX_FLOAT = sys.float_info.max
 MAX_TOLD = 10
+MAX_STEP = 40
+"""Characters of each name in a place that a message tells."""
+MAX_PLACE_DIGITS = 6
+"""Of a place in a list that a reference names: no list of a schema is longer."""
+
+Place: TypeAlias = "tuple[Place, str | int] | None"
+"""Of a schema within the whole: the place around it, and the step from there; None: the whole. A text is made of it where it is
+told only: there may be as many places as characters, and each may be as long as the schema."""
 
 UNHELD_PATTERN = re.compile(r"\(\?[=!]|\(\?<[=!]|\(\?P=|\\[1-9]|\\k<")
 """Look-around and back references."""
@@ -50,15 +60,17 @@ class UnheldError(ValueError):
 
 
 def held(schema: Any, *, is_hint: bool) -> list[str]:
-    """Make a schema one that can be held, in place. Returns what was dropped, one keyword and its place each.
+    """Make a schema one that can be held, in place. Returns what was dropped, one keyword and its place each, of the first
+    MAX_TOLD.
 
     is_hint: what cannot be held is dropped; else it raises UnheldError. The schema is a tree of fresh JSON values.
     """
     dropped: list[str] = []
+    good: dict[int, Any] = {}
     for part, place in parts_of(schema):
-        _check_references(part, schema, place)
+        _check_references(part, schema, place, good)
         if part.pop("uniqueItems", None) is True:
-            dropped.append(_named("uniqueItems", place))
+            _tell("uniqueItems", place, dropped)
         for name in NAMES_ONLY:
             part.pop(name, None)
         # Keywords without an equivalent, in any schema.
@@ -81,27 +93,28 @@ def held(schema: Any, *, is_hint: bool) -> list[str]:
                 del part["format"]
         if "multipleOf" in part:
             _rewrite_multiples(part, place, dropped, is_hint=is_hint)
-    return dropped[:MAX_TOLD]
+    return dropped
 
 
-def parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], Place]]:
     """Every schema in a schema, itself first, with its place. What a part loses before the next is taken is not visited."""
-    waiting: list[tuple[Any, str]] = [(schema, "")]
+    waiting: list[tuple[Any, Place]] = [(schema, None)]
     while waiting:
         part, place = waiting.pop()
         if isinstance(part, list):
-            waiting.extend((one, f"{place}/{at}") for at, one in enumerate(part))
+            waiting.extend((one, (place, at)) for at, one in enumerate(part))
         if not isinstance(part, dict):
             continue
         yield part, place
         for name in PART_MAPS:
             inner = part.get(name)
             if isinstance(inner, dict):
-                waiting.extend((one, f"{place}/{name}/{key}") for key, one in inner.items())
+                here: Place = (place, name)
+                waiting.extend((one, (here, key)) for key, one in inner.items())
         for name in ALL_PARTS:
             inner = part.get(name)
             if isinstance(inner, dict | list):
-                waiting.append((inner, f"{place}/{name}"))
+                waiting.append((inner, (place, name)))
 
 
 def close_objects(schema: Any) -> None:
@@ -113,28 +126,47 @@ def close_objects(schema: Any) -> None:
             part["additionalProperties"] = False
 
 
-def _drop(part: dict[str, Any], name: str, place: str, dropped: list[str], *, is_hint: bool) -> None:
+def _drop(part: dict[str, Any], name: str, place: Place, dropped: list[str], *, is_hint: bool) -> None:
     if not is_hint:
         raise UnheldError(
             f"{_named(name, place)} cannot be held by a grammar; leave it out, or say strict=false in response_format or tools"
         )
     del part[name]
-    dropped.append(_named(name, place))
+    _tell(name, place, dropped)
 
 
-def _named(name: str, place: str) -> str:
-    return f"{name} (at #{place})" if place else name
+def _tell(name: str, place: Place, dropped: list[str]) -> None:
+    if len(dropped) < MAX_TOLD:
+        dropped.append(_named(name, place))
 
 
-def _check_references(part: dict[str, Any], schema: Any, place: str) -> None:
-    """A schema that refers to itself before it says anything stands for no value at all."""
-    seen: set[int] = set()
+def _named(name: str, place: Place) -> str:
+    return name if place is None else f"{name} (at {_written(place)})"
+
+
+def _written(place: Place) -> str:
+    steps: list[str] = []
+    while place is not None:
+        place, step = place
+        text = str(step)
+        steps.append(text if len(text) <= MAX_STEP else f"{text[:MAX_STEP]}...")
+    return "#" + "".join(f"/{step}" for step in reversed(steps))
+
+
+def _check_references(part: dict[str, Any], schema: Any, place: Place, good: dict[int, Any]) -> None:
+    """A schema that refers to itself before it says anything stands for no value at all.
+
+    good: schemas that are known to refer to another one, by id, so that a chain of references is followed once.
+    """
+    seen: dict[int, Any] = {}
     at: Any = part
-    while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str):
+    while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str) and id(at) not in good:
         if id(at) in seen:
-            raise UnheldError(f"$ref={reference!r:.80} (at #{place}) refers to itself and to nothing else")
-        seen.add(id(at))
+            told = _named(f"$ref={reference[:MAX_STEP]!r}", place)
+            raise UnheldError(f"{told} refers to itself and to nothing else")
+        seen[id(at)] = at
         at = _target(schema, reference)
+    good |= seen
 
 
 def _target(schema: Any, reference: str) -> Any:
@@ -144,14 +176,16 @@ def _target(schema: Any, reference: str) -> Any:
     at = schema
     for step in reference[2:].split("/") if len(reference) > 1 else ():
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list) and step.isdigit():
+        if isinstance(at, list) and step.isascii() and step.isdecimal() and len(step) <= MAX_PLACE_DIGITS:
             at = at[int(step)] if int(step) < len(at) else None
         else:
             at = at.get(step) if isinstance(at, dict) else None
+        if at is None:
+            break
     return at
 
 
-def _rewrite_multiples(part: dict[str, Any], place: str, dropped: list[str], *, is_hint: bool) -> None:
+def _rewrite_multiples(part: dict[str, Any], place: Place, dropped: list[str], *, is_hint: bool) -> None:
     """Say the same with the multiples themselves: bounds become the outermost multiples within them."""
     step = _fraction(part["multipleOf"])
     if step is None or step <= 0:
@@ -174,7 +208,7 @@ def _rewrite_multiples(part: dict[str, Any], place: str, dropped: list[str], *, 
         part.pop("exclusiveMaximum", None)
 
 
-def _drop_multiple(part: dict[str, Any], place: str, dropped: list[str], *, is_hint: bool) -> None:
+def _drop_multiple(part: dict[str, Any], place: Place, dropped: list[str], *, is_hint: bool) -> None:
     if not is_hint:
         raise UnheldError(
             f"{_named('multipleOf', place)}={part['multipleOf']!r:.40} cannot be held by a grammar: without its decimal point it "
@@ -201,16 +235,17 @@ def _bound(part: dict[str, Any], name: str, exclusive: str, step: Fraction, *, u
 
 def _fraction(value: Any) -> Fraction | None:
     """The number as it is written in decimal."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_FLOAT <= value <= MAX_FLOAT:
+        return None  # llguidance refuses a number that no float holds, in its words
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
 def _digits(value: Fraction) -> int:
     """A decimal number without its point."""
-    while value.denominator != 1:
-        value *= 10
-    return value.numerator
+    twos = (value.denominator & -value.denominator).bit_length() - 1
+    fives = round(math.log(value.denominator >> twos, 5))
+    digits: int = value.numerator * 10 ** max(twos, fives) // value.denominator
+    return digits
 
 
 def _number(value: Fraction) -> int | float:

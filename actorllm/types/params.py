@@ -12,7 +12,7 @@ import json
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -52,6 +52,8 @@ MAX_EXTRA_ARGS = 1 << 16
 MAX_EXTRA_DEPTH = 16
 MAX_N = 16_384
 """Sequences of one request."""
+
+BYTES_PER_ID = 8
 
 MAX_FLOAT = sys.float_info.max
 MAX_FLOAT32 = 2.0**128 - 2.0**104
@@ -447,6 +449,33 @@ class SamplingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+class SettledParams(SamplingParams):
+    """Parameters that were checked, and that do not change any more: requests take them as they are (`settled`)."""
+
+    __slots__ = ()
+
+    def checked_copy(self) -> SamplingParams:
+        """Itself: a check of a hundred thousand ids takes milliseconds, and a body may have thousands of prompts."""
+        return self
+
+
+def settled(params: SamplingParams) -> SamplingParams:
+    """A checked copy for many requests, which is not checked again. Raises InvalidParameterError."""
+    made = params.checked_copy()
+    made.__class__ = SettledParams
+    return made
+
+
+def num_bytes(params: SamplingParams) -> int:
+    """About what a request with these parameters carries of ids, biases and texts."""
+    lists: tuple[Sized | None, ...] = (params.allowed_token_ids, params.stop_token_ids, params.logprob_token_ids)
+    number = BYTES_PER_ID * sum(len(ids or ()) for ids in (*lists, params.logit_bias, params.logit_bias))
+    number += sum(map(len, (*(params.stop or ()), *(params.bad_words or ()))))
+    if isinstance(params.structured_outputs, StructuredOutputsParams):
+        number += len(params.structured_outputs.to_fields()["text"])
+    return number if params.extra_args is None else number + len(json.dumps(params.extra_args))
 
 
 def _extra_args(given: Any) -> dict[str, Any]:

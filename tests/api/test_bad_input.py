@@ -105,6 +105,7 @@ def short(**arguments: Any) -> SamplingParams:
         ({"prompt_embeds": np.zeros((3, 256))}, ["prompt_embeds", "enable_prompt_embeds=True"]),
         ({"prompt": PROMPT, "cache_salt": ""}, ["cache_salt=''", "at least one character"]),
         ({"prompt": PROMPT, "cache_salt": 7}, ["cache_salt=7", "string"]),
+        ({"prompt": PROMPT, "cache_salt": "a" * 1025}, ["cache_salt='aaa", "at most 1024"]),
         ({"prompt": PROMPT, "cache_sal": "a"}, ["did you mean 'cache_salt'"]),
         ({"prompt": {"prompt": PROMPT}}, ["flat list of integers"]),
         ("\ud800", ["not valid Unicode"]),

@@ -184,3 +184,19 @@ async def test_switches_and_paths_of_another_type(llm: AsyncLLM, wrong: dict[str
     (name,) = wrong
     with pytest.raises(ConfigError, match=name):
         create_app(llm, **wrong)
+
+
+@pytest.mark.parametrize(("value", "is_told"), [(False, False), (None, False), (True, True)])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}), ("completions", {"prompt": "Hi"})],
+)
+async def test_padding_of_events_is_not_there_and_not_refused(
+    client: httpx.AsyncClient, path: str, asked: dict[str, Any], value: bool | None, is_told: bool
+) -> None:
+    options = {"include_usage": True, "include_obfuscation": value}
+    response = await client.post(
+        f"/v1/{path}", json={**asked, "max_tokens": 1, "stream": True, "stream_options": options}
+    )
+    assert events_of(response)[-1]["usage"]["completion_tokens"] == 1
+    assert ("include_obfuscation" in response.headers.get("x-actorllm-warning", "")) is is_told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Once"}]
+LOOSE = {"type": "json_schema", "json_schema": {"strict": False, "schema": {"anyOf": [{"$ref": "#/anyOf/²"}]}}}
+""""²" is a digit, and no number of a place."""
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(200), 1)
+CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {"a": DEEP}}
 
 
 def error_in(response: httpx.Response, status: int = 400, param: str | None = None) -> str:
@@ -141,6 +146,11 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, body: b
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"response_format": LOOSE}, "response_format"),
+        (
+            {"structured_outputs": {"json": '{"uniqueItems": true, "multipleOf": %s}' % ("9" * 400)}},
+            "structured_outputs",
+        ),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"slo": -1}, "slo"),
         ({"slo": "fast"}, "slo"),
@@ -148,6 +158,7 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, body: b
         ({"slo": []}, "slo"),
         ({"priority": 2**70}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "a" * 1025}, "cache_salt"),
         ({"is_latency_sensitive": "sometimes"}, "is_latency_sensitive"),
         ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection"),
     ],
@@ -465,3 +476,44 @@ async def test_an_unforeseen_failure_is_told_in_the_envelope_and_logged(
             message += error_in(await client.post("/tokenize", json={"prompt": "Once"}), 500)
     assert "secret" not in message
     assert caplog.text.count("LookupError: secret") == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (TEXT, {"prompt": "Once", "metadata": {"a": DEEP}}),
+        (
+            CHAT,
+            {
+                "messages": MESSAGES,
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": DEEP}}}],
+            },
+        ),
+        ("/v1/responses", {"input": "Once", "store": False, "metadata": {"a": DEEP}}),
+        ("/v1/responses", {"input": "Once", "store": True, "text": {"a": DEEP}}),
+        ("/v1/messages", {"messages": [*MESSAGES, {"role": "assistant", "content": [CALL]}]}),
+        (
+            "/api/chat",
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {"a": DEEP}}}]}
+                ]
+            },
+        ),
+    ],
+    ids=["text", "chat", "response", "stored", "message", "ollama"],
+)
+async def test_what_is_nested_deeper_than_an_answer_can_be_is_refused(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    """In a body that is small enough to be parsed on the loop."""
+    response = await client.post(path, json={"model": "storyteller", "max_tokens": 1, **fields})
+    assert response.status_code == 400, response.text
+    assert "the limit is 200 levels" in response.text
+
+
+async def test_as_many_levels_as_are_taken(client: httpx.AsyncClient) -> None:
+    body = {"model": "storyteller", "input": "Once", "store": False, "max_output_tokens": 1, "metadata": {"a": DEEP[0]}}
+    response = await client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["metadata"] == body["metadata"]

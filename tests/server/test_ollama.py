@@ -96,6 +96,7 @@ async def test_a_form(client: httpx.AsyncClient) -> None:
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "images"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "a call needs"),
         ("chat", {"messages": MESSAGES, "format": "yaml"}, 400, "'yaml'"),
+        ("chat", {"messages": MESSAGES, "think": "much"}, 400, "think='much' must be true, false, or one of 'low'"),
         ("chat", {"messages": MESSAGES, "options": {"temperature": -1}}, 400, "options.temperature"),
         ("chat", {"messages": MESSAGES, "options": {"top_p": "much"}}, 400, "top_p"),
         ("chat", {"messages": MESSAGES, "n": 2}, 400, "n is not supported"),
@@ -122,4 +123,30 @@ async def test_names_and_what_has_no_effect(client: httpx.AsyncClient) -> None:
     response = await client.post("/api/chat", json=body)
     told = response.headers["x-actorllm-warning"]
     assert "options.num_ctx has no effect" in told
-    assert "think" in told
+    assert "think=true has no effect" in told
+    body = {"model": "storyteller", "prompt": "Once", "raw": True, "options": {"num_predict": 1}, "think": False}
+    response = await client.post("/api/generate", json=body)
+    assert "think has no effect beside raw=true" in response.headers["x-actorllm-warning"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "empty"),
+    [
+        ("chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("generate", {"prompt": ""}, {"response": ""}),
+    ],
+)
+async def test_a_request_without_a_prompt_asks_for_the_model_to_be_loaded(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    response = await client.post(f"/api/{path}", json={"model": "storyteller", **fields})
+    assert response.status_code == 200, response.text
+    tree = response.json()
+    assert tree == {
+        "model": "storyteller",
+        "created_at": tree["created_at"],
+        **empty,
+        "done": True,
+        "done_reason": "load",
+    }
+    assert (await client.post(f"/api/{path}", json={"model": "none", **fields})).status_code == 404

@@ -105,3 +105,46 @@ async def test_usage_counts_the_thought_in_responses(client: httpx.AsyncClient, 
     stream = (await client.post("/v1/responses", json={**body, "stream": True})).text
     last = orjson.loads(stream.split("\n\n")[-2].partition("data: ")[2])
     assert last["response"]["usage"] == whole
+
+
+async def test_several_conversations(scripted: AsyncLLM) -> None:
+    """Each is read as it is alone: thoughts apart, in the role that the server gives to answers."""
+    others = [{"role": "user", "content": "Only text."}]
+    body = {"max_tokens": 200, "temperature": 0}
+    async with client_of(create_app(scripted, response_role="narrator")) as client:
+        tree = (await client.post("/v1/chat/completions/batch", json={**body, "messages": [MESSAGES, others]})).json()
+        alone = [
+            (await client.post("/v1/chat/completions", json={**body, "messages": messages})).json()
+            for messages in (MESSAGES, others)
+        ]
+    assert [one["message"] for one in tree["choices"]] == [one["choices"][0]["message"] for one in alone]
+    message = tree["choices"][0]["message"]
+    assert (message["role"], message["reasoning"], message["content"]) == ("narrator", "Hm, well.", "Yes.")
+    told = [one["usage"]["completion_tokens_details"]["reasoning_tokens"] for one in (tree, *alone)]
+    assert told[0] == sum(told[1:]) > 0
+
+
+TOLD = "{% for one in messages %}{{ one['content'] }}{% endfor %}\n\n[{{ enable_thinking }} {{ reasoning_effort }}]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "[ ]"),
+        ({"think": True}, "[True ]"),
+        ({"think": False}, "[False none]"),
+        ({"think": "high"}, "[True high]"),
+        ({"think": "low", "reasoning_effort": "high"}, "[True high]"),
+        ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "[False ]"),
+    ],
+    ids=str,
+)
+async def test_how_much_to_think_is_told_to_the_template_by_ollama(
+    scripted: AsyncLLM, fields: dict[str, object], told: str
+) -> None:
+    async with client_of(create_app(scripted, chat_template=TOLD)) as client:
+        name = (await client.get("/api/tags")).json()["models"][0]["name"]
+        body = {"model": name, "messages": MESSAGES, "options": {"num_predict": 60}, "stream": False, **fields}
+        response = await client.post("/api/chat", json=body)
+    assert response.json()["message"]["content"] == told
+    assert "think" not in response.headers.get("x-actorllm-warning", "")

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from actorllm.types.params import SamplingParams
 from tests.server.conftest import events_of
 from tests.server.openai_description.description import check
 
@@ -103,7 +104,23 @@ async def test_several_conversations_are_as_many_choices(client: httpx.AsyncClie
     assert tree["usage"]["prompt_tokens"] == num_prompt
 
 
+async def test_what_conversations_share_is_checked_once(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[Any] = []
+    check_all = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: (checks.append(params), check_all(params))[1])
+    body = {"messages": [MESSAGES] * 20, "max_tokens": 1, "allowed_token_ids": [259, 17]}
+    assert len((await post(client, "/v1/chat/completions/batch", body))["choices"]) == 20
+    body = {"prompt": ["Once"] * 20, "max_tokens": 1, "allowed_token_ids": [259, 17]}
+    assert len((await post(client, "/v1/completions", body))["choices"]) == 20
+    assert len(checks) <= 6
+
+
 IDS = {"token_ids": [1], "sampling_params": {}}
+MANY = [[1]] * 5000
+BIAS = {str(number): 1.0 for number in range(100)}
+REGEX = {"structured_outputs": {"regex": "a" * 20_000}}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +146,10 @@ IDS = {"token_ids": [1], "sampling_params": {}}
         ("/v1/chat/completions/batch", {"messages": [[]]}, "messages", "no messages"),
         ("/v1/completions/render", {"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "cut"),
         ("/v1/chat/completions/render", {"messages": MESSAGES, "temperature": -1}, "temperature", "temperature"),
+        ("/v1/completions/render", {"prompt": MANY, "logit_bias": BIAS}, "prompt", "limit is 4194304 together"),
+        ("/v1/completions/render", {"prompt": MANY, "allowed_token_ids": [9999999]}, "allowed_token_ids", "vocabulary"),
+        ("/v1/completions", {"prompt": MANY, **REGEX}, "prompt", "limit is 67108864 together"),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES] * 4000, **REGEX}, "messages", "limit is 67108864"),
     ],
 )
 async def test_what_is_wrong_is_told(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from actorllm.text import json_schema
 from actorllm.text.json_schema import UnheldError, close_objects, held
 
 
@@ -94,3 +97,58 @@ def test_objects_are_closed() -> None:
     assert schema["additionalProperties"] is False
     assert schema["properties"]["a"]["items"]["additionalProperties"] is False
     assert schema["properties"]["b"]["additionalProperties"] is True
+
+
+def test_places_are_written_only_where_they_are_told() -> None:
+    """Each of many alternatives has a place as long as a property's name, and none of them is told."""
+    schema = {"properties": {"k" * 20_000: {"anyOf": [{"type": "string"}] * 2_000}}}
+    tracemalloc.start()
+    try:
+        assert held(schema, is_hint=False) == []
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_place_is_cut_short() -> None:
+    schema = {"properties": {"k" * 1_000: {"items": {"uniqueItems": True}}}}
+    assert held(schema, is_hint=True) == [f"uniqueItems (at #/properties/{'k' * 40}.../items)"]
+
+
+def test_a_chain_of_references_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    follow = json_schema._target
+
+    def counted(schema: Any, reference: str) -> Any:
+        followed.append(reference)
+        return follow(schema, reference)
+
+    monkeypatch.setattr(json_schema, "_target", counted)
+    chain = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(300)}
+    assert held({"$defs": {**chain, "a300": {"type": "string"}}, "$ref": "#/$defs/a0"}, is_hint=False) == []
+    assert len(followed) == 301
+
+
+@pytest.mark.parametrize("reference", ["#/anyOf/²", "#/anyOf/" + "9" * 5_000, "#/anyOf/٣"])
+def test_a_place_that_is_no_number_points_nowhere(reference: str) -> None:
+    assert held({"anyOf": [{"$ref": reference}]}, is_hint=True) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "is_held"), [(5e-324, True), (9999e-310, True), (1.25e-7, True), (10001e-310, False), (1e300, False)]
+)
+def test_the_digits_of_a_multiple_are_counted_in_one_step(
+    value: float, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[Any] = []
+    times = Fraction.__mul__
+    monkeypatch.setattr(Fraction, "__mul__", lambda one, other: products.append(other) or times(one, other))
+    assert held({"multipleOf": value}, is_hint=True) == ([] if is_held else ["multipleOf"])
+    assert len(products) < 10
+
+
+@pytest.mark.parametrize("name", ["multipleOf", "minimum", "exclusiveMaximum"])
+def test_a_number_that_no_float_holds_is_left_alone(name: str) -> None:
+    schema = {"multipleOf": 0.3, name: 10**400}
+    assert held(schema, is_hint=False) == []
+    assert schema[name] == 10**400

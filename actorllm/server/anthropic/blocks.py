@@ -11,7 +11,7 @@ import orjson
 from actorllm.server import chat
 from actorllm.server.anthropic.message import MessagesShape
 from actorllm.server.completions import Asked
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.output_items import OutputItems
 from actorllm.server.protocol import Body, ChatCompletionRequest, Many, Messages, checked
 from actorllm.server.sampling import Defaults
@@ -95,7 +95,7 @@ def chat_body(body: CountTokensRequest) -> ChatCompletionRequest:
     format = (body.output_config or {}).get("format")
     if format is not None:
         if not isinstance(format, Mapping) or format.get("type") != "json_schema":
-            raise ApiError(400, f"output_config: format={format!r:.80} must be of type 'json_schema'", "output_config")
+            raise ApiError(400, f"output_config: format={shown(format)} must be of type 'json_schema'", "output_config")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}
     if isinstance(body, MessagesRequest):
         fields |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
@@ -109,7 +109,7 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
     """One message, or several: each result of a tool is one of its own, in front of the text beside it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(400, f"{place}: role={role!r:.80} must be one of user, assistant, system", "messages")
+        raise ApiError(400, f"{place}: role={shown(role)} must be one of user, assistant, system", "messages")
     texts: list[str] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
             text = "" if result is None else _text_of(result, place)
             yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": text}
         elif kind not in LEFT_OUT:
-            told = f"blocks of type {kind!r:.80} are not supported here; text, image, tool_use and tool_result are"
+            told = f"blocks of type {shown(kind)} are not supported here; text, image, tool_use and tool_result are"
             raise ApiError(400, f"{place}: {told}", "messages")
     if calls:
         yield {"role": role, "content": "\n".join(texts) or None, "tool_calls": calls}
@@ -147,7 +147,7 @@ def _image_address(block: Mapping[str, Any], place: str) -> str:
         return f"data:{_string(source, 'media_type', place)};base64,{_string(source, 'data', place)}"
     if isinstance(source, Mapping) and kind == "url":
         return _string(source, "url", place)
-    told = f"{place}: the source of an image must be of type 'base64' or 'url', not {kind!r:.80}"
+    told = f"{place}: the source of an image must be of type 'base64' or 'url', not {shown(kind)}"
     raise ApiError(400, told, "messages")
 
 
@@ -173,14 +173,14 @@ def _text_of(content: Any, place: str) -> str:
 def _string(block: Mapping[str, Any], field: str, place: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise ApiError(400, f"{place}: {field}={value!r:.80} must be a string", place.partition("[")[0])
+        raise ApiError(400, f"{place}: {field}={shown(value)} must be a string", place.partition("[")[0])
     return value
 
 
 def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     kind = tool.get("type", "custom")
     if kind not in ("custom", None):
-        raise ApiError(400, f"tools[{number}]: type={kind!r:.80} is not supported; 'custom' is", "tools")
+        raise ApiError(400, f"tools[{number}]: type={shown(kind)} is not supported; 'custom' is", "tools")
     function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
     function["parameters"] = tool.get("input_schema")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
@@ -193,6 +193,6 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(kind, str) and kind in CHOICES:
         named = CHOICES[kind]
     else:
-        told = f"tool_choice: type={kind!r:.80} must be one of {', '.join(CHOICES)}, tool"
+        told = f"tool_choice: type={shown(kind)} must be one of {', '.join(CHOICES)}, tool"
         raise ApiError(400, told, "tool_choice")
     return {"tool_choice": named, "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}

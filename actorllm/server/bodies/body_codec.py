@@ -21,14 +21,13 @@ from typing import Any
 
 import orjson
 
-from actorllm.server.bodies.limits import MAX_ITEMS, MAX_TOKEN_IDS, BodyRefusal, num_items, refusal_of
+from actorllm.server.bodies.limits import MAX_ITEMS, MAX_TOKEN_IDS, BodyRefusal, depth_refusal_of, num_items, refusal_of
 
 NUM_LENGTH_BYTES = 4
 MIN_SEGMENT = 1 << 10
 """What is shorter stays in the JSON: elements of a list, characters of a text."""
 MAX_SHOWN = 40
 MAX_ID = 2**63 - 1
-TOO_DEEP = BodyRefusal("the body is nested too deeply", None)
 
 Segment = tuple[str, bytes | array, list[int] | None]  # type: ignore[type-arg]
 """kind, content, counts."""
@@ -61,10 +60,10 @@ def pack(asked: bytearray) -> list[Any]:
     number = num_items(rest, MAX_ITEMS)
     if number > MAX_ITEMS:
         return refused(_too_many_items(rest, token_fields))
-    try:
-        body = orjson.dumps(rest)
-    except orjson.JSONEncodeError:  # it writes fewer levels than it reads
-        return refused(TOO_DEEP)
+    refusal = depth_refusal_of(rest)
+    if refusal is not None:
+        return refused(refusal)
+    body = orjson.dumps(rest)
     told = [[name, kind, memoryview(content).nbytes, counts] for name, (kind, content, counts) in segments.items()]
     contents = [content for _, content, _ in segments.values()]
     return [*_headed({"rest": len(body), "segments": told}), body, *contents]

@@ -15,6 +15,9 @@ MAX_FIELDS = 1024
 MAX_ITEMS = 1 << 16
 """Of everything in a body together, at any depth: elements of lists and fields of objects. Token ids count as one."""
 
+MAX_DEPTH = 200
+"""Lists and objects within each other. orjson reads more levels than it writes, which are 254, and answers hold parts of bodies."""
+
 MAX_PROMPTS = 1 << 14
 """As many as a request may have sequences (`request.MAX_N`)."""
 MAX_MESSAGES = 1 << 12
@@ -58,6 +61,30 @@ def refusal_of(tree: dict[str, Any], token_fields: Collection[str] = ()) -> Body
                     continue
             return BodyRefusal(f"{name} has {len(value)} items, and the limit is {most}; send fewer at a time", name)
     return None
+
+
+def depth_refusal_of(tree: dict[str, Any]) -> BodyRefusal | None:
+    """Which field of a body has more than MAX_DEPTH levels. Takes time in proportion to its items."""
+    for name, value in tree.items():
+        if _is_too_deep(value):
+            return BodyRefusal(f"{name} is nested too deeply: the limit is {MAX_DEPTH} levels; send it flatter", name)
+    return None
+
+
+def _is_too_deep(value: object) -> bool:
+    level, depth = [value], 0
+    while level:
+        if depth >= MAX_DEPTH:
+            return True
+        depth += 1
+        inner: list[Any] = []
+        for one in level:
+            if type(one) is list:
+                inner += one
+            elif type(one) is dict:
+                inner += one.values()
+        level = [one for one in inner if type(one) is list or type(one) is dict]
+    return False
 
 
 def num_items(value: object, most: int) -> int:

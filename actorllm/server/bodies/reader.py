@@ -23,7 +23,7 @@ from starlette.types import Receive
 
 from actorllm.clock import now
 from actorllm.server.bodies.body_codec import question, refusal_of_json, unpack
-from actorllm.server.bodies.limits import BodyRefusal, refusal_of
+from actorllm.server.bodies.limits import MAX_DEPTH, BodyRefusal, depth_refusal_of, refusal_of
 from actorllm.server.bodies.owned_process import OwnedProcess, ProcessGone
 from actorllm.server.envelope import ApiError
 
@@ -222,4 +222,7 @@ def _parsed(data: bytearray) -> dict[str, Any] | BodyRefusal:
         return refusal_of_json(error)
     if not isinstance(tree, dict):
         return BodyRefusal(f"the body must be a JSON object, not {type(tree).__name__}", None)
-    return refusal_of(tree) or tree
+    refusal = refusal_of(tree)
+    if refusal is None and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        refusal = depth_refusal_of(tree)
+    return refusal or tree

@@ -10,7 +10,7 @@ import orjson
 
 from actorllm.server import chat, completions
 from actorllm.server.completions import Asked
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.ollama.lines import ChatLines, Lines, TextLines
 from actorllm.server.output_items import OutputItems
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Messages, Prompts, checked
@@ -24,6 +24,9 @@ OPTIONS = {
     "repeat_penalty": "repetition_penalty",
 }
 """Of `options`: what each is called elsewhere. Others have no effect, and a header says so."""
+
+EFFORTS = ("low", "medium", "high")
+"""Of `think`, beside true and false."""
 
 MAX_TOLD = 10
 NOT_HERE = ("images", "suffix", "template", "context")
@@ -94,6 +97,8 @@ def ask_text(
     if "max_tokens" not in _options(body):
         asked.params.max_tokens = defaults.sampling.get("max_tokens")  # this API has no limit by default
     asked.extras.warnings += _warnings(body)
+    if body.think is not None:
+        asked.extras.warnings.append("think has no effect beside raw=true: no chat template tells it to the model")
     return replace(asked, shape=TextLines(body.request_id, model, OutputItems(None)))
 
 
@@ -104,14 +109,33 @@ def _as_chat(
     lines: type[Lines],
     context: tuple[Mapping[str, str], Defaults, str, Callable[[list[int]], str]],
 ) -> Asked:
-    fields = {**_fields(body), "messages": messages, "tools": tools or None}
-    _, _, model, decode = context
+    fields = {**_with_thinking(body, _fields(body)), "messages": messages, "tools": tools or None}
+    _, defaults, model, decode = context
     asked = chat.ask(checked(ChatCompletionRequest, fields, body.renamed()), *context)
-    asked.extras.warnings += _warnings(body)
+    told = [one.replace("reasoning_effort has", "think has", 1) for one in asked.extras.warnings]
+    asked.extras.warnings = told + _warnings(body)
+    if body.think is True and "enable_thinking" not in defaults.read_by_templates:
+        asked.extras.warnings.append(
+            "think=true has no effect here: the model's chat template does not read enable_thinking"
+        )
     assert isinstance(asked.shape, chat.ChatShape)
     return replace(
         asked, shape=lines(body.request_id, model, OutputItems(asked.shape.tool_use, asked.shape.reasoning, decode))
     )
+
+
+def _with_thinking(body: OllamaBody, fields: dict[str, Any]) -> dict[str, Any]:
+    """With how much the model is to think, as chats say it. What fields of chats say goes before. Raises ApiError."""
+    if body.think is None:
+        return fields
+    if body.think is True:
+        given = fields.get("chat_template_kwargs") or {}
+        is_known = isinstance(given, Mapping)  # else the check of a chat refuses it
+        return {**fields, "chat_template_kwargs": {"enable_thinking": True, **given} if is_known else given}
+    if body.think is not False and body.think not in EFFORTS:
+        told = f"think={shown(body.think)} must be true, false, or one of {', '.join(map(repr, EFFORTS))}"
+        raise ApiError(400, told, "think")
+    return {"reasoning_effort": body.think or "none", **fields}
 
 
 def _fields(body: OllamaBody) -> dict[str, Any]:
@@ -130,7 +154,7 @@ def _fields(body: OllamaBody) -> dict[str, Any]:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     elif body.format:
         if body.format != "json":
-            raise ApiError(400, f"format={body.format!r:.80} must be 'json' or a JSON schema", "format")
+            raise ApiError(400, f"format={shown(body.format)} must be 'json' or a JSON schema", "format")
         fields["response_format"] = {"type": "json_object"}
     return fields
 
@@ -143,9 +167,7 @@ def _options(body: OllamaBody) -> dict[str, Any]:
 
 
 def _warnings(body: OllamaBody) -> list[str]:
-    warnings = []
-    if body.think not in (None, False):
-        warnings.append("think: the model decides whether it thinks, and it has no effect")
+    warnings: list[str] = []
     unused = [name for name, value in (body.options or {}).items() if name not in OPTIONS and value is not None]
     told = [f"options.{name:.40} has no effect" for name in unused[:MAX_TOLD]]
     return [*warnings, *(one.encode("ascii", "replace").decode() for one in told)]

@@ -14,7 +14,7 @@ from actorllm.server.asking import answer_of
 from actorllm.server.batch import submitted
 from actorllm.server.completions import prompts_of
 from actorllm.server.envelope import error_of
-from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody, ask_chat, ask_text
+from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody, OllamaBody, ask_chat, ask_text
 from actorllm.server.ollama.lines import timestamp
 from actorllm.server.operations import JSONResponse, read_admitted, state_of, takes
 from actorllm.server.sampling import extras_of, name_request
@@ -32,7 +32,10 @@ TAG = ":latest"
 @router.post("/api/chat", openapi_extra=takes(ChatBody))
 async def converse(request: Request) -> Response:
     """Answer a conversation, in lines of JSON unless stream is false."""
-    answer, _ = await answer_of(request, ChatBody, ask_chat, "messages", TAG)
+    body = await read_admitted(request, ChatBody)
+    if not body.messages:
+        return _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
+    answer, _ = await answer_of(request, ChatBody, ask_chat, "messages", TAG, body)
     return answer
 
 
@@ -40,13 +43,16 @@ async def converse(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt through the chat template, or with raw=true go on from it."""
     body = await read_admitted(request, GenerateBody)
-    if not body.prompt:  # asks for the model to be loaded, which it is
-        state = state_of(request)
-        model = state.check_model(body.model, TAG)
-        tree = {"model": model, "created_at": timestamp(), "response": "", "done": True, "done_reason": "load"}
-        return JSONResponse(tree)
+    if not body.prompt:
+        return _loaded(request, body, {"response": ""})
     answer, _ = await answer_of(request, GenerateBody, ask_text, "prompt", TAG, body)
     return answer
+
+
+def _loaded(request: Request, body: OllamaBody, empty: dict[str, Any]) -> Response:
+    """To a request without a prompt, which asks for the model to be loaded: it is. empty: the answer, without text."""
+    model = state_of(request).check_model(body.model, TAG)
+    return JSONResponse({"model": model, "created_at": timestamp(), **empty, "done": True, "done_reason": "load"})
 
 
 @router.post("/api/embed", openapi_extra=takes(EmbedBody))

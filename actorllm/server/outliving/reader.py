@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from actorllm.server.envelope import ApiError
 from actorllm.server.outliving.record import EventRecord
-from actorllm.server.shape import Shape
+from actorllm.server.shape import DONE, Shape
 
 STREAMED = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -25,11 +25,16 @@ STREAMED = {
     "x-accel-buffering": "no",
 }
 """Headers of a stream of events."""
+RESPONSE = "resp_"
+"""What the names of responses begin with. Other streams are those of chats and completions."""
 UNAVAILABLE = {"message": "the server is about to end", "type": "ServiceUnavailableError", "param": None, "code": 503}
 
 
 class Readable(Protocol):
     """Events, here or in another process."""
+
+    id: str
+    """What the client is told that the stream is called."""
 
     def being_read(self) -> AbstractContextManager[None]: ...
 
@@ -98,20 +103,26 @@ class Reader(Response):
             group.start_soon(self._watch, receive, group.cancel_scope)
             with self._record.being_read():
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._read(send)
+                await self._read(send, scope)
             group.cancel_scope.cancel()
 
-    async def _read(self, send: Send) -> None:
+    async def _read(self, send: Send, scope: Scope) -> None:
         is_over = False
         while not is_over:
             try:
                 chunk, self._after, is_over = await self._record.read_behind(self._after)
             except ApiError as error:  # this client reads more slowly than events come, or their process has ended
-                told = {"type": "error", "code": "server_error", "message": error.message, "param": None}
-                event = orjson.dumps({**told, "sequence_number": self._after + 1})
-                chunk, is_over = b"event: error\ndata: %b\n\n" % event, True
+                chunk, is_over = self._failure(error, scope), True
             if chunk or is_over:
                 await send({"type": "http.response.body", "body": chunk, "more_body": not is_over})
+
+    def _failure(self, error: ApiError, scope: Scope) -> bytes:
+        """The last event, in the form of the API of this stream."""
+        if self._record.id.startswith(RESPONSE):
+            told = {"type": "error", "code": "server_error", "message": error.message, "param": None}
+            return b"event: error\ndata: %b\n\n" % orjson.dumps({**told, "sequence_number": self._after + 1})
+        answers = scope["app"].state.server.defaults.answers
+        return b"data: %b\n\n" % error.body(error_format=answers.error_format) + DONE
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":

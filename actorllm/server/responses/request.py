@@ -15,7 +15,7 @@ import orjson
 from actorllm.errors import InvalidPromptError
 from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.outliving.resume import resume_for
 from actorllm.server.output_items import OutputItems, add_call
@@ -168,7 +168,7 @@ def _effort(body: ResponsesRequest) -> str | None:
     """How much the model is to think. Raises ApiError."""
     effort = (body.reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise ApiError(400, f"reasoning: effort={effort!r:.80} must be a string", "reasoning")
+        raise ApiError(400, f"reasoning: effort={shown(effort)} must be a string", "reasoning")
     return effort
 
 
@@ -222,10 +222,10 @@ def _check(body: ResponsesRequest) -> None:
         raise ApiError(400, "background needs store: no client waits for the response; leave store out", "store")
     # Fields that exist in both APIs, and mean or are called something else here.
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, f"tool_choice={body.tool_choice!r:.80} needs tools", "tool_choice")
+        raise ApiError(400, f"tool_choice={shown(body.tool_choice)} needs tools", "tool_choice")
     if body.truncation not in (None, "disabled"):
         raise ApiError(
-            400, f"truncation={body.truncation!r:.80} is not supported; leave it at 'disabled'", "truncation"
+            400, f"truncation={shown(body.truncation)} is not supported; leave it at 'disabled'", "truncation"
         )
     for name in body.include or ():
         if name not in (WITH_LOGPROBS, *WITHOUT_EFFECT_INCLUDED):
@@ -264,7 +264,7 @@ def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str
             case "message":
                 role = item.get("role")
                 if role not in ROLES:
-                    told = f"input[{number}]: role={role!r:.80} must be one of {', '.join(ROLES)}"
+                    told = f"input[{number}]: role={shown(role)} must be one of {', '.join(ROLES)}"
                     raise ApiError(400, told, "input")
                 role = "system" if role == "developer" else role
                 messages.append({"role": role, "content": _content(item.get("content"))})
@@ -279,7 +279,7 @@ def messages_of_input(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str
             case "reasoning":
                 pass  # templates leave the thoughts of earlier answers out
             case kind:
-                told = f"items of type {kind!r:.80} are not supported; messages and calls of functions are"
+                told = f"items of type {shown(kind)} are not supported; messages and calls of functions are"
                 raise ApiError(400, f"input[{number}]: {told}", "input")
     return messages
 
@@ -299,7 +299,7 @@ def _content(content: Any) -> Any:
 def _text(item: Mapping[str, Any], field: str, number: int) -> str:
     value = item.get(field)
     if not isinstance(value, str):
-        raise ApiError(400, f"input[{number}]: {field}={value!r:.80} must be a string", "input")
+        raise ApiError(400, f"input[{number}]: {field}={shown(value)} must be a string", "input")
     return value
 
 
@@ -307,7 +307,7 @@ def _chat_tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A tool as chats have it: this API has the fields of a function beside its type."""
     kind = tool.get("type", "function")
     if kind != "function":
-        raise ApiError(400, f"tools[{number}]: type={kind!r:.80} is not supported; 'function' is", "tools")
+        raise ApiError(400, f"tools[{number}]: type={shown(kind)} is not supported; 'function' is", "tools")
     given = tool.get("function") if isinstance(tool.get("function"), Mapping) else tool
     assert isinstance(given, Mapping)
     names = ("name", "description", "parameters", "strict")
@@ -375,4 +375,4 @@ def structured_outputs_of(text: Mapping[str, Any] | None) -> StructuredOutputsPa
             raise ApiError(400, "text.format: a json_schema needs its 'schema', an object", "text")
         asked = StructuredOutputsParams(json=dict(schema)).named("text.format")
         return asked.as_hint() if wanted.get("strict") is False else asked
-    raise ApiError(400, f"text.format={wanted!r:.80} must be of type 'text', 'json_object' or 'json_schema'", "text")
+    raise ApiError(400, f"text.format={shown(wanted)} must be of type 'text', 'json_object' or 'json_schema'", "text")

@@ -14,7 +14,7 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.asking import answer_of
 from actorllm.server.completions import Asked
 from actorllm.server.copies import check_copies
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprob_format import LogprobsView, finite, of_prompt
 from actorllm.server.operations import takes
 from actorllm.server.protocol import Body, Few, Objective, StreamOptions, TokenIds
@@ -78,7 +78,7 @@ def ask(
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name)
     mode = body.output_mode or "tokens"
     if mode not in MODES:
-        raise ApiError(400, f"output_mode={mode!r:.80} must be one of {', '.join(MODES)}", "output_mode")
+        raise ApiError(400, f"output_mode={shown(mode)} must be one of {', '.join(MODES)}", "output_mode")
     given = {"max_tokens": None, **body.sampling_params}  # None: as many as there is room for
     given["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     try:

@@ -6,13 +6,17 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError
+from actorllm.messages.logit_rules import check_ids
 from actorllm.server import chat, completions
 from actorllm.server.asking import read_named
+from actorllm.server.batch import Portions, json_of
 from actorllm.server.completions import Asked
+from actorllm.server.copies import check_size
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import JSONResponse, state_of, takes
 from actorllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
@@ -29,7 +33,7 @@ NOT_SENT = ("output_kind",)
 @router.post("/v1/completions/render", openapi_extra=takes(CompletionRequest))
 async def render_completion(request: Request) -> Response:
     """A list, with one body for each prompt."""
-    return JSONResponse(await _rendered(request, CompletionRequest, completions.ask, "prompt"))
+    return JSONResponse(b"[%b]" % b",".join(await _rendered(request, CompletionRequest, completions.ask, "prompt")))
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatCompletionRequest))
@@ -39,7 +43,7 @@ async def render_chat(request: Request) -> Response:
     return JSONResponse(body)
 
 
-async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_field: str) -> list[dict[str, Any]]:
+async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_field: str) -> list[bytes]:
     state = state_of(request)
     body, name = await read_named(request, model)
     if body.truncate_prompt_tokens is not None:
@@ -47,17 +51,23 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
         raise ApiError(400, told, "truncate_prompt_tokens")
     try:
         asked: Asked = ask(body, request.headers, state.defaults, name, state.decode)
-        adds = body.add_special_tokens
-        ids = [await _ids_of(state, name, prompt, adds) for prompt in asked.prompts]
+        check_ids(asked.params, state.engine.config.model.vocab_size)
+        head = {"model": name, "stream": bool(body.stream), "cache_salt": body.cache_salt}
+        head |= {"priority": body.priority or 0, "features": None, "sampling_params": _sent(asked.params)}
+        if body.stream_options is not None:
+            head["stream_options"] = body.stream_options.model_dump(exclude_none=True)
+        shared = orjson.dumps(head)[1:]
+        check_size(len(asked.prompts), len(shared), prompt_field)
+        adds, portions, bodies = body.add_special_tokens, Portions(), []
+        first = body.request_id or random_name()
+        for number, prompt in enumerate(asked.prompts):
+            called = first if len(asked.prompts) == 1 else f"{first}-{number}"
+            ids = await json_of(await _ids_of(state, name, prompt, adds))
+            bodies.append(b'{"request_id":%b,"token_ids":%b,%b' % (orjson.dumps(called), ids, shared))
+            await portions.count()
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, model.model_fields, prompt_field, body.renamed()) from error
-    head = {"model": name, "stream": bool(body.stream), "cache_salt": body.cache_salt, "priority": body.priority or 0}
-    head |= {"features": None, "sampling_params": _sent(asked.params)}
-    if body.stream_options is not None:
-        head["stream_options"] = body.stream_options.model_dump(exclude_none=True)
-    first = body.request_id or random_name()
-    names = [first] if len(ids) == 1 else [f"{first}-{number}" for number in range(len(ids))]
-    return [{"request_id": one, "token_ids": tokens, **head} for one, tokens in zip(names, ids, strict=True)]
+    return bodies
 
 
 async def _ids_of(state: ServerState, name: str, prompt: Any, adds: bool | None) -> list[int]:

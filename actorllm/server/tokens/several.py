@@ -11,6 +11,7 @@ from pydantic import Field
 from actorllm.errors import InvalidParameterError
 from actorllm.server import chat
 from actorllm.server.asking import answer_of
+from actorllm.server.batch import Portions
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError
 from actorllm.server.operations import takes
@@ -37,7 +38,7 @@ async def converse(request: Request) -> Response:
     return answer
 
 
-def ask(
+async def ask(
     body: BatchChatRequest,
     headers: Mapping[str, str],
     defaults: Defaults,
@@ -51,17 +52,24 @@ def ask(
             raise ApiError(400, f"{name} is not supported for several conversations; leave it out", name)
     if given.get("n", 1) != 1:
         raise InvalidParameterError(f"n={body.n} must be 1: there is a choice for each conversation")
-    asked = [
-        chat.ask(checked(ChatCompletionRequest, {**given, "messages": one}), headers, defaults, model, decode)
-        for one in body.messages
-    ]
-    first = asked[0]
+    # All fields beside the messages are checked once, with the first conversation.
+    one = checked(ChatCompletionRequest, {**given, "messages": body.messages[0]})
+    first = chat.ask(one, headers, defaults, model, decode)
+    prompts = first.prompts
+    portions = Portions()
+    for messages in body.messages[1:]:
+        one.messages = messages
+        prompts.append(chat.prompt_of(one, defaults)[1])
+        await portions.count()
     assert isinstance(first.shape, chat.ChatShape)
-    shape = BatchShape(first.shape.view, len(asked), 1, first.extras.slo, decode, body.request_id)
-    return Asked([one.prompts[0] for one in asked], first.params, first.extras, shape, False)
+    shape = BatchShape(first.shape.view, len(prompts), 1, first.extras.slo, decode, body.request_id)
+    shape.read_as(first.shape)
+    return Asked(prompts, first.params, first.extras, shape, False)
 
 
 class BatchShape(chat.ChatShape):
+    """The end of each prompt says how its own answer begins."""
+
     def _add_to_whole(self, tree: dict[str, Any], outputs: Any) -> None:
         """Ids of prompts stand nowhere: there are several."""
         tree |= {"prompt_logprobs": None, "prompt_token_ids": None}

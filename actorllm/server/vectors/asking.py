@@ -15,7 +15,7 @@ from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.copies import check_readings, check_vectors
-from actorllm.server.envelope import ApiError
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.sampling import Defaults, Extras, extras_of
 from actorllm.server.vectors.bodies import (
     IDLE,
@@ -133,7 +133,7 @@ def _of_texts(body: TextsRequest, asked: dict[str, Any], pooler: Pooler | None) 
     assert isinstance(body, EmbeddingRequest | PoolingRequest)
     if body.encoding_format not in (None, "float", "base64"):
         raise ApiError(
-            400, f"encoding_format={body.encoding_format!r:.80} must be 'float' or 'base64'", "encoding_format"
+            400, f"encoding_format={shown(body.encoding_format)} must be 'float' or 'base64'", "encoding_format"
         )
     if isinstance(body, EmbeddingRequest):
         return PoolingParams(**asked, dimensions=body.dimensions, task="embed"), EmbeddingShape(body, "embd")
@@ -195,9 +195,9 @@ def _text_of(document: str | dict[str, Any]) -> str:
 def pooled_extras(body: Pooled, headers: Mapping[str, str]) -> Extras:
     for name, accepted in IDLE.items():
         if getattr(body, name) not in accepted:
-            shown = " or ".join(repr(value) for value in accepted if value is not None)
-            instead = f"; leave it at {shown}" if shown else "; leave it out"
-            raise ApiError(400, f"{name}={getattr(body, name)!r:.80} is not supported{instead}", name)
+            idle = " or ".join(repr(value) for value in accepted if value is not None)
+            instead = f"; leave it at {idle}" if idle else "; leave it out"
+            raise ApiError(400, f"{name}={shown(getattr(body, name))} is not supported{instead}", name)
     for name in OF_CONVERSATIONS if getattr(body, "messages", None) is None else ():
         if getattr(body, name, None) not in (None, False, {}):
             raise ApiError(

@@ -146,7 +146,11 @@ def test_long_lists_of_token_ids_are_arrays() -> None:
         ({"prompt": [1] * 70_000 + [2**64 - 1]}, f"item 70000 of it is {2**64 - 1}, which is no token id", "prompt"),
         ({"prompt": [[1] * 70_000, [1, {}]]}, "item 1 of it holds one in which item 1 of it is an object", "prompt"),
         ({"metadata": {str(i): [1] for i in range(40_000)}}, "metadata has more than 65536 items", "metadata"),
-        (b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "nested too deeply", None),
+        (
+            b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}",
+            "prompt is nested too deeply: the limit is 200 levels",
+            "prompt",
+        ),
         (b'{"prompt":' + b"[" * 100_000, "not valid JSON", None),
         (b"[1]", "must be a JSON object", None),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -16,6 +17,7 @@ from actorllm.errors import ConfigError
 from actorllm.server import create_app
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
 from actorllm.server.outliving import record as record_module
+from actorllm.server.outliving.reader import Reader
 from actorllm.server.outliving.record import EventRecord
 from actorllm.server.responses import kept as kept_module
 from tests.server.conftest import client_of, is_idle, until
@@ -246,3 +248,38 @@ async def test_a_reader_that_is_behind_what_is_kept_is_told() -> None:
             await record.wait_unread(0.0)
         assert waited.cancelled_caught
     await record.wait_unread(0.0)
+
+
+class Behind:
+    """Of a reader that was too slow."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+
+    def being_read(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def read_behind(self, number: int) -> tuple[bytes, int, bool]:
+        raise record_module.ApiError(400, f"events up to {number + 9} are no longer kept", "starting_after")
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-a", "cmpl-a", "resp_a"])
+async def test_a_slow_reader_hears_the_end_in_the_form_of_its_api(app: FastAPI, name: str) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await anyio.sleep_forever()
+
+    await Reader(Behind(name), 3, {})({"type": "http", "app": app}, receive, send)
+    assert not sent[-1]["more_body"]
+    told, *others = sent[-1]["body"].decode().split("\n\n")
+    if name == "resp_a":
+        assert told.startswith("event: error\ndata: ")
+        tree = orjson.loads(told.partition("data: ")[2])
+        assert (tree["type"], tree["sequence_number"], others) == ("error", 4, [""])
+    else:
+        assert orjson.loads(told.removeprefix("data: "))["error"]["message"] == "events up to 12 are no longer kept"
+        assert others == ["data: [DONE]", ""]
