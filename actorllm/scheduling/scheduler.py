@@ -466,6 +466,8 @@ class Scheduler:
         if running == "recompute":
             self._table.preempt_all()
         self._cache.change_weights(weights, self._table.alive.values())
+        if self.transfers is not None:
+            self.transfers.reset()
         return ends
 
     def num_outputs(self) -> list[tuple[Key, int]]:
