@@ -120,6 +120,7 @@ BOUNDS = (
             "client.engine: Engine._streams",
             "actors.frontend: FrontendActor._journal",
             "actors.frontend: FrontendActor._interrupted",
+            "actors.frontend: FrontendActor._leaving",
             "fleet.replica: ReplicaFrontend._held",
             "fleet.replica: ReplicaFrontend._sent",
             "server.state: ServerState._streams",

@@ -49,7 +49,7 @@ import numpy as np
 from report import NOISE_FACTOR, command, environment, print_table, versions, write_json
 
 from actorllm import AsyncLLM
-from actorllm.actors.record_file import build_policy
+from actorllm.actors.scheduler_setup import build_policy
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.messages import F64

@@ -42,10 +42,9 @@ from typing import Any
 if "--cpu-check" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-# A machine that is lent for minutes has the sources, and nothing installed. Processes that an engine starts look there, too.
+# A machine that is lent for minutes has the sources, and nothing installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 import numpy as np
 import torch
@@ -388,4 +387,7 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # Processes that an engine starts look there, too. Not where this is imported: it would change what others start.
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
     sys.exit(main())

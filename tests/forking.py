@@ -62,6 +62,8 @@ NAME = "preloaded"
 MAX_REQUEST = 1 << 17
 HIGH_DESCRIPTOR = 300
 """A program may look at which low numbers are free."""
+LOADING_S = 200.0
+"""Imports that take longer hang."""
 
 
 def without(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,6 +73,20 @@ def without(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str,
 
 def limits() -> dict[str, tuple[int, int]]:
     return {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS}
+
+
+@contextlib.contextmanager
+def outside_the_timeout() -> Iterator[None]:
+    """What is done within it takes nothing of the time that pytest-timeout leaves the test."""
+    left, every = signal.getitimer(signal.ITIMER_REAL)
+    if not left:  # no test is timed
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, left + LOADING_S, every)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
 class Source:
@@ -115,6 +131,7 @@ class Preloaded(Source):
         options: Sequence[str] = (),
         free: tuple[str, ...] = OF_A_TEST,
     ) -> None:
+        self._is_loaded = False
         self._free = free
         self._environment = without(free, environment)
         self._limits = limits()
@@ -142,6 +159,14 @@ class Preloaded(Source):
     ) -> int:
         """The pid of a copy that goes on as Python with these arguments. is_leader: in a session of its own."""
         return self._ask({"argv": argv, "folder": folder, "is_leader": is_leader}, descriptors, environment)
+
+    def _ask(self, request: dict[str, Any], descriptors: list[int], environment: Mapping[str, str]) -> int:
+        if self._is_loaded:
+            return super()._ask(request, descriptors, environment)
+        with outside_the_timeout():  # the imports are for many tests, and whichever is first waits for them
+            pid = super()._ask(request, descriptors, environment)
+        self._is_loaded = True
+        return pid
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from actorllm.actors.record_file import build_policy, is_of_user
+from actorllm.actors.scheduler_setup import build_policy, is_of_user
 from actorllm.actors.step_gate import StepGate
 from actorllm.clock import now
 from actorllm.config import SchedulerConfig

@@ -6,12 +6,12 @@ actor in a process of its own, in a thread, and on the engine thread:
 
     setup      on_start(config) -> facts … on_configure(resolved config) … on_link(link) for each link
     running    run() until stopped; on_message(link, message)*, on_batch(); answer(verb, arguments); on_peer_lost(link)
-    teardown   on_stop() or on_failure(error); every ask that is still open, here or at the peers, is answered
+    teardown   on_stop() or on_failure(error); every ask that is open here ends, and after a stop every one at the peers, too
 
 Invariants: an exception in a handler or in `run` is a failure and ends the actor; a restart begins from a known state. An
-exception in `answer` belongs to the peer that asked. Every Ask gets exactly one Reply while its link is open. Every `ask`
-ends: with the value, the peer's error, TimeoutError or PeerLostError. The runner is called by `child.main` and by the
-supervisor.
+exception in `answer` belongs to the peer that asked. Every Ask gets exactly one Reply while its link is open, unless the actor
+fails. The supervisor tells of its loss then, as of a process that is killed. Every `ask` ends: with the value, the peer's error,
+TimeoutError or PeerLostError. The runner is called by `child.main` and by the supervisor.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ class Actor:
                 raise EngineError(f"{self.name} has no answer for {verb!r}{nearest_name(verb, self.VERBS)}")
 
     def on_peer_lost(self, link: Link) -> None:
-        """The peer is gone, or was restarted; `link.lost` says why. What it had sent was delivered before this."""
+        """The peer is gone, or was restarted; `link.lost` says why. What it had sent was delivered before this.
+
+        Of a peer that is dropped for what it sent, nothing more is delivered.
+        """
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """The link is corrupt and closed. Raise (the default) to fail, return to go on without this peer."""
@@ -436,7 +439,7 @@ class Runner:
         link = link.group or link
         if not link.is_open:
             return  # the other direction has said so
-        self._drop(link, error)
+        self._part_with(link, error)  # what else it had sent is not believed
         self._attempt(self.actor.on_link_error, link, error)
         if self.failure is None and self._on_broken is not None:
             self._on_broken(link.info, error)
@@ -526,14 +529,15 @@ class Runner:
     # The end
 
     def _refuse(self, link: Link, message: Message) -> None:
-        """A message that no handler will see any more: an ask is answered all the same."""
+        """A message that no handler will see any more: after a stop an ask is answered all the same."""
         self._num_refused += 1
         if isinstance(message, Ask):
-            self._reply(link, Reply(id=message.id, error=self._last_words()))
+            self._refuse_ask(link, message.id)
 
-    def _last_words(self) -> str:
-        reason = "stopped" if self.failure is None else f"failed ({Failure.of(self.failure).summary})"
-        return f"{EngineError.__name__}: {self.actor.name} has {reason}"
+    def _refuse_ask(self, link: Link, number: int) -> None:
+        """An actor that fails leaves it open: callers go on when they hear of the loss, and know whether another actor follows."""
+        if self.failure is None:
+            self._reply(link, Reply(id=number, error=f"{EngineError.__name__}: {self.actor.name} has stopped"))
 
     async def _tear_down(self) -> None:
         self._is_ending = True
@@ -555,7 +559,7 @@ class Runner:
         for link in list(self.actor.links.values()):  # one that turns out to be corrupt is dropped
             link.finish()
         for link, number in self._owed:
-            self._reply(link, Reply(id=number, error=self._last_words()))
+            self._refuse_ask(link, number)
         with anyio.move_on_after(TEARDOWN_TIMEOUT_S):
             for link in list(self.actor.links.values()):
                 await self._flush(link)
@@ -577,6 +581,9 @@ class Runner:
         link.finish()
         if not link.is_open:
             return  # what it had sent was impossible, and its loss has been told
+        self._part_with(link, error)
+
+    def _part_with(self, link: Link, error: BaseException) -> None:
         link.lost = error
         self._close(link)
         self._attempt(self.actor.on_peer_lost, link)

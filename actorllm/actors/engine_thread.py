@@ -415,6 +415,15 @@ _hosts: weakref.WeakKeyDictionary[Any, HostLoop] = weakref.WeakKeyDictionary()
 _hosts_lock = threading.Lock()
 
 
+def _renew_hosts_lock() -> None:
+    """In a fork: a thread that held the lock is not there."""
+    global _hosts_lock
+    _hosts_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_hosts_lock)
+
+
 def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
     with _hosts_lock:
         host = _hosts.get(loop)

@@ -189,7 +189,7 @@ class FrontendActor(Actor):
     """Submits, aborts, and hands out outputs."""
 
     PROBES_ALONE = False
-    """Whether requests that schedulers may have died of are probed one by one (`note_death`)."""
+    """Whether a death of a scheduler counts for each request of a group that was probed (`note_death`)."""
 
     def __init__(self, name: str = "frontend", rank: int = 0, last_rid: int = 0) -> None:
         """last_rid: of the frontend whose place it takes, so that what is late for that one meets no request of this one."""
@@ -216,6 +216,8 @@ class FrontendActor(Actor):
         self._num_resubmitted = 0
         self._num_adopted = 0
         self._num_late = 0
+        self._leaving: dict[int, int] = {}
+        """Of requests that were surrendered while this scheduler had them: how many of their ends it has yet to tell."""
         self.max_recovery_s = 0.0
         self.weights = WeightSource()
         """The version that the scheduler's workers compute with, as far as this actor was told."""
@@ -234,6 +236,11 @@ class FrontendActor(Actor):
     def is_linked(self) -> bool:
         """There is a scheduler."""
         return self._scheduler is not None
+
+    @property
+    def has_link(self) -> bool:
+        """There is a scheduler, or one that is still being told what the last one knew."""
+        return self._scheduler is not None or bool(self.links)
 
     @property
     def pause_mode(self) -> str | None:
@@ -419,6 +426,7 @@ class FrontendActor(Actor):
     def _adopt(self, link: Link) -> None:
         """The journal is the work of this scheduler."""
         self._scheduler = link
+        self._leaving.clear()
         self._forget_unsent()
         for entry in sorted(self._journal.values(), key=lambda entry: -entry.record.num_deaths):  # suspects first
             self._unsent += self._as_sent(entry)
@@ -460,17 +468,25 @@ class FrontendActor(Actor):
             return taken
         self._journal = {rid: entry for rid, entry in self._journal.items() if rid not in taken}
         self._interrupted -= taken.keys()
+        sent = {rid for rid in taken if self._is_sent(rid)}
         unsent, self._unsent = self._unsent, deque()
         for message in unsent:
             if not isinstance(message, Submit) or (message.rid not in taken and not taken.keys() & {*message.siblings}):
                 self._unsent.append(message)
             else:  # of its siblings some may stay
-                stays = [one for one in sequences_of(message) if one.rid not in taken]
-                self._unsent.extend(stays)
+                sequences = sequences_of(message)
+                self._unsent.extend(one for one in sequences if one.rid not in taken)
+                sent.difference_update(one.rid for one in sequences)
         if self._scheduler is not None and self._scheduler.is_open:
+            for rid in sent:
+                self._leaving[rid] = self._leaving.get(rid, 0) + 1
             self._post(Abort(rids=np.array(list(taken), np.int32)))
         self._tell_if_idle()
         return taken
+
+    def _is_sent(self, rid: int) -> bool:
+        """Whether a request of the journal is among what was posted for the scheduler."""
+        return True
 
     def adopt(self, entries: Mapping[int, JournalEntry], lost_at: float | None) -> None:
         """Go on with requests that another frontend surrendered, by the numbers that they have.
@@ -594,6 +610,7 @@ class FrontendActor(Actor):
         counts = outputs.counts.tolist() if outputs.counts.size else None
         text, text_ends = outputs.text, outputs.text_ends.tolist()
         ends = {end[0]: self._end_of(rids[end[0]], RequestEnd(*end)) for end in outputs.ends} if outputs.ends else None
+        late = self._take_late(rids, ends) if self._leaving else None
         vectors = self._vectors(outputs) if outputs.vector_rows.size else {}
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
@@ -621,7 +638,9 @@ class FrontendActor(Actor):
                 piece = text[text_at : text_ends[row]]
                 text_at = text_ends[row]
             entry = journal.get(rid)
-            if entry is None:  # it was aborted with its caller gone, or another scheduler has it
+            if entry is None or (
+                late and row in late
+            ):  # it was aborted with its caller gone, or another scheduler has it
                 self._num_late += 1
                 continue
             consumer, emitted = entry.consumer, entry.emitted
@@ -672,6 +691,21 @@ class FrontendActor(Actor):
                 if end is not None or not consumer.wakes_at_end:
                     woken.append(consumer)
         self._wake(woken)
+
+    def _take_late(self, rids: list[int], ends: dict[int, RequestEnd] | None) -> set[int]:
+        """Rows of requests that were surrendered, up to their ends: some may have come back since, and go on by themselves."""
+        late: set[int] = set()
+        for row, rid in enumerate(rids):
+            due = self._leaving.get(rid)
+            if due is None:
+                continue
+            late.add(row)
+            if ends and ends.pop(row, None) is not None:
+                if due > 1:
+                    self._leaving[rid] = due - 1
+                else:
+                    del self._leaving[rid]
+        return late
 
     def _end_of(self, rid: int, end: RequestEnd) -> RequestEnd:
         """What a replica copied of another one was not in a cache before the request came."""
@@ -814,7 +848,7 @@ class FrontendActor(Actor):
         while self._scheduler is None or not self._scheduler.is_open:
             if self._error is not None:
                 raise self._error
-            if not self.is_running and self._lost is None:
+            if not self.is_running and self._lost is None and not self.has_link:
                 raise EngineShutdownError("the engine is not running")
             if self._linked is None:
                 self._linked = anyio.Event()

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from actorllm.scheduling.ledger import StepRecord
     from actorllm.scheduling.scheduler import Scheduler
 
-NUM_FREE_BLOCKS, NUM_STEPS, WEIGHTS = 0, 1, 2
-RATES = WEIGHTS + 4
-NUM_COLUMNS = RATES + 4
+NUM_COLUMNS = 2 + 8
+"""Of a replica: free blocks, steps that were seen, and what was learnt of them (`StepTime.learnt`)."""
 MAX_PROGRAMS = 256
 """That have rows of their own; of more, some share one, and routers know less."""
 MAX_BUCKETS = 1 << 18
@@ -97,11 +96,7 @@ class LoadBoard:
 
     def write(self, row: int, num_free_blocks: int, times: StepTime) -> None:
         """What the scheduler of a replica knows now."""
-        cells = self._table[row]
-        cells[NUM_FREE_BLOCKS] = num_free_blocks
-        cells[WEIGHTS:RATES] = times.weights
-        cells[RATES:] = times.rates
-        cells[NUM_STEPS] = times.num_steps
+        self._table[row] = (num_free_blocks, times.num_steps, *times.learnt)
 
     def read(self, row: int) -> tuple[int, LearntSteps] | None:
         """Free blocks, and what is known of its steps. None: not enough steps have been seen."""

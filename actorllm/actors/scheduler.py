@@ -32,7 +32,8 @@ from actorllm.actors.load_board import LoadPublisher
 from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, LoopPart, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
-from actorllm.actors.record_file import RecordFile, scheduler_arguments
+from actorllm.actors.record_file import RecordFile
+from actorllm.actors.scheduler_setup import scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.sleeping import Sleeping
 from actorllm.actors.step_gate import StepGate

@@ -12,7 +12,7 @@ import logging
 
 import numpy as np
 
-from actorllm.actors.record_file import build_policy, scheduler_arguments
+from actorllm.actors.scheduler_setup import build_policy, scheduler_arguments
 from actorllm.config import EngineConfig
 from actorllm.messages import StepPlan, StepResult, Submit
 from actorllm.scheduling.scheduler import Scheduler

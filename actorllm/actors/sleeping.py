@@ -45,7 +45,7 @@ class Sleeping:
         self._link: Link | None = None
         self._level = 1
         self.asleep: frozenset[str] = frozenset()
-        """What the workers have given back, of SLEEPING_PARTS."""
+        """What the workers have given back or are about to, of SLEEPING_PARTS."""
 
     # Verbs
 
@@ -60,15 +60,16 @@ class Sleeping:
             await drained.wait()
         if host.scheduler.pause_state is PauseState.RUNNING:
             raise EngineError("generation was resumed before the engine slept; it does not sleep")
-        async with self._gate.closed():
-            host.scheduler.reset_prefix_cache(now(), reset_running_requests=True, keeps_tiers=True)
-            try:
+        # Before the workers are asked: generation that is resumed meanwhile would plan steps that they cannot compute.
+        self._level, self.asleep = level, frozenset(SLEEPING_PARTS)
+        try:
+            async with self._gate.closed():
+                host.scheduler.reset_prefix_cache(now(), reset_running_requests=True, keeps_tiers=True)
                 link = self._workers("nothing sleeps")
                 freed = await host.ask_all(link, "sleep", math.inf, level=level)
-            except BaseException as error:
-                await self._stay_awake()
-                raise _without_worker(error) from None
-            self._level, self.asleep = level, frozenset(SLEEPING_PARTS)
+        except BaseException as error:
+            await self._stay_awake()
+            raise _without_worker(error) from None
         return sum(freed)
 
     async def _stay_awake(self) -> None:

@@ -191,6 +191,8 @@ class WorkerActor(Actor):
             self._mover = BlockMover(self._open_tiers(config), self.runner.block_views)
         elif config.cache.pools:
             self._mover = BlockMover([], self.runner.block_views)
+        if config.speculation is not None:
+            self.runner.take_costs(config.speculation)
         self.runner.tell_drafts = self._tell_drafts
         if config.topology == "inline" and self.waker() is not None:
             self.runner.between_layers = GivingWay().between_layers

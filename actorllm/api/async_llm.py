@@ -782,9 +782,9 @@ class AsyncLLM:
     async def _results(self, calling: Future[Called]) -> list[Any]:
         """Of a call. Weights that it has brought are a version from here on."""
         called = await HostLoop.current().result_of(calling)
-        path = called.weights
+        path, new_memory = called.weights, self._engine.weight_memory.new
         if path is not None:
-            await self._update_weights(lambda: NewWeights.of_worker(path), None, "recompute")
+            await self._update_weights(lambda: NewWeights.of_worker(path, new_memory), None, "recompute")
         return called.results
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -936,7 +936,8 @@ class AsyncLLM:
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         check_transport(transport)
-        return await self._update_weights(lambda: NewWeights.of_tensors(tensors), version, running)
+        new_memory = self._engine.weight_memory.new
+        return await self._update_weights(lambda: NewWeights.of_tensors(tensors, new_memory), version, running)
 
     async def _update_weights(
         self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests

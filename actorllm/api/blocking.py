@@ -169,7 +169,8 @@ class BlockingDoor(ABC):
             llm.update_weights_from_tensors(policy.state_dict(), version="step-40")
         """
         check_transport(transport)
-        return self._update_weights(lambda: NewWeights.of_tensors(tensors), version, running)
+        new_memory = self._engine.weight_memory.new
+        return self._update_weights(lambda: NewWeights.of_tensors(tensors, new_memory), version, running)
 
     def _update_weights(self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests) -> str:
         self._engine.start()
@@ -342,9 +343,9 @@ class BlockingDoor(ABC):
 
     def _results(self, called: Called) -> list[Any]:
         """Of a call. Weights that it has brought are a version from here on."""
-        path = called.weights
+        path, new_memory = called.weights, self._engine.weight_memory.new
         if path is not None:
-            self._update_weights(lambda: NewWeights.of_worker(path), None, "recompute")
+            self._update_weights(lambda: NewWeights.of_worker(path, new_memory), None, "recompute")
         return called.results
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

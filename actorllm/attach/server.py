@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,7 @@ class AttachServer:
 
     supervisors: of the replicas that run now, by number. board: what programs read and write beside the rings, with its file;
     None: there is one replica, and nothing to choose. places: where the replicas of other machines are, which programs call.
+    draining: the numbers of those that take no new requests.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class AttachServer:
         supervisors: Callable[[], Mapping[int, Supervisor]],
         board: tuple[LoadBoard, MemoryFile] | None = None,
         places: Callable[[], Mapping[int, Mapping[str, Any]]] = dict,
+        draining: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self.name = name
         self._service = service
@@ -96,6 +98,7 @@ class AttachServer:
         self._supervisors = supervisors
         self._board = board
         self._places = places
+        self._draining = draining
         self._loop: AsyncioLoop
         self._claim: Claim | None = None
         self._state = "starting"
@@ -237,6 +240,8 @@ class AttachServer:
                 fds = (self._board[1].fd,)
             for number, place in sorted(self._places().items()):
                 visitor.send("remote", replica=number, place=place)
+            for number in self._draining():
+                visitor.send("draining", replica=number, is_draining=True)
             visitor.send("joined", fds, config=self._config().to_json().decode(), number=visitor.number)
             logger.info("process %d joined engine %r as number %d", visitor.peer.pid, self.name, visitor.number)
 
@@ -257,9 +262,11 @@ class AttachServer:
         supervisors: Callable[[], Mapping[int, Supervisor]],
         board: tuple[LoadBoard, MemoryFile],
         places: Callable[[], Mapping[int, Mapping[str, Any]]],
+        draining: Callable[[], Iterable[int]],
     ) -> None:
         """A fleet has taken the place of the one replica that there was, before any program joined. Arguments as at first."""
-        self._frontend, self._supervisors, self._board, self._places = frontend, supervisors, board, places
+        self._frontend, self._supervisors, self._board = frontend, supervisors, board
+        self._places, self._draining = places, draining
 
     def admit_all(self, replica: int, supervisor: Supervisor) -> None:
         """A replica runs that did not, and everything that has joined gets a link to it."""

@@ -64,6 +64,10 @@ class CacheMemory:
         self._lock = threading.Lock()
         self._reservations: weakref.WeakKeyDictionary[object, Reservation] = weakref.WeakKeyDictionary()
 
+    def renew_lock(self) -> None:
+        """In a fork: a thread that held it is not there."""
+        self._lock = threading.Lock()
+
     def fit(self, owner: object, config: EngineConfig, facts: Mapping[str, Mapping[str, Any]], pids: PidsOf) -> int:
         """The number of KV blocks of an engine: of the rank with the least room, or fewer, beside the other engines' caches.
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -77,24 +78,43 @@ def call_arguments(args: object, kwargs: object) -> Any:
     return encode_value({"args": list(args), "kwargs": dict(kwargs or {})}, "the arguments")
 
 
-async def call_everywhere(
-    engine: CalledEngine, target: str, data: Any, *, is_of_model: bool = False, timeout: float = math.inf
-) -> Called:
+async def call_everywhere(engine: CalledEngine, target: str, data: Any, *, is_of_model: bool = False) -> Called:
     """What all ranks of all replicas return.
 
-    Raises CollectiveCallError with what each of them raised; TimeoutError; EngineError.
+    Raises CollectiveCallError with what each of them raised; EngineError.
     """
-    told: Any = None
-    with contextlib.nullcontext() if timeout == math.inf else anyio.move_on_after(timeout):  # there may be no loop
-        for has_started in engine.starting():  # a replica that starts is called, too
-            await has_started.wait()
-        arguments = {"identity": secrets.token_hex(16), "target": target, "is_of_model": is_of_model, "data": data}
-        told = await engine.ask_all_schedulers("call_workers", timeout=math.inf, **arguments)
-    if told is None:
-        raise TimeoutError(
-            f"{target!r} has not returned within {timeout:g} s; it goes on, and steps wait until it is through"
-        )
+    for has_started in engine.starting():  # a replica that starts is called, too
+        await has_started.wait()
+    arguments = {"identity": secrets.token_hex(16), "target": target, "is_of_model": is_of_model, "data": data}
+    told = await engine.ask_all_schedulers("call_workers", timeout=math.inf, **arguments)
     return _results(target, told if isinstance(told, list) else [told])
+
+
+async def result_within(calling: Future[Called], target: str, timeout: float) -> Called:
+    """Of `call_everywhere`, on the loop that it runs on. A call that is waited for no longer goes on, and brings no weights.
+
+    Raises as that does; TimeoutError after `timeout` seconds.
+    """
+    done = anyio.Event()
+    calling.add_done_callback(lambda _: done.set())
+    with anyio.move_on_after(timeout):
+        try:
+            await done.wait()
+        except BaseException:  # the time is over, or the caller waits no more
+            calling.add_done_callback(_forget)
+            raise
+        return calling.result()
+    raise TimeoutError(
+        f"{target!r} has not returned within {timeout:g} s; it goes on, and steps wait until it is through"
+    )
+
+
+def _forget(calling: Future[Called]) -> None:
+    """Give back the memory of what a call has brought, if it has."""
+    if not calling.cancelled() and calling.exception() is None:
+        weights = calling.result().weights
+        if weights is not None:
+            _free(weights)
 
 
 def _results(target: str, told: Sequence[Any]) -> Called:
@@ -116,6 +136,6 @@ def _results(target: str, told: Sequence[Any]) -> Called:
 
 
 def _free(weights: str) -> None:
-    """Give back the memory of what a rank has brought to a call that failed on another one."""
+    """Give back the memory of what a rank has brought, which is no version."""
     with contextlib.suppress(OSError):  # it is gone already
         MemoryFile.opened_as_told(weights).clear()

@@ -46,6 +46,7 @@ from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
+from actorllm.client.weight_memory import WeightMemory
 from actorllm.client.weight_transfer import WeightTransfer
 from actorllm.client.weight_updates import NewWeights, WeightUpdates, check_update
 from actorllm.clock import now
@@ -95,7 +96,7 @@ from actorllm.types.params import (
     is_text,
 )
 from actorllm.types.quantization import scheme_of
-from actorllm.types.sleep import check_sleep, checked_tags
+from actorllm.types.sleep import SleepRequests, check_sleep, checked_tags
 from actorllm.types.speculation import draft_costs_of
 from actorllm.types.weight_version import RUNNING_REQUESTS, RunningRequests
 
@@ -109,6 +110,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_MEMORY = CacheMemory()
 """Of all engines of this process."""
+os.register_at_fork(after_in_child=CACHE_MEMORY.renew_lock)
 
 
 class EngineService(Protocol):
@@ -185,7 +187,7 @@ class Engine:
         self.prompts.sources = self._new_sources()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
-        self.weight_transfer = WeightTransfer()
+        self.weight_transfer = WeightTransfer(self.weight_memory.new)
         self.watchers: dict[str, Callable[[], Any]] = {}
         """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)
@@ -422,6 +424,7 @@ class Engine:
                     memory.clear()
                 self.config, self._last_rid = self._given, self._frontend.last_rid
                 self.sleep_state.forget()
+                self.weight_memory.clear()
                 self._make()
 
     def _check_idle(self) -> None:
@@ -939,6 +942,11 @@ class Engine:
 
     # Weights
 
+    @property
+    def weight_memory(self) -> WeightMemory:
+        """What new weights are copied to."""
+        return self._weight_updates.memory
+
     def read_weights(self, read: Callable[[], T], version: object, running: object) -> Future[T]:
         """What a caller has brought, looked at on a tokenizer worker. Raises InvalidParameterError, at once or in the future."""
         self._check()
@@ -974,7 +982,11 @@ class Engine:
             raise ConfigError("sleep() needs an engine that is built with enable_sleep_mode=True")
         check_sleep(level, requests)
         check_pause_mode(mode)
-        return self._thread.call(self.sleep_state.fall_asleep, level, mode, requests)
+        return self._thread.call(self._fall_asleep, level, mode, requests)
+
+    async def _fall_asleep(self, level: int, mode: str, requests: SleepRequests) -> int:
+        freed = await self._weight_updates.give_back()
+        return freed + await self.sleep_state.fall_asleep(level, mode, requests)
 
     def wake_up(self, tags: object) -> Future[None]:
         """The opposite. Raises InvalidParameterError."""
@@ -992,9 +1004,11 @@ class Engine:
     ) -> Future[Called]:
         """Call a function on all ranks of all replicas; see `collective_calls.call_everywhere`."""
         self._check()
-        until = math.inf if self.stepper is not None else timeout  # on the caller's stack nothing ends it
-        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model, timeout=until)
-        return self._thread.call(call, self, target, data)
+        call = partial(collective_calls.call_everywhere, is_of_model=is_of_model)
+        calling = self._thread.call(call, self, target, data)
+        if self.stepper is not None:  # it was made on the caller's stack, where nothing ends it
+            return calling
+        return self._thread.call(collective_calls.result_within, calling, target, timeout)
 
     @property
     def weight_version(self) -> str:

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from actorllm.client.weight_updates import NewWeights, check_transport, close_all, laid_over
+from actorllm.client.weight_updates import NEW_MEMORY, NewWeights, check_transport, close_all, laid_over
 from actorllm.errors import InvalidParameterError, shown
 
 if TYPE_CHECKING:
-    from actorllm.model.updates.tensor_files import TensorFile
+    from actorllm.model.updates.tensor_files import NewMemory, TensorFile
 
 BACKEND = "shm"
 
@@ -40,13 +40,14 @@ class TransferPart:
             EngineError: for want of memory; the parts that came before are kept.
         """
         self._transfer.check(self)
-        self._transfer.add(read(self._request), self)
+        self._transfer.add(read(self._request, self._transfer.new_memory), self)
 
 
 class WeightTransfer:
-    """See the module docstring."""
+    """See the module docstring. new_memory: makes what parts are copied to."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_memory: NewMemory = NEW_MEMORY) -> None:
+        self.new_memory = new_memory
         self._lock = threading.Lock()
         """Held for moments: an event loop may wait for it."""
         self._adding = threading.Lock()
@@ -124,13 +125,13 @@ class WeightTransfer:
         del forgotten
 
 
-def read(request: object) -> NewWeights:
+def read(request: object, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
     """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
     info = _part_of("update_info", request)
     if info.keys() == {"tensors"}:
-        return NewWeights.of_tensors(info["tensors"])
+        return NewWeights.of_tensors(info["tensors"], new_memory)
     if info.keys() == {"files"}:
-        return NewWeights.of_files(info["files"])
+        return NewWeights.of_files(info["files"], new_memory)
     given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
     raise InvalidParameterError(
         f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 from anyio import to_thread
 
 from actorllm.actors.memory_file import MemoryFile
+from actorllm.client.weight_memory import WeightMemory
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, EngineError, InvalidParameterError, nearest_name, shown
 from actorllm.model import memory
@@ -36,12 +37,14 @@ from actorllm.types.weight_version import (
 
 if TYPE_CHECKING:
     from actorllm.client.stepper import Stepper
-    from actorllm.model.updates.tensor_files import TensorFile
+    from actorllm.model.updates.tensor_files import NewMemory, TensorFile
 
+NEW_MEMORY = partial(MemoryFile, "weights")
 MAX_FILES = 1000
 """Of a part of an update."""
 LONGEST_S = float("inf")
 """Reading weights takes as long as it takes."""
+T = TypeVar("T")
 
 
 class UpdatedEngine(Protocol):
@@ -80,17 +83,17 @@ class NewWeights:
         return cls(str(path), files)
 
     @classmethod
-    def of_tensors(cls, tensors: object) -> NewWeights:
-        """Raises InvalidParameterError, naming the tensor; EngineError for want of memory. Copies them."""
+    def of_tensors(cls, tensors: object, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
+        """Copies them. Raises InvalidParameterError, naming the tensor; EngineError for want of memory."""
         from actorllm.model.updates.tensor_files import file_of_tensors
 
         try:
-            return cls(tensor_files=[file_of_tensors(tensors, partial(MemoryFile, "weights"))])
+            return cls(tensor_files=[file_of_tensors(tensors, new_memory)])
         except OSError as error:
             raise EngineError(f"there is no memory for the new weights, and nothing was changed: {error}") from error
 
     @classmethod
-    def of_files(cls, files: object) -> NewWeights:
+    def of_files(cls, files: object, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
         """The tensors of safetensors files, copied; of two with one name the later counts.
 
         Raises InvalidParameterError, naming the file; CorruptModelError: it holds no such tensors; EngineError for want of memory.
@@ -122,10 +125,10 @@ class NewWeights:
                 tensors |= tensors_of_file(Path(file))
             except OSError as error:
                 raise InvalidParameterError(f"update_info: {shown(str(file))} cannot be read: {error}") from error
-        return cls.of_tensors(tensors)
+        return cls.of_tensors(tensors, new_memory)
 
     @classmethod
-    def of_worker(cls, told: str) -> NewWeights:
+    def of_worker(cls, told: str, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
         """Tensors that functions of the application have given `load_weights` in a worker.
 
         told: as of `memory_file.told_of`. Raises EngineError: the worker has ended, or a later call has brought others.
@@ -134,7 +137,7 @@ class NewWeights:
 
         try:
             file = MemoryFile.opened_as_told(told)
-            return cls(tensor_files=[TensorFile.opened(file, partial(MemoryFile, "weights"))])
+            return cls(tensor_files=[TensorFile.opened(file, new_memory)])
         except OSError as error:
             raise EngineError(
                 f"the new weights of this call are gone, and nothing was changed: a later call has brought others, or the worker "
@@ -195,6 +198,8 @@ class WeightUpdates:
         """The version that was decided on."""
         self._tensor_files: list[TensorFile] = []
         """Those that `current` lays over its folder; every process may open them as long as it counts."""
+        self.memory = WeightMemory()
+        """Where new tensors are copied to."""
         self._num_updates = 0
         self._is_under_way = False
 
@@ -219,8 +224,9 @@ class WeightUpdates:
         if folder is None:
             folder, files = self.current.folder, self.current.files
             try:
-                layers, dropped = laid_over(self._tensor_files, new.tensor_files)
-            except EngineError:
+                lay = partial(laid_over, self._tensor_files, new.tensor_files)
+                layers, dropped = await self._aside(lay) if self._tensor_files else lay()
+            except BaseException:
                 new.close()
                 raise
         source = WeightSource(
@@ -242,15 +248,24 @@ class WeightUpdates:
         self._tensor_files = list(layers)
         self._num_updates += 1
         await self._commit(source, running)
-        await self._close(dropped)  # every worker has the new ones
+        if dropped:  # every worker has the new ones
+            await self._aside(close_all, dropped)
+        if not layers:  # the next one may well be of a folder, too
+            await self.give_back()
         return source.version
 
-    async def _close(self, files: Sequence[TensorFile]) -> None:
-        """Beside the loop: the system takes a tenth of a second for a GiB."""
+    async def give_back(self) -> int:
+        """Keep no memory for the next update; how many bytes that was."""
+        num_bytes = self.memory.num_kept_bytes
+        if num_bytes:
+            await self._aside(self.memory.clear)
+        return num_bytes
+
+    async def _aside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Beside the loop: a GiB takes the system a tenth of a second, and copying it longer."""
         if self._engine.stepper is not None:  # there is no loop
-            close_all(files)
-        elif files:
-            await to_thread.run_sync(close_all, files)
+            return function(*arguments)
+        return await to_thread.run_sync(function, *arguments)
 
     async def name(self, version: str) -> str:
         """Call the version that counts otherwise, for tokens from now on. Raises EngineError while an update is under way."""
@@ -279,6 +294,6 @@ class WeightUpdates:
 
     def close(self) -> None:
         """The engine has ended. Idempotent."""
-        for file in self._tensor_files:
-            file.close()
+        self.memory.close()
+        close_all(self._tensor_files)
         self._tensor_files = []

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a node is called again; twice as long each time."""
+LOSS_GRACE_S = 5.0
+"""How long the owner may take to tell of the loss of a replica, behind that of a link (longer than `fleet.SUSPECTS_TIMEOUT_S`)."""
 
 
 def attach(name: str) -> AttachedEngine:
@@ -78,7 +80,11 @@ class AttachedReplica:
     def _new_frontend(self) -> ReplicaFrontend:
         dispatcher = self._client.dispatcher
         return ReplicaFrontend(
-            dispatcher.next_rid, self._lose, dispatcher.publish, partial(dispatcher.hand_off, self.number)
+            dispatcher.next_rid,
+            self._lose,
+            dispatcher.publish,
+            partial(dispatcher.hand_off, self.number),
+            partial(dispatcher.pause_mode_beside, self.number),
         )
 
     def _lose(self, entries: dict[int, JournalEntry], error: BaseException) -> None:
@@ -333,6 +339,15 @@ class FleetAttachClient(AttachClient):
             replica.child.lose(frame["link"], frame["generation"], loss)
         else:
             replica.is_lost = True  # the owner says where its streams go
+            self._tasks.start_soon(self._lose_unless_told, replica, replica.frontend, loss)
+
+    async def _lose_unless_told(self, replica: AttachedReplica, frontend: ReplicaFrontend, loss: ActorLLMError) -> None:
+        """Of a link alone, which its scheduler has dropped, the owner tells nothing more: the replica lives."""
+        await anyio.sleep(LOSS_GRACE_S)
+        if replica.is_lost and replica.frontend is frontend and not replica.is_removed:
+            self._lose(replica, loss)
+            if replica.node is not None:
+                replica.node.close()  # it is called again
 
     def _lose(self, replica: AttachedReplica, error: ActorLLMError) -> None:
         """It is gone for good; what it had goes on elsewhere."""

@@ -6,7 +6,7 @@ comes of it from the first scheduler meets no entry there and is dropped.
 
 What was on a replica that died is adopted on trial, all of it by one other replica. The scheduler there looks for the request
 that is to blame, as after a death of its own (`supervision.blame.scheduler_deaths`). A suspect leaves the replica of its trial
-only when that is lost for good. What stays where a process died is suspected there. Suspects are probed in groups of four, and
+only when that is lost for good. What stays where a process died is suspected there. Suspects are probed in groups, and
 those of a group that fails one by one. So a poison request costs at most two deaths beyond the first one, both on one replica.
 
 Runs on the engine thread.
@@ -14,6 +14,7 @@ Runs on the engine thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ import anyio
 from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
 from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, EngineShutdownError, ReplicaLostError
+from actorllm.errors import ActorLLMError, EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
 from actorllm.fleet.pacing import room, urgency
 from actorllm.fleet.replica import RoutedReplica
@@ -116,6 +117,16 @@ class Dispatcher:
         modes = (replica.frontend.pause_mode for replica in self._replicas.values())
         return next((mode for mode in modes if mode is not None), None)
 
+    def pause_mode_beside(self, number: int, known: str | None) -> str | None:
+        """What the scheduler of a replica is told that begins a life: whether the others are paused. known: if there are none."""
+        others = [
+            one
+            for one in self._replicas.values()
+            if one.number != number and not (one.is_removed or one.is_lost or one.state in ("new", "starting"))
+        ]
+        modes = (one.frontend.pause_mode for one in others)
+        return next((mode for mode in modes if mode is not None), None) if others else known
+
     def next_rid(self) -> int:
         """Unique among all replicas; a 32-bit integer on the wire."""
         while True:
@@ -180,18 +191,19 @@ class Dispatcher:
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
         """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""
-        asked: list[RoutedReplica] = []
-        paused = verb in ("pause_generation", "resume_generation", "sleep")
-        for replica in self._replicas.values():
-            if replica.is_lost or replica.state in ("new", "starting"):
-                if paused:  # it hears of it before it has a request
-                    replica.frontend.assume_paused(arguments.get("mode"))
-            else:
-                asked.append(replica)
+        there = [one for one in self._replicas.values() if not one.is_removed]  # one that ends is not concerned
+        beginning = [one for one in there if one.is_lost or one.state in ("new", "starting")]
+        asked = [one for one in there if one not in beginning]
+        if verb in ("pause_generation", "resume_generation", "sleep"):
+            # What begins a life hears of it before it has a request, or was told already what has held until now.
+            for replica in beginning if verb == "sleep" else there:
+                replica.frontend.assume_paused(arguments.get("mode"))
+            asked += [one for one in beginning if verb != "sleep" and not one.is_lost and one.frontend.has_link]
         if not asked:
             raise self._error or EngineShutdownError("the engine is not running")
         answers: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
+        gone: set[int] = set()
 
         async def ask(replica: RoutedReplica) -> None:
             own = dict(arguments)
@@ -203,15 +215,25 @@ class Dispatcher:
                 answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
             except Exception as error:  # of one replica: the caller is told below, when all have answered
                 failures[replica.number] = error
+                if replica.is_lost or replica.is_removed or replica in beginning:
+                    gone.add(replica.number)
 
         async with anyio.create_task_group() as group:
             for replica in asked:
                 group.start_soon(ask, replica)
-        gone = {number for number in failures if number not in self._replicas or self._replicas[number].is_lost}
         told = [failures[number] for number in sorted(failures) if number not in gone or not answers]
-        if told:  # of a replica that was lost meanwhile the others speak, if there are any
+        if told:  # of a replica that was lost or stopped meanwhile the others speak, if there are any
             raise told[0]
-        return merged(verb, dict(sorted(answers.items())))
+        answer = merged(verb, dict(sorted(answers.items())))
+        if (
+            verb == "wake_up" and not answer
+        ):  # generation goes on, also where nothing slept but was paused with the others
+            for replica in beginning:
+                replica.frontend.assume_paused(None)
+                if not replica.is_lost and replica.frontend.has_link:
+                    with contextlib.suppress(ActorLLMError):  # it was lost meanwhile
+                        await replica.frontend.ask_scheduler("resume_generation")
+        return answer
 
     def statistics(self) -> dict[str, Any]:
         """As FrontendActor.statistics, added up, with what is the fleet's."""

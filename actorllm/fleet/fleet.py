@@ -156,6 +156,10 @@ class Fleet:
             if isinstance(one, RemoteReplica) and (place := one.place) is not None
         }
 
+    def draining(self) -> list[int]:
+        """The numbers of replicas that take no new requests."""
+        return [number for number, one in sorted(self._replicas.items()) if one.is_draining and not one.is_removed]
+
     @property
     def replicas(self) -> Mapping[int, Replica]:
         """By number, those that were stopped for good left out."""
@@ -184,6 +188,7 @@ class Fleet:
             self._check_arithmetic,
             None if self._placement is None else self._placement.locate,
             self.dispatcher.hand_off,
+            self.dispatcher.pause_mode_beside,
         )
         replica.frontend.assume_paused(self.dispatcher.pause_mode)
         if self._observer_of is not None:
@@ -273,6 +278,8 @@ class Fleet:
                     self.attached.admit_all(replica.number, replica.supervisor)
                 elif self.attached is not None:
                     self.attached.tell("remote", replica=replica.number, place=self.places()[replica.number])
+                if self.attached is not None and replica.is_draining:  # of programs that joined while it was lost
+                    self.attached.tell("draining", replica=replica.number, is_draining=True)
 
             error: Exception | None = None
             try:
@@ -283,6 +290,10 @@ class Fleet:
             if replica.is_removed or self._is_over:
                 return
             error = error or replica.supervisor.failure or EngineDeadError(f"replica {replica.number} ended")
+            if isinstance(
+                error, EngineShutdownError
+            ):  # of its node alone: to the frontend it would be the end of the engine
+                error = EngineDeadError(str(error))
             replica.last_failure = f"{type(error).__name__}: {error}"
             replica.is_lost = True
             events.is_settled.set()
@@ -436,9 +447,10 @@ class Fleet:
             while len(self._replicas) < num_replicas:
                 added.append(self._add())
                 self._spawn(added[-1])
-            for number in sorted(self._replicas)[num_replicas:]:
-                await self._remove(self._replicas[number])
-            await self._divide_cores(num_replicas)
+            with anyio.CancelScope(shield=True):  # a caller that waits no more leaves no replica half removed
+                for number in sorted(self._replicas)[num_replicas:]:
+                    await self._remove(self._replicas[number])
+                await self._divide_cores(num_replicas)
         return added
 
     async def _ask_for_room(self, num_replicas: int) -> None:

@@ -67,7 +67,7 @@ class FleetEngine(Engine):
         if self.config.name is None or sys.platform != "linux":
             return fleet
         self._attach_server = fleet.attached = AttachServer(
-            self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board, fleet.places
+            self.config.name, fleet, fleet.dispatcher, fleet.running, fleet.board, fleet.places, fleet.draining
         )
         return self._attach_server
 
@@ -154,7 +154,7 @@ class FleetEngine(Engine):
             fleet.dispatcher.take_over(frontend)
             if self._attach_server is not None:
                 fleet.attached = self._attach_server
-                self._attach_server.serve(fleet.dispatcher, fleet.running, fleet.board, fleet.places)
+                self._attach_server.serve(fleet.dispatcher, fleet.running, fleet.board, fleet.places, fleet.draining)
         finally:
             self._is_growing = False
         with anyio.CancelScope(shield=True):  # a caller that waits no more leaves no engine without its first replica

@@ -4,7 +4,7 @@ A stream that moves from a replica that lives is computed again elsewhere. In a 
 others of that replica wait. So what moves is sent bit by bit. The replica's own step times tell how many tokens a step may have
 without a broken promise of those that are there. Without promises everything is sent at once.
 
-After a death nothing is paced here. Suspects are probed in small groups (`supervision.blame.scheduler_deaths`), in the same order.
+After a death nothing is paced here. Suspects are probed in groups (`supervision.blame.scheduler_deaths`), in the same order.
 """
 
 from __future__ import annotations

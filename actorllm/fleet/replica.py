@@ -89,14 +89,16 @@ class ReplicaFrontend(FrontendActor):
         on_lost: Callable[[dict[int, JournalEntry], BaseException], None],
         on_outputs: Callable[[], None] = lambda: None,
         on_offer: Callable[[KvOffer], None] = lambda offer: None,
+        pause_mode_of: Callable[[str | None], str | None] = lambda known: known,
     ) -> None:
         """on_lost: takes the journal. on_outputs: hears of each batch of them. on_offer: of prompts that another replica may go on
-        with."""
+        with. pause_mode_of: the pause that a life begins with, of the one that is known."""
         super().__init__()
         self._next_rid = next_rid
         self._on_lost = on_lost
         self._on_outputs = on_outputs
         self._on_offer = on_offer
+        self._pause_mode_of = pause_mode_of
         self._held: dict[int, None] = {}
         """Of the journal, what has moved here and was not sent yet, in its order."""
         self._sent: dict[int, int] = {}
@@ -115,6 +117,13 @@ class ReplicaFrontend(FrontendActor):
             not self.lives_on
         ):  # else of a start that failed, or of a replica that was lost: its owner says what comes of it
             await super().on_stop()
+
+    def on_link(self, link: Link) -> None:
+        if (
+            self._lost is None
+        ):  # the first of this life: since the one before, any program may have paused or resumed the others
+            self.assume_paused(self._pause_mode_of(self._pause_mode))
+        super().on_link(link)
 
     def on_offer(self, offer: KvOffer) -> None:
         self._on_offer(offer)
@@ -184,6 +193,9 @@ class ReplicaFrontend(FrontendActor):
             del self._held[rid]
             self._post(self._as_sent(self._journal[rid])[0])
         super().abort(rid)
+
+    def _is_sent(self, rid: int) -> bool:
+        return rid not in self._held
 
     def surrender(self, is_moved: Callable[[JournalEntry], bool] = lambda entry: True) -> dict[int, JournalEntry]:
         taken = super().surrender(is_moved)
@@ -282,7 +294,8 @@ class Replica:
 
     on_lost: its journal, and why, when it is gone for good. on_fall: the name of a group of its processes that died and is
     started again. on_outputs: of its frontend. on_leaving: its node is told to end. on_facts: what its workers say of themselves;
-    what it raises ends the start. on_offer: its number, and a prompt that another replica may go on with.
+    what it raises ends the start. on_offer: its number, and a prompt that another replica may go on with. pause_mode_of: the pause
+    that a life begins with, of its number and of the one that is known.
     """
 
     def __init__(
@@ -298,6 +311,7 @@ class Replica:
         on_facts: Callable[[Replica, Mapping[str, Any]], None] = lambda replica, facts: None,
         locate: Callable[[int], Located] | None = None,
         on_offer: Callable[[int, KvOffer], None] = lambda number, offer: None,
+        pause_mode_of: Callable[[int, str | None], str | None] = lambda number, known: known,
     ) -> None:
         self.number = number
         self._on_leaving, self._on_facts, self._locate = on_leaving, on_facts, locate
@@ -307,6 +321,7 @@ class Replica:
         self._on_outputs = on_outputs
         self._on_fall = on_fall
         self._on_offer = partial(on_offer, number)
+        self._pause_mode_of = partial(pause_mode_of, number)
         self._board = board
         self._meeting_place = MeetingPlace()
         self.limits = limits_of(config, number)
@@ -331,7 +346,7 @@ class Replica:
         self.renew()
 
     def _new_frontend(self) -> ReplicaFrontend:
-        made = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs, self._on_offer)
+        made = ReplicaFrontend(self._next_rid, self._lose, self._on_outputs, self._on_offer, self._pause_mode_of)
         made.lives_on = True
         return made
 

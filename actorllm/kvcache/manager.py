@@ -1,9 +1,9 @@
 """`KVCacheManager`: the block table of every slot, and what has to be done to blocks before the next step.
 
-Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
-tokens i * block_size and following. `capacity[slot]` is how many tokens the slot's blocks hold. Besides the KV, the blocks
-address the *ids* of sampled tokens: `token_ids[block, offset]`. These are written for a whole step in one scatter, so that no
-request needs an array of its own that grows token by token.
+Owned by the scheduler. Tables are columns by slot: `tables[0, slot, i]` is the block of tokens i * block_size and following.
+The blocks of layers with a window are told by partners (`window_group`). `capacity[slot]` is how many tokens the slot's
+blocks hold. Besides the KV, the blocks address the *ids* of sampled tokens: `token_ids[block, offset]`. These are written for
+a whole step in one scatter, so that no request needs an array of its own that grows token by token.
 
 With prefix caching, full blocks that were published stay findable after their last request has gone, until the pool runs
 out of others. A published block is never written again: a request that takes it over goes on in a block of its own.

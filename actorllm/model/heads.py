@@ -45,7 +45,7 @@ def read_linear(head: Head, plan: DecoderConfig, model: ModelConfig, weights: We
         sizes = {0: plan.hidden_size, 2: head.size}  # between them is the ReLU
         layers = [
             LinearHead(
-                weights.take(f"score.{number}.weight", size, plan.hidden_size),
+                weights.own(weights.take(f"score.{number}.weight", size, plan.hidden_size)),
                 weights.take(f"score.{number}.bias", size),
             )
             for number, size in sizes.items()
@@ -54,7 +54,7 @@ def read_linear(head: Head, plan: DecoderConfig, model: ModelConfig, weights: We
     if not head.tokens:
         # In transformers the head for tokens has a bias, and the one for prompts has none.
         bias = weights.take("score.bias", head.size) if head.is_of_tokens else None
-        return LinearHead(weights.take("score.weight", head.size, plan.hidden_size), bias)
+        return LinearHead(weights.own(weights.take("score.weight", head.size, plan.hidden_size)), bias)
     if model.tokenizer is None:
         raise CorruptModelError(
             f"classifier_from_token={list(head.tokens)} needs a tokenizer; leave skip_tokenizer_init out"

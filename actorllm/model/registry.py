@@ -2,8 +2,8 @@
 
 A family comes first where it knows everything that config.json asks for. The backend must know every switch of the shape that
 the family makes of it, too. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl`
-narrows the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the
-runners and `actorllm info`.
+narrows the choice, as in vLLM. transformers is imported only where it is needed. A new family is a file and a line of
+`FAMILIES`. Called by the runners and `actorllm info`.
 """
 
 from __future__ import annotations

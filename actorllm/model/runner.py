@@ -39,7 +39,7 @@ from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.processors import Processors
 from actorllm.model.registry import Plan, check_plan, model_plan
-from actorllm.types.drafter import Costs
+from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.logits_processors.travel import encode_errors
 from actorllm.types.model_files import overridden
 from actorllm.types.weight_version import WeightSource
@@ -321,6 +321,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
         Empty: this backend measures nothing.
         """
         return {}
+
+    def take_costs(self, speculation: Speculation) -> None:
+        """How many drafts a row has goes by what was measured. speculation: with it."""
+        return
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:

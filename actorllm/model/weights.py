@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError
+from actorllm.model.updates.tensor_files import MappedTensors
 from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
 
@@ -71,6 +72,10 @@ class Weights(ABC):
         """What the files say of the tensor `name`; None: they have no such tensor, or there are no files."""
         return None
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One that `take` returned, to be kept as it is: a copy where it would keep the memory of an update."""
+        return tensor
+
     @abstractmethod
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         """No more tensors will be taken. Raises CorruptModelError if one was left over that is not ignorable."""
@@ -108,9 +113,9 @@ class CheckpointWeights(Weights):
         self.folder = folder
         self._is_update = is_update
         self._file_of = {} if is_complete else tensor_files(folder)
-        for overlay in overlays:  # an absolute path stays one behind the folder's
-            self._file_of |= dict.fromkeys(_tensor_names(Path(overlay)), overlay)
-        self._overlays = frozenset(overlays)
+        self._overlays = {overlay: MappedTensors(overlay) for overlay in overlays}
+        for overlay, mapped in self._overlays.items():
+            self._file_of |= dict.fromkeys(mapped.records, overlay)
         self._left = set(self._file_of)
         self._has_no_prefix = not any(name.startswith(PREFIX) for name in self._file_of)
         """It was saved without a head, and so without the name of what a head is put on."""
@@ -131,19 +136,13 @@ class CheckpointWeights(Weights):
         if name not in self._file_of:
             raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
         file = self._file_of[name]
-        try:
-            view = self._opened(file).get_slice(name)
-            if tuple(view.get_shape()) != shape:
-                raise CorruptModelError(
-                    f"{self._place(file)}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
-                    f"{shape}"
-                )
-            is_whole = rows == ALL and columns == ALL
-            tensor: torch.Tensor = (
-                self._open[file].get_tensor(name) if is_whole else view[rows, columns] if len(shape) > 1 else view[rows]
+        stored = self.stored(name)
+        assert stored is not None
+        if stored.shape != shape:
+            raise CorruptModelError(
+                f"{self._place(file)}: tensor {name!r} has shape {stored.shape}, config.json asks for {shape}"
             )
-        except (SafetensorError, OSError) as error:
-            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} cannot be read: {error}") from error
+        tensor = self._read(file, name, rows, columns)
         wanted = dtype or self.dtype
         if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
             needed = "floats are" if wanted.is_floating_point else f"{wanted} is"
@@ -151,12 +150,33 @@ class CheckpointWeights(Weights):
         if name in self._left:  # else it is taken in parts
             self._left.remove(name)
             self._progress.update()
-        # Vectors are kept as they are, and one that is a view would keep all of a file.
-        is_copied = self._is_update and (file not in self._overlays or len(shape) == 1)
+        # Vectors, and what is wanted in a type of its own, are kept as they are. One that is a view would keep all of a file.
+        is_copied = self._is_update and (file not in self._overlays or len(shape) == 1 or dtype is not None)
         made = tensor.to(wanted, copy=is_copied)
         if self._is_update and made.is_floating_point() and not is_finite(made):  # in the type that is computed with
             raise CorruptModelError(f"{self._place(file)}: tensor {name!r} holds NaN or infinity, as {wanted}")
         return made
+
+    def _read(self, file: str, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """All of a tensor, or some of its rows or columns, on the device."""
+        is_whole = rows == ALL and columns == ALL
+        if file in self._overlays:
+            tensor = self._overlays[file].tensor(name)
+            if not is_whole:
+                tensor = (tensor[rows, columns] if tensor.dim() > 1 else tensor[rows]).contiguous()
+            return tensor.to(self.device)
+        try:
+            if is_whole:
+                whole: torch.Tensor = self._opened(file).get_tensor(name)
+                return whole
+            view = self._opened(file).get_slice(name)
+            part: torch.Tensor = view[rows, columns] if len(view.get_shape()) > 1 else view[rows]
+            return part
+        except (SafetensorError, OSError) as error:
+            raise CorruptModelError(f"{self._place(file)}: tensor {name!r} cannot be read: {error}") from error
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if any(mapped.has(tensor) for mapped in self._overlays.values()) else tensor
 
     def _place(self, file: str) -> str:
         """Of a file, for messages."""
@@ -167,6 +187,9 @@ class CheckpointWeights(Weights):
         if name not in self._file_of:
             return None
         file = self._file_of[name]
+        if file in self._overlays:
+            kind, shape, _ = self._overlays[file].records[name]
+            return Stored(shape, kind)
         try:
             view = self._opened(file).get_slice(name)
             return Stored(tuple(view.get_shape()), str(view.get_dtype()))
@@ -201,6 +224,7 @@ class CheckpointWeights(Weights):
     ) -> None:
         self._progress.close()
         self._open.clear()
+        self._overlays.clear()
 
 
 class DummyWeights(Weights):
@@ -242,18 +266,23 @@ def tensors_of_version(model: ModelConfig) -> dict[str, torch.Tensor]:
     source = model.weights
     folder = None if model.load_format == "dummy" and source.folder is None else Path(source.folder or model.path)
     path_of = {} if folder is None else {name: folder / file for name, file in tensor_files(folder).items()}
-    for overlay in source.overlays:
-        path_of |= dict.fromkeys(_tensor_names(Path(overlay)), Path(overlay))
+    overlays = {Path(overlay): MappedTensors(overlay) for overlay in source.overlays}
+    for overlay, mapped in overlays.items():
+        path_of |= dict.fromkeys(mapped.records, overlay)
     # File by file, and only what counts of each. A file of a folder may be written to later: nothing stays a view of it.
     tensors: dict[str, torch.Tensor] = {}
     for path in dict.fromkeys(path_of.values()):
-        place = UPDATE if str(path) in source.overlays else str(path)
+        place = UPDATE if path in overlays else str(path)
+        names = [name for name, where in path_of.items() if where == path]
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name).clone() for name, where in path_of.items() if where == path}
+            if path in overlays:
+                tensors |= {name: overlays[path].tensor(name).clone() for name in names}
+            else:
+                with safe_open(path, framework="pt") as file:
+                    tensors |= {name: file.get_tensor(name).clone() for name in names}
         except (SafetensorError, OSError) as error:
             raise CorruptModelError(f"{place} cannot be read: {error}") from error
-        for name in (name for name, where in path_of.items() if where == path):
+        for name in names:
             is_wide = tensors[name].is_floating_point() and tensors[name].dtype.itemsize > dtype.itemsize
             if tensors[name].is_floating_point() and not is_finite(
                 tensors[name].to(dtype) if is_wide else tensors[name]

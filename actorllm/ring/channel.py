@@ -541,7 +541,10 @@ class Receiver:
             self._on_error(error)
 
     def drain_nowait(self) -> int:
-        """Dispatches every message committed at this moment; returns how many. For a peer that died: they are valid."""
+        """Dispatches every message committed at this moment; returns how many. For a peer that died: they are valid.
+
+        A handler that pauses the receiver ends it; what is left is dispatched after `resume`.
+        """
         if self._error is not None:
             return 0
         self._is_paused = False
@@ -552,7 +555,8 @@ class Receiver:
             self.fail(error)
             return 0
         while self._dispatch_batch() and self._error is None and self.reader.head_position < target:
-            pass
+            if self._is_paused:
+                break
         return self._num_messages - before
 
     def receive_nowait(self) -> Message:

@@ -292,8 +292,8 @@ class PrefixCache:
         for sequence in running:
             sequence.can_publish = False
 
-    def change_weights(self, weights: str, alive: Iterable[Sequence]) -> None:
-        """From now on the workers compute with others: what was found before is found by no request any more.
+    def change_weights(self, weights: str, alive: Collection[Sequence]) -> None:
+        """From now on the workers compute with others: what was found before is found by no request any more, and is forgotten.
 
         Requests that run keep their blocks and leave nothing behind, as after a reset: what they hold is of both. Those that
         wait are hashed and looked up anew. weights: the identity of the new ones.
@@ -301,13 +301,11 @@ class PrefixCache:
         self._weights = weights
         if self._kv.index is None:
             return
+        # Else blocks that no request can find would be kept, and memory that was never used be taken before them.
+        self.reset(sequence for sequence in alive if sequence.slot >= 0)
         for sequence in alive:
-            if sequence.slot >= 0:
-                self.settle(sequence)
             sequence.hashes = sequence.first_hash = b""
-            if sequence.slot >= 0:
-                sequence.can_publish = False
-            else:
+            if sequence.slot < 0:
                 sequence.hits, sequence.looked_up = NO_I32, -1
                 self.hash_known(sequence)
 

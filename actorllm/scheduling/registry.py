@@ -57,7 +57,9 @@ class Registry:
             given = {key: value for key, value in offered.items() if value is not None}
             return cls(**{key: given[key] for key in given if key in inspect.signature(cls).parameters})
         except (Exception, SystemExit) as error:  # whatever the module or the constructor raises is the caller's
-            where = "it must be a class that is built without arguments"
+            where = " or ".join(
+                ["it must be a class that is built without arguments", *(f"with {key}=" for key in offered)]
+            )
             if module_name == "__main__":
                 where = "with topology='process' the scheduler is another program: use topology='inline', or a module of its own"
             raise ConfigError(

@@ -466,6 +466,8 @@ class Scheduler:
         if running == "recompute":
             self._table.preempt_all()
         self._cache.change_weights(weights, self._table.alive.values())
+        if self.transfers is not None:
+            self.transfers.reset()
         return ends
 
     def num_outputs(self) -> list[tuple[Key, int]]:
@@ -822,8 +824,6 @@ class Scheduler:
         events = self._results.apply(result, record, spans)
         if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)
-            for sequence in self._step_failures.set_aside(self.running()):
-                self._table.preempt(sequence)
         self._table.readmit()
         self._policy.on_step(
             StepDone(
@@ -837,6 +837,10 @@ class Scheduler:
             ),
             self,
         )
+        if self._step_failures.is_recovering:  # behind the policy, of which a process may die as well
+            for sequence in self._step_failures.set_aside(self.running()):
+                self._table.preempt(sequence)
+            self._table.readmit()
         return events
 
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:

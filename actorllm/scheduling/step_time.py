@@ -7,6 +7,7 @@ such a model follow the engine that it was not fitted to. Pure.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -58,47 +59,72 @@ class StepTime:
 
     Predicts nothing (0 seconds) before it has seen MIN_STEPS steps. Durations are weighted by their inverse, so that the
     relative error counts. forgetting: after 1 / (1 - forgetting) steps, what was seen before counts for a third.
+
+    In plain floats: with arrays of four numbers, a step would take several times as long.
     """
 
     MIN_STEPS = 20
-    SCALE = np.array([1.0, 1e-3, 1e-2, 1e-5])
+    SCALE = (1.0, 1e-3, 1e-2, 1e-5)
+    MAX_COVARIANCE = 1e6
+    """Beyond it nothing is forgotten: what is not excited must not blow up."""
 
     def __init__(self, forgetting: float = 0.995) -> None:
         self._forgetting = forgetting
-        self._weights = np.zeros(4)
-        self._covariance = np.eye(4) * 1e4
-        self._rates = np.zeros(4)
+        self._weights = [0.0] * 4
+        self._covariance = [[1e4 if row == column else 0.0 for column in range(4)] for row in range(4)]
+        self._rates = [0.0] * 4
         self.num_steps = 0
 
     def observe(self, p: float, d: float, decode_context: float, seconds: float) -> None:
         if seconds <= 0:
             return
         self.num_steps += 1
-        row = np.array([1.0, p, d, decode_context]) * self.SCALE / seconds
-        gain = self._covariance @ row / (self._forgetting + row @ self._covariance @ row)
-        self._weights += gain * (1.0 - row @ self._weights)
-        self._rates += max(1 - self._forgetting, 1 / self.num_steps) * (row - self._rates)
-        covariance = (self._covariance - np.outer(gain, row @ self._covariance)) / self._forgetting
-        self._covariance = np.clip((covariance + covariance.T) / 2, -1e6, 1e6)  # what is not excited must not blow up
+        _, scale_p, scale_d, scale_context = self.SCALE
+        row = (1.0 / seconds, p * scale_p / seconds, d * scale_d / seconds, decode_context * scale_context / seconds)
+        forgetting, covariance = self._forgetting, self._covariance
+        spread = [_dot(line, row) for line in covariance]
+        norm = forgetting + _dot(spread, row)
+        error = (1.0 - _dot(self._weights, row)) / norm
+        self._weights = [weight + error * s for weight, s in zip(self._weights, spread, strict=True)]
+        rate = max(1 - forgetting, 1 / self.num_steps)
+        self._rates = [mean + rate * (now - mean) for mean, now in zip(self._rates, row, strict=True)]
+        # s * t is t * s to the last bit, so that the matrix stays symmetric.
+        forgets = max(covariance[at][at] for at in range(4)) < self.MAX_COVARIANCE
+        scale = 1 / forgetting if forgets else 1.0
+        self._covariance = [
+            [(value - s * t / norm) * scale for value, t in zip(line, spread, strict=True)]
+            for line, s in zip(covariance, spread, strict=True)
+        ]
 
     @property
     def weights(self) -> F64:
         """Seconds: of a step, of a prompt token, of a decode row, of a token of its context: [4]."""
-        weights: F64 = self._weights * self.SCALE
-        return weights
+        return np.array(self.learnt[:4])
 
     @property
     def rates(self) -> F64:
         """What the last steps did in a second, as means: steps, prompt tokens, decode rows, tokens of context: [4]."""
-        rates: F64 = self._rates / self.SCALE
-        return rates
+        return np.array(self.learnt[4:])
+
+    @property
+    def learnt(self) -> list[float]:
+        """The weights, then the rates."""
+        weights = [weight * scale for weight, scale in zip(self._weights, self.SCALE, strict=True)]
+        return weights + [rate / scale for rate, scale in zip(self._rates, self.SCALE, strict=True)]
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
     ) -> float:
         if self.num_steps < self.MIN_STEPS:
             return 0.0
-        return max(0.0, float(np.array([1.0, p, d, decode_context]) * self.SCALE @ self._weights))
+        _, scale_p, scale_d, scale_context = self.SCALE
+        predicted = _dot(self._weights, (1.0, p * scale_p, d * scale_d, decode_context * scale_context))
+        return max(0.0, float(predicted))
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of four numbers each."""
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
 
 
 class CorrectedStepTime:

@@ -19,6 +19,9 @@ MAX_LINE = 500
 MAX_STDERR_BACKLOG = 1 << 16
 """Bytes of stderr that wait while the owner's own stderr takes no more; the rest is cut, and the cut is reported."""
 
+RETRY_S = 0.1
+"""How soon what the owner's stderr did not take is written again."""
+
 
 class StderrPipe:
     """What a process writes to stderr (and stdout): shown on the owner's stderr, the last lines kept.
@@ -35,6 +38,7 @@ class StderrPipe:
         self._line = b""
         self._backlog = bytearray()
         self._num_cut_now = 0
+        self._is_timer_set = False
         os.set_blocking(fd, False)
         loop.watch(fd, self.drain)
 
@@ -88,8 +92,13 @@ class StderrPipe:
             del backlog[:num_cut]
             self.num_cut += num_cut
             self._num_cut_now += num_cut
-        if backlog and self._fd >= 0:
-            self._loop.call_later(0.1, self._forward)
+        if backlog and self._fd >= 0 and not self._is_timer_set:
+            self._is_timer_set = True
+            self._loop.call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._is_timer_set = False
+        self._forward()
 
 
 def _text(line: bytes) -> str:

@@ -7,7 +7,8 @@ of torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -55,6 +56,10 @@ LIKELY_ACCEPTANCE = 0.7
 """Of a draft whose predecessors are right, where a row drafts at all: it rests where its drafts are wrong."""
 LEAST_GAIN = 1.15
 """Of tokens a second, below which drafts are not tried: rows whose drafts are wrong pay for them."""
+PAYING_GAIN = 1.05
+"""Of tokens a second, below which a row whose own drafts have been checked goes without."""
+ACCEPTANCES = 16
+"""Shares of right drafts, between 0 and 1, for which the number that pays is known."""
 MAX_ENTRIES = 64
 """Of num_speculative_tokens_per_batch_size."""
 
@@ -141,18 +146,66 @@ def paying_ranges(most: int, steps: Costs, drafts: Costs) -> Ranges:
     ranges: list[tuple[int, int, int]] = []
     first = 1
     for last in ROW_BOUNDS:
-        without = seconds_of(steps, last)
-        gains = {}
-        for number in range(1, most + 1):
-            tokens = (1 - LIKELY_ACCEPTANCE ** (number + 1)) / (1 - LIKELY_ACCEPTANCE)
-            spent = seconds_of(steps, last * (1 + number)) + number * seconds_of(drafts, last)
-            gains[number] = tokens * without / spent
-        best = max(gains, key=lambda number: gains[number])
-        if gains[best] < LEAST_GAIN:
+        best, gain = best_number(most, last, LIKELY_ACCEPTANCE, steps, drafts)
+        if gain < LEAST_GAIN:
             break
         ranges.append((first, last, best))
         first = last + 1
     return tuple(ranges)
+
+
+def best_number(most: int, rows: int, acceptance: float, steps: Costs, drafts: Costs) -> tuple[int, float]:
+    """The number of drafts that makes most tokens a second, and how many times as many as without.
+
+    Arguments:
+        most: drafts of a row.
+        rows: of the step; each has as many drafts.
+        acceptance: how often a draft is right if those before it are, 0 to 1.
+        steps, drafts: as of `with_costs`.
+    """
+    without = seconds_of(steps, rows)
+    gains, tokens = {}, 1.0
+    for number in range(1, most + 1):
+        tokens += acceptance**number
+        spent = seconds_of(steps, rows * (1 + number)) + number * seconds_of(drafts, rows)
+        gains[number] = tokens * without / spent
+    best = max(gains, key=lambda number: gains[number])
+    return best, gains[best]
+
+
+class PayingDrafts:
+    """Which drafts pay, by how often those of each row have been right.
+
+    Arguments:
+        speculation: with what steps take.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        most, steps, drafts = speculation.num_speculative_tokens, speculation.step_costs, speculation.draft_costs
+        self._steps, self._drafts = steps, drafts
+        self._table: list[list[int]] = []
+        """By the index of the row bound and by acceptance; 0: none pays."""
+        for rows in ROW_BOUNDS:
+            found = [best_number(most, rows, share / ACCEPTANCES, steps, drafts) for share in range(ACCEPTANCES + 1)]
+            self._table.append([number if gain >= PAYING_GAIN else 0 for number, gain in found])
+
+    def number(self, acceptance: float, rows: int) -> int:
+        """How many drafts of a row pay if all rows of the step have as many; 0: none."""
+        bound = min(bisect_left(ROW_BOUNDS, rows), len(ROW_BOUNDS) - 1)
+        return self._table[bound][round(ACCEPTANCES * acceptance)]
+
+    def is_worth(self, rows: int, wanted: Sequence[int], acceptances: Sequence[float]) -> bool:
+        """Whether a step makes more tokens a second with these drafts than without: few rows pay for whole passes of a draft model.
+
+        Arguments:
+            rows: of the step.
+            wanted: of the rows that draft, how many, at least 1 each.
+            acceptances: of the same rows.
+        """
+        right = sum(a**place for number, a in zip(wanted, acceptances, strict=True) for place in range(1, number + 1))
+        passes = max(wanted) * seconds_of(self._drafts, len(wanted))
+        spent = seconds_of(self._steps, rows + sum(wanted)) + passes
+        return (1 + right / rows) * seconds_of(self._steps, rows) > PAYING_GAIN * spent
 
 
 def seconds_of(costs: Costs, size: int) -> float:

@@ -17,7 +17,7 @@ from actorllm.actors.actor import Actor, Failure, Runner
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link, connect_in_memory
 from actorllm.actors.topology import LinkSpec
-from actorllm.errors import CorruptLinkError, EngineError, PeerLostError, UnsupportedModelError
+from actorllm.errors import CorruptLinkError, EngineError, PeerLostError, PeerRestartedError, UnsupportedModelError
 from actorllm.messages import Message, Reply, StepPlan
 from tests.actors.echo import EchoActor, EchoConfig
 
@@ -263,8 +263,11 @@ async def test_an_ask_times_out_and_the_late_reply_is_counted() -> None:
 
 
 @pytest.mark.parametrize("is_failure", [False, True])
-async def test_teardown_answers_everything(is_failure: bool) -> None:
-    """Owed by b: an ask being answered, and one that lies unread in the inbox. Open at b: an ask of its own."""
+async def test_teardown_ends_every_ask(is_failure: bool) -> None:
+    """Owed by b: an ask being answered, and one that lies unread in the inbox. Open at b: an ask of its own.
+
+    What a failed actor owes ends with the loss that its supervisor tells: callers that outlive a kill outlive an exception, too.
+    """
     outcomes: list[str] = []
     async with running_pair() as pair:
 
@@ -283,7 +286,10 @@ async def test_teardown_answers_everything(is_failure: bool) -> None:
             else:
                 pair.runners["b"].stop()
             tasks.start_soon(ask, pair.a, pair.to_b, "ping")
-    reason = "b has failed (RuntimeError: boom)" if is_failure else "b has stopped"
+            if is_failure:
+                await until(lambda: not pair.b.links)
+                pair.runners["a"].lose("a-b", 1, PeerRestartedError("b failed"))
+    reason = "b is gone: b failed" if is_failure else "b has stopped"
     assert len(outcomes) == 3
     assert {"a is gone: b has ended", reason} <= set(outcomes) <= {"a is gone: b has ended", reason, "b"}
 
@@ -334,6 +340,27 @@ async def test_a_corrupt_link_fails_the_actor_unless_it_says_otherwise() -> None
         assert pair.a.life[-1] == "lost b 1"
         pair.runners["b"].break_link(pair.b.links["a"], CorruptLinkError("nonsense"))
     assert [str(end) for end in pair.ends] == ["nonsense"]
+
+
+async def test_nothing_more_of_a_peer_is_heard_that_sent_what_cannot_be() -> None:
+    """However much of it waits: the actor that drops the link goes on."""
+    async with running_pair() as pair:
+        heard: list[Message] = []
+
+        def admits(link: Link, message: Message) -> bool:
+            heard.append(message)
+            pair.b.drop_link(link, CorruptLinkError("nonsense"))
+            return False
+
+        pair.b.admits = admits  # type: ignore[method-assign]
+        pair.b.on_link_error = lambda link, error: None  # type: ignore[method-assign]
+        for step in range(500):
+            pair.to_b.send_nowait(StepPlan(step=step))
+        await turns()
+        assert pair.b.is_running
+        assert pair.b.life.count("lost a 1") == 1
+        assert len(heard) == 1
+    assert pair.ends == []
 
 
 async def test_a_link_that_turns_out_to_be_corrupt_at_the_end_is_dropped() -> None:

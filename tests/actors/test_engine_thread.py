@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import trio
 import uvloop
 
+from actorllm.actors import engine_thread
 from actorllm.actors.engine_thread import (
     AsyncioLoop,
     EngineThread,
@@ -25,7 +27,9 @@ from actorllm.actors.engine_thread import (
     ThreadHost,
     TrioLoop,
     current_loop,
+    serves_loops,
 )
+from actorllm.client.engine import CACHE_MEMORY
 from actorllm.errors import EngineShutdownError, ForkedProcessError
 
 
@@ -265,6 +269,24 @@ class TestEngineThread:
         assert text.count(f"this engine belongs to process {os.getpid()}") == 2
         assert thread.call(lambda: "alive").result() == "alive"
         thread.stop()
+
+
+@pytest.mark.parametrize("lock", ["hosts", "memory"])
+def test_a_fork_has_locks_of_its_own(lock: str) -> None:
+    """Whatever thread of the parent held them at that moment: engines of the child need them."""
+    held = engine_thread._hosts_lock if lock == "hosts" else CACHE_MEMORY._lock
+    with held:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(5)
+                serves_loops()
+                CACHE_MEMORY.release(CACHE_MEMORY)
+                code = 0
+            finally:
+                os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 async def checkpoints() -> None:

@@ -18,7 +18,7 @@ from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.self_check import check_policy
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError
+from actorllm.errors import EngineError, PeerLostError, PeerRestartedError, RequestFailedError
 from actorllm.messages import (
     NO_I32,
     Abort,
@@ -854,3 +854,26 @@ def test_a_scheduler_can_schedule_a_request_of_its_own(runner: str, caplog: pyte
     with caplog.at_level(logging.ERROR, "actorllm"):
         check_policy(config)
     assert caplog.records == []
+
+
+async def test_generation_is_not_resumed_while_the_workers_fall_asleep() -> None:
+    async with running() as bench:
+        have_answered = anyio.Event()
+
+        async def ask(*_: Any) -> list[int]:
+            await have_answered.wait()
+            return [0]
+
+        bench.actor._runner.ask = ask  # type: ignore[method-assign]
+
+        async def fall_asleep() -> None:
+            await bench.actor.answer("sleep", {"level": 1, "mode": "keep"})
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fall_asleep)
+            await bench.settle()
+            with pytest.raises(EngineError, match="the engine sleeps"):
+                bench.actor.answer("resume_generation", {})
+            have_answered.set()
+        await bench.send(submit())
+        assert bench.plans == []

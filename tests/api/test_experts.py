@@ -10,14 +10,15 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
+from tests.api.greedy_choices import check_choices
 from tests.api.prompted import DRAFTS
-from tests.model.hf.decoders import prompt, reference, save
+from tests.model.hf.decoders import prompt, save
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 96, "block_size": 8, "skip_tokenizer_init": True,
 }  # fmt: skip
 INLINE = OPTIONS | {"topology": "inline"}
-NUM_TOKENS, MARGIN = 24, 1e-4
+NUM_TOKENS = 24
 PROMPTS: list[Any] = [{"prompt_token_ids": prompt(seed, length)} for seed, length in enumerate((40, 3, 17, 1, 32, 40))]
 PROMPTS[5]["prompt_token_ids"][:32] = PROMPTS[0]["prompt_token_ids"][:32]
 PARAMS = [
@@ -47,10 +48,7 @@ def expected(model: Model) -> list[list[int]]:
     """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
     folder, module = model
     streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
-        logits = reference(module, one["prompt_token_ids"] + stream)[-NUM_TOKENS - 1 : -1]
-        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
-        assert (chosen > logits.amax(1) - MARGIN).all()
+    check_choices(module, PROMPTS[::2], streams[::2])
     return streams
 
 

@@ -18,11 +18,12 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.slo.simulator import EngineShape
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
+from tests.api.greedy_choices import check_choices
 from tests.api.prompted import DRAFTS
 from tests.model.architectures import table
-from tests.model.hf.decoders import prompt, reference, save
+from tests.model.hf.decoders import prompt, save
 
-WINDOW, NUM_TOKENS, MARGIN = 10, 30, 1e-4
+WINDOW, NUM_TOKENS = 10, 30
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 128, "block_size": 4, "skip_tokenizer_init": True,
 }  # fmt: skip
@@ -71,10 +72,7 @@ def expected(model: tuple[Path, Any]) -> list[list[int]]:
     """The streams of requests that are computed one by one; the greedy ones are transformers' choices."""
     folder, module = model
     streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
-        logits = reference(module, one["prompt_token_ids"] + stream)[-NUM_TOKENS - 1 : -1]
-        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
-        assert (chosen > logits.amax(1) - MARGIN).all()
+    check_choices(module, PROMPTS[::2], streams[::2])
     return streams
 
 

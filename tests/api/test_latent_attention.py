@@ -10,8 +10,9 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
+from tests.api.greedy_choices import check_choices
 from tests.api.prompted import DRAFTS
-from tests.model.hf.decoders import prompt, reference, save
+from tests.model.hf.decoders import prompt, save
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 96, "block_size": 8, "skip_tokenizer_init": True,
@@ -24,7 +25,6 @@ PARAMS = [
     SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
     for i in range(len(PROMPTS))
 ]
-MARGIN = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,7 @@ def run(folder: Path, prompts: list[Any] = PROMPTS, **arguments: Any) -> tuple[l
 def expected(folder: Path, model: Any) -> list[list[int]]:
     """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
     streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
-        tokens = one["prompt_token_ids"] + stream
-        logits = reference(model, tokens)[-NUM_TOKENS - 1 : -1]
-        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
-        assert (chosen > logits.amax(1) - MARGIN).all()
+    check_choices(model, PROMPTS[::2], streams[::2])
     return streams
 
 

@@ -15,8 +15,9 @@ from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.recurrent.states import StateRows
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
+from tests.api.greedy_choices import check_choices
 from tests.api.prompted import DRAFTS
-from tests.model.hf.decoders import prompt, reference, save
+from tests.model.hf.decoders import prompt, save
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 192, "block_size": 8, "skip_tokenizer_init": True,
@@ -29,7 +30,6 @@ PARAMS = [
     SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
     for i in range(len(PROMPTS))
 ]
-MARGIN = 1e-4
 
 SLOW = pytest.mark.slow(reason="a dozen engines for each; `test_hybrids` is quick")
 HYBRIDS = ["granite-hybrid", "falcon-h1", "qwen3-next", "mamba", "recurrent-gemma", "lfm2", "jamba", "nemotron-h"]
@@ -63,10 +63,7 @@ def expected(model: tuple[Path, Any]) -> list[list[int]]:
         with LLM(str(folder), **INLINE, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False) as llm:
             (output,) = llm.generate([one], params, use_tqdm=False)
         streams.append(list(output.outputs[0].token_ids))
-    for one, stream in zip(PROMPTS[::2], streams[::2], strict=True):
-        logits = reference(module, one["prompt_token_ids"] + stream)[-NUM_TOKENS - 1 : -1]
-        chosen = logits.gather(1, logits.new_tensor([stream]).long().T)[:, 0]
-        assert (chosen > logits.amax(1) - MARGIN).all()
+    check_choices(module, PROMPTS[::2], streams[::2])
     return streams
 
 

@@ -21,6 +21,7 @@ from actorllm.errors import CollectiveCallError, CorruptModelError, EngineError,
 from actorllm.kvcache import prefix_index
 from actorllm.model.updates.tensor_files import TensorFile
 from actorllm.scheduling import prefix_cache
+from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.types.weight_version import WeightVersionSpan
 from tests.model.updates.weight_folders import ENGINE, PROMPT, STORYTELLER, changed, greedy, stream_of_fresh, write
 
@@ -176,8 +177,9 @@ def test_parts_count_together_by_the_verbs_of_vllm(llm: LLM, expected: list[list
     assert tell(llm).num_cached_tokens > 0, "the same weights by another name"
 
 
-async def test_a_part_is_laid_over_those_before_it_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays of them is copied."""
+@pytest.fixture
+def copying_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Where what stays of earlier tensors was copied."""
     threads: list[threading.Thread] = []
     right = TensorFile.without
 
@@ -186,13 +188,28 @@ async def test_a_part_is_laid_over_those_before_it_beside_the_loop(monkeypatch: 
         return right(self, names)
 
     monkeypatch.setattr(TensorFile, "without", without)
+    return threads
+
+
+async def test_a_part_is_laid_over_those_before_it_beside_the_loop(copying_threads: list[threading.Thread]) -> None:
     async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
         await llm.start_weight_update()
         await llm.update_weights({"update_info": {"tensors": {"a": torch.ones(2), "b": torch.ones(2)}}})
         await llm.update_weights({"update_info": {"tensors": {"a": torch.ones(2)}}})
         await llm.shutdown_weight_transfer_engine()
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
+    assert len(copying_threads) == 1
+    assert copying_threads[0] is not threading.current_thread()
+
+
+async def test_an_update_is_laid_over_those_before_it_beside_the_loops(copying_threads: list[threading.Thread]) -> None:
+    """Also that of the engine, whose streams go on."""
+    names = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        for given in (names, names[:1]):
+            await llm.update_weights_from_tensors({name: changed(1)[name] for name in given})
+    assert len(copying_threads) == 1
+    assert "actorllm" not in copying_threads[0].name
+    assert copying_threads[0] is not threading.current_thread()
 
 
 @pytest.mark.parametrize(
@@ -229,10 +246,10 @@ def test_several_sequences_tell_their_versions(llm: LLM, folders: list[Path]) ->
     assert [one.weight_versions for one in output.outputs] == [[WeightVersionSpan(0, 7, "one")]] * 3
 
 
-def test_an_omitted_version_in_block_hashes_would_be_seen(
+def test_an_omitted_version_in_block_hashes_and_kept_kv_would_be_seen(
     llm: LLM, folders: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hashes without it find KV of other weights: the assertions above can fail."""
+    """Hashes without it find KV of other weights that is not forgotten: the assertions above can fail."""
     whole = prefix_index.extra_key
 
     def without(salt: str | None = None, adapter: str | None = None, weights: str = "", kv: str = "") -> bytes:
@@ -242,8 +259,12 @@ def test_an_omitted_version_in_block_hashes_would_be_seen(
     monkeypatch.setattr("actorllm.client.submit.extra_key", without)
     llm.reset_prefix_cache()
     tell(llm)
-    llm.update_weights_from_disk(folders[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "reset", lambda self, running: None)
+        llm.update_weights_from_disk(folders[1])
     assert tell(llm).num_cached_tokens > 0
+    llm.update_weights_from_disk(folders[2])
+    assert tell(llm).num_cached_tokens == 0, "KV of weights before is forgotten, whatever its hashes"
     llm.reset_prefix_cache()
 
 
@@ -415,6 +436,25 @@ async def test_streams_go_on_over_updates_and_one_runs_at_a_time(
         async for output in llm.generate(PROMPT, greedy()):
             last = output
         assert last.outputs[0].token_ids == expected[number]
+
+
+def test_memory_of_the_version_before_serves_the_next_one(llm: LLM, expected: list[list[int]]) -> None:
+    """In the type that is computed with: what a worker keeps is a copy, or the memory would not be free."""
+    updates: Any = llm._engine._weight_updates
+    used = []
+    for number in (1, 2, 0, 1, 2):
+        llm.update_weights_from_tensors({name: value.float() for name, value in changed(number).items()})
+        (file,) = updates._tensor_files
+        used.append(os.stat(file.path).st_ino)
+        assert tell(llm).outputs[0].token_ids == expected[number]
+    assert used[2:] == used[:3]
+    assert used[0] != used[1]
+    with pytest.raises(CorruptModelError, match="has shape"):
+        llm.update_weights_from_tensors(changed(1) | {"model.norm.weight": torch.ones(3)})
+    assert tell(llm).outputs[0].token_ids == expected[2]
+    assert updates.memory.num_kept_bytes > 0
+    llm.update_weights_from_disk(STORYTELLER)
+    assert updates.memory.num_kept_bytes == 0, "nothing tells that tensors come again"
 
 
 def held_by_the_process() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ class FakeReplica:
     is_draining: bool = False
     is_lost: bool = False
     num_links: int = 0
+    told: Counter[int] = field(default_factory=Counter)
+    """How many ends its scheduler has told of each request that it was told to end."""
     find: None = None
 
     @property
@@ -48,6 +51,7 @@ class FakeReplica:
         self.num_links += 1
         self.link = FakeLink("scheduler")
         self.link.generation = self.num_links
+        self.told.clear()
         self.frontend.on_link(self.link)  # type: ignore[arg-type]
 
     def known(self) -> dict[int, Submit]:
@@ -60,3 +64,13 @@ class FakeReplica:
                 for rid in message.rids.tolist():
                     alive.pop(rid, None)
         return alive
+
+    def num_ends_due(self, rid: int) -> int:
+        """How many ends its scheduler has yet to tell of a request: it tells one for each time that it was told to end it."""
+        has_it, num_ended = False, 0
+        for message in [] if self.link is None else self.link.sent:
+            if isinstance(message, Submit):
+                has_it |= message.rid == rid
+            elif isinstance(message, Abort) and has_it and rid in message.rids:
+                has_it, num_ended = False, num_ended + 1
+        return num_ended - self.told[rid]

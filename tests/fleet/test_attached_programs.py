@@ -113,6 +113,19 @@ async def test_its_streams_follow_what_the_owner_does(
 
 
 @pytest.mark.anyio
+async def test_a_program_that_joins_later_knows_which_replicas_are_drained(owner: AsyncLLM) -> None:
+    await all_run(owner)
+    await owner.drain_replica(0)
+    async with AsyncLLM.attach("fleet") as llm:
+        assert [replica.state for replica in llm.health().replicas] == ["draining", "running"]
+        for seed in range(4):
+            await llm.complete(PROMPTS[0], params(seed, max_tokens=2))
+        assert (await llm.stats())["frontend"]["num_routed"] == {1: 4}
+        await owner.drain_replica(0, is_draining=False)
+        await until(lambda: llm.health().replicas[0].state == "running")
+
+
+@pytest.mark.anyio
 async def test_controls_of_a_program_reach_every_replica(owner: AsyncLLM, guest: AsyncLLM) -> None:
     await guest.pause_generation(mode="keep")
     assert await owner.is_paused()

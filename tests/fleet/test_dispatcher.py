@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -18,7 +19,7 @@ from actorllm.actors import frontend
 from actorllm.actors.frontend import FrontendActor
 from actorllm.client.stream import Mailbox
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, PeerRestartedError
+from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError
 from actorllm.fleet import dispatcher
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
@@ -26,7 +27,7 @@ from actorllm.messages import Outputs, Submit
 from actorllm.scheduling.router import RoundRobin
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
-from tests.fleet.fake_replica import END, FakeReplica
+from tests.fleet.fake_replica import END, FakeReplica, FakeSupervisor
 
 NUM_REPLICAS = 3
 
@@ -115,6 +116,12 @@ class FleetOfJournals(RuleBasedStateMachine):
         )
         replica.frontend.on_message(replica.link, outputs)
 
+    def ends_come(self, replica: Any, one: Asked) -> None:
+        """Of each time that the request was here and was ended: it was moved, and has come back, or it was aborted."""
+        for _ in range(replica.num_ends_due(one.rid)):
+            replica.told[one.rid] += 1
+            self.say(replica, one, [], one.num_tokens, [END])
+
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99), count=st.integers(1, 3), is_end=st.booleans())
     def tokens_come(self, which: int, count: int, is_end: bool) -> None:
@@ -122,10 +129,12 @@ class FleetOfJournals(RuleBasedStateMachine):
         replica = self.owner_of(one)
         if replica is None or replica.link is None:
             return
-        submit = replica.known().get(one.rid)
-        if submit is None:  # it was aborted, and the scheduler says so
-            self.say(replica, one, [], one.num_tokens, [END])
+        self.ends_come(replica, one)
+        if not replica.frontend.has(one.rid):
             one.has_ended = True
+            return
+        submit = replica.known().get(one.rid)
+        if submit is None:  # its scheduler has yet to hear of it
             return
         # A scheduler computes from what it was given: from there on all comes again.
         first = submit.output.size
@@ -141,8 +150,10 @@ class FleetOfJournals(RuleBasedStateMachine):
         """Of a scheduler that had the request before."""
         one = self.asked[which % len(self.asked)]
         replica = self.replicas[number]
-        if replica.link is not None and not replica.frontend.has(one.rid):
-            self.say(replica, one, [777], one.num_tokens, [])
+        entry = replica.frontend.journal().get(one.rid)
+        if replica.link is None or (entry is not None and replica.num_ends_due(one.rid) <= entry.is_aborted):
+            return
+        self.say(replica, one, [777], one.num_tokens, [])  # if it has come back since, these are of before
 
     # What happens to replicas
 
@@ -327,3 +338,129 @@ def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
     link = FakeLink("scheduler")
     frontend.on_link(link)  # type: ignore[arg-type]
     assert [message.rid for message in link.sent] == [rids[1]]
+
+
+def replicas_that_answer(*numbers: int) -> dict[int, Any]:
+    """Their schedulers answer with the number of the replica."""
+    replicas: dict[int, Any] = {}
+
+    def answer_of(number: int) -> Any:
+        async def ask_scheduler(verb: str, **arguments: Any) -> list[int]:
+            replicas[number].asked.append(verb)
+            return [number]
+
+        return ask_scheduler
+
+    for number in numbers:
+        frontend = ReplicaFrontend(lambda: 1, lambda entries, error: None)
+        frontend.ask_scheduler = answer_of(number)  # type: ignore[method-assign]
+        replicas[number] = FakeReplica(number, frontend)
+        replicas[number].asked = []
+    return replicas
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_replica_that_is_stopped_is_left_out_of_an_answer(when: str) -> None:
+    replicas = replicas_that_answer(0, 1)
+    stopped = replicas[1]
+    stopped.is_removed = when == "before"
+
+    async def ask_scheduler(verb: str, **arguments: Any) -> Any:
+        stopped.is_removed = True
+        raise EngineShutdownError("the engine was shut down")
+
+    stopped.frontend.ask_scheduler = ask_scheduler
+    assert await Dispatcher(replicas, RoundRobin()).ask_scheduler("list_adapters") == [0]
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_starts_and_has_its_link_is_paused_with_the_others() -> None:
+    replicas = replicas_that_answer(0, 1, 2, 3)
+    for number in (1, 2):
+        replicas[number].supervisor.state = "starting"
+    for number in (1, 3):
+        replicas[number].connect()
+    replicas[3].is_lost = True  # its link is dead, and that is yet to be told
+    fleet = Dispatcher(replicas, RoundRobin())
+    await fleet.ask_scheduler("pause_generation", mode="keep")
+    assert [replica.asked for replica in replicas.values()] == [["pause_generation"], ["pause_generation"], [], []]
+    assert [replica.frontend.pause_mode for replica in replicas.values()] == ["keep"] * 4
+
+
+@pytest.mark.anyio
+async def test_a_pause_that_a_new_scheduler_is_told_of_just_now_is_resumed_behind_that() -> None:
+    told, asked, link = anyio.Event(), [], FakeLink("scheduler")
+    frontend = ReplicaFrontend(lambda: 1, lambda entries, error: None)
+
+    async def ask(link: Any, verb: str, *_: Any, **arguments: Any) -> bool:
+        asked.append(verb)
+        if verb == "pause_generation":
+            await told.wait()
+        return True
+
+    replica = FakeReplica(0, frontend, supervisor=FakeSupervisor("starting"))
+    frontend.ask = ask  # type: ignore[method-assign, assignment]
+    frontend.assume_paused("keep")
+    async with anyio.create_task_group() as tasks:
+        frontend.start_soon = tasks.start_soon  # type: ignore[method-assign, assignment]
+        frontend.links = {"scheduler": link}  # type: ignore[dict-item]
+        frontend.on_link(link)  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(Dispatcher({0: replica}, RoundRobin()).ask_scheduler, "resume_generation")
+        await anyio.wait_all_tasks_blocked()
+        told.set()
+    assert asked == ["pause_generation", "resume_generation"]
+    assert not frontend.is_paused
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("left", [[], ["kv_cache"]], ids=["all", "part"])
+async def test_a_fleet_that_wakes_up_leaves_no_replica_paused(left: list[str]) -> None:
+    """One that is lost, and one that starts and was paused with the others."""
+    replicas = replicas_that_answer(0, 1, 2)
+
+    async def wake_up(verb: str, **arguments: Any) -> list[str]:
+        return left
+
+    replicas[0].frontend.ask_scheduler = wake_up
+    replicas[1].is_lost = True
+    replicas[2].supervisor.state = "starting"
+    replicas[2].connect()
+    for number in (1, 2):
+        replicas[number].frontend.assume_paused("keep")
+    await Dispatcher(replicas, RoundRobin()).ask_scheduler("wake_up", tags=["weights"])
+    assert replicas[1].frontend.is_paused is bool(left)
+    assert replicas[2].asked == ([] if left else ["resume_generation"])
+
+
+def test_a_request_that_comes_back_ignores_the_end_of_its_first_stay() -> None:
+    """Of a program that follows some drains at once, none of the schedulers has answered yet."""
+    replicas: dict[int, Any] = {}
+    fleet = Dispatcher(replicas, RoundRobin())
+    for number in range(2):
+        replicas[number] = FakeReplica(number, ReplicaFrontend(fleet.next_rid, lambda entries, error: None))
+        replicas[number].connect()
+    mailbox = Mailbox()
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.zeros(1, np.int32), max_tokens=9)
+
+    def say(tokens: list[int], index: int, ends: list[Any]) -> None:
+        columns = {"rids": [1], "index": [index], "tokens": tokens, "counts": [len(tokens)]}
+        arrays = {name: np.array(column, np.int32) for name, column in columns.items()}
+        first.frontend.on_message(first.link, Outputs(**arrays, ends=ends, emitted=now()))
+
+    first, second = replicas.values()
+    first.frontend.submit(make, mailbox, lambda rid: None)
+    for source, target in ((first, second), (second, first)):
+        source.is_draining, target.is_draining = True, False
+        fleet.move(source, lost_at=None)
+    assert first.known().keys() == {1}
+    say([5, 6], 0, [])
+    say([7], 2, [])
+    say([], 3, [END])
+    assert not mailbox.deltas
+    say([8], 0, [END])
+    assert [delta.tokens for _, delta in mailbox.deltas] == [[8]]
+    assert first.frontend.num_open == 0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import actorllm.fleet.fleet
 from actorllm import SLO, AsyncLLM, EngineConfig
 from actorllm.client.metric_families import families_of
+from actorllm.client.stream import Mailbox
 from actorllm.errors import ConfigError, EngineDeadError, EngineShutdownError, InvalidParameterError
 from actorllm.fleet.fleet import Fleet
+from actorllm.fleet.replica import ReplicaEvents
+from actorllm.messages import Submit
 from tests.fleet.streams import PROMPTS, all_run, params, until
 
 
@@ -136,6 +141,56 @@ async def test_nothing_starts_after_a_stop_that_came_while_another_number_was_se
         fleet.request_stop()
     assert len(refused) == len(fleet.replicas) == 1
     fleet._board_file.close()
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_waits_no_more_leaves_no_replica_half_removed() -> None:
+    """Else it would count as one of the replicas, and fail every call that asks all schedulers."""
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", data_parallel_size=2, **OPTIONS), 0, lambda error: None)
+    fleet._over, fleet._resizing = anyio.Event(), anyio.Lock()
+    events = fleet.replicas[1].events = ReplicaEvents()
+    async with anyio.create_task_group() as fleet._tasks:
+        async with anyio.create_task_group() as caller:
+            caller.start_soon(fleet._resize, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert fleet.replicas[1].is_removed
+            caller.cancel_scope.cancel()
+            fleet._tasks.start_soon(checkpoint_then, events.has_ended.set)
+        assert list(fleet.replicas) == [0]
+    fleet._board_file.close()
+
+
+@pytest.mark.anyio
+async def test_a_replica_whose_node_is_told_to_end_while_it_starts_takes_requests_for_its_next_life() -> None:
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", data_parallel_size=2, **OPTIONS), 0, lambda error: None)
+    fleet._over, fleet._is_ready = anyio.Event(), anyio.Event()
+    fleet._is_ready.set()
+    fleet.replicas[1].events = ReplicaEvents()  # so the engine goes on
+    replica, mailbox = fleet.replicas[0], Mailbox()
+
+    def request(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.zeros(1, np.int32), max_tokens=1)
+
+    async def run(on_ready: object) -> None:
+        raise EngineShutdownError("node 127.0.0.1:1: the engine was shut down while it started")
+
+    replica.supervisor = SimpleNamespace(run=run, state="stopped", failure=None)  # type: ignore[assignment]
+    async with anyio.create_task_group() as fleet._tasks:
+        fleet._spawn(replica)
+        await anyio.wait_all_tasks_blocked()
+        assert replica.state == "lost"
+        replica.frontend.submit(request, mailbox, lambda rid: None)
+        assert mailbox.error is None
+        assert replica.frontend.num_open == 1
+        replica.frontend.surrender()
+        fleet._over.set()
+        replica.request_stop(0.0)
+    fleet._board_file.close()
+
+
+async def checkpoint_then(function: Callable[[], object]) -> None:
+    await anyio.wait_all_tasks_blocked()
+    function()
 
 
 @pytest.mark.anyio

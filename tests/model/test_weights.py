@@ -16,7 +16,7 @@ from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedMo
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import FAMILIES, decoder_config
-from actorllm.model.weights import CheckpointWeights, DummyWeights, is_finite
+from actorllm.model.weights import CheckpointWeights, DummyWeights, Stored, is_finite
 from tests.model.driver import TINY_LLAMA
 
 
@@ -259,3 +259,28 @@ def test_a_number_that_is_none_is_found_wherever_it_is(dtype: torch.dtype) -> No
                 assert is_finite(tensor.to(dtype))
                 tensor[at] = number
                 assert not is_finite(tensor.to(dtype)), (size, number, at)
+
+
+def test_what_is_kept_of_an_update_is_no_view_of_its_file(tmp_path: Path) -> None:
+    """Such a view would keep all of the file: its memory could not be written to again."""
+    tensors = {"a": torch.randn(4, 3), "b": torch.randn(3), "c": torch.randn(4, 3)}
+    file = tmp_path / "update.safetensors"
+    save_file(tensors, file)
+    names = {"overlays": [str(file)], "is_complete": True, "is_update": True}
+    with CheckpointWeights(tmp_path, torch.float32, False, **names) as weights:  # type: ignore[arg-type]
+        assert weights.stored("a") == Stored((4, 3), "F32")
+        kept = {
+            "a": weights.own(weights.take("a", 4, 3)),
+            "b": weights.take("b", 3),
+            "c": weights.take("c", 4, 3, dtype=torch.float32),
+        }
+        parts = [
+            weights.take("a", 4, 3, rows=slice(1, 3)).clone(),
+            weights.take("a", 4, 3, columns=slice(1, 3)),
+            weights.take("b", 3, rows=slice(2, 3)),
+        ]
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
+    for part, wanted in zip(parts, (tensors["a"][1:3], tensors["a"][:, 1:3], tensors["b"][2:]), strict=True):
+        assert torch.equal(part, wanted)
+        assert part.is_contiguous()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import pytest
 from actorllm import LLM
 from actorllm.model.cpu.runner import CpuRunner
 from tests import programs
-from tests.forking import IS_ASKED_TO_EXEC, SYS_CLONE
+from tests.forking import IS_ASKED_TO_EXEC, SYS_CLONE, outside_the_timeout
 from tests.quick_starts import FOLDER
 
 MAKES_COPIES = pytest.mark.skipif(
@@ -30,10 +30,7 @@ def sources_of_their_own() -> Iterator[None]:
     """What is copied here; whatever tests before have done to theirs."""
     before = dict(programs._sources)
     programs._sources.clear()
-    with contextlib.ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("PYTHONPATH", raising=False)  # `bench/gpu.py`, which a test imports, has set it
-            stack.enter_context(programs.copied_programs())
+    with programs.copied_programs():
         yield
     programs._sources.update(before)
 
@@ -188,3 +185,14 @@ def test_engines_of_one_shape_measure_their_steps_once(monkeypatch: pytest.Monke
             sizes.append(llm.config.cache.num_blocks)
     assert measured == [4, 5]
     assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_what_the_first_copy_waits_for_is_outside_the_timeout_of_its_test() -> None:
+    left, every = signal.getitimer(signal.ITIMER_REAL)
+    assert left > 0, "pytest-timeout times this test"
+    with outside_the_timeout():
+        within, _ = signal.getitimer(signal.ITIMER_REAL)
+    behind, every_behind = signal.getitimer(signal.ITIMER_REAL)
+    assert within > left
+    assert 0 < behind <= left
+    assert every_behind == every

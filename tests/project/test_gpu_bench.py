@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from actorllm.model.cuda.linear import DeviceDense
 from actorllm_kernels import reference
 from actorllm_kernels.configs import trying
 from actorllm_kernels.skinny_gemm import SplitScratch
+from tests import programs
 from tests.project import gpu_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,16 @@ def test_an_interpreter_that_does_not_run_with_this_numpy_is_told_with_the_way_o
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--cpu-check"])
     assert gpu.main() == 2
     assert "install triton>=3.9, or numpy<2.4" in capsys.readouterr().err
+
+
+def test_what_imports_it_keeps_its_environment() -> None:
+    """Programs that the importer starts inherit it: with a PYTHONPATH, this suite would copy none of its own."""
+    code = "import os, sys; sys.path.insert(0, 'bench'); import gpu; print(os.environ.get('PYTHONPATH'))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = programs.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "None\n"
 
 
 QUICK_STAGES = ("ceilings", "correctness", "decode", "prefill", "idle")

@@ -561,6 +561,28 @@ async def test_a_handler_may_close_or_fail_its_own_receiver(make_link: Callable[
         hub.close()
 
 
+async def test_a_handler_that_pauses_ends_a_drain_and_loses_nothing() -> None:
+    ends = create_link(1 << 16, 1 << 16)
+    hub = open_hub(ends.hub)
+    got: list[int] = []
+
+    def take(kind: int, value: int, arrays: object) -> None:
+        got.append(value)
+        if value == 2:
+            spoke.receiver.pause()
+
+    spoke = open_spoke(ends.spokes[0], on_frame=take)
+    for index in range(200):
+        hub.sender.send_nowait(1, index)
+    spoke.start()
+    assert spoke.drain_nowait() == 3
+    spoke.receiver.resume()
+    assert spoke.drain_nowait() == 197
+    assert got == list(range(200))
+    spoke.close()
+    hub.close()
+
+
 async def test_a_corrupt_frame_is_reported_once_and_ends_the_channel(make_link: Callable[..., Link]) -> None:
     link = make_link()
     writer = link.hub.sender.writer

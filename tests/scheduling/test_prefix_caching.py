@@ -232,6 +232,35 @@ def test_a_reset_hides_what_runs_and_what_rests(engine: Any, reference: Callable
     assert statistics(engine).num_resets == 1
 
 
+@pytest.mark.parametrize("running", ["recompute", "keep", "abort"])
+def test_blocks_of_weights_before_are_handed_out_again_before_others(
+    build_engine: Callable[..., Any], reference: Callable[..., list[int]], running: Any
+) -> None:
+    """No request finds them any more. Kept, they would be the last to be taken, and memory that was never used be taken first."""
+    engine = build_engine()
+    for rid in range(1, 4):
+        engine.submit(rid, range(10 * rid, 10 * rid + 9), max_tokens=1)
+        engine.run()
+    engine.submit(4, PROMPT, max_tokens=12, ignore_eos=True)
+    for _ in range(3):
+        engine.launch()
+        engine.complete()
+    kv = engine.scheduler.kv
+    assert kv.pool.num_unkept < kv.num_free
+    engine.scheduler.change_weights("others", running, engine.now)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.statistics().kv.num_cached == 0
+    assert kv.pool.num_unkept == kv.num_free
+    engine.run()
+    if running != "abort":
+        assert engine.streams[4] == reference(PROMPT, 4, 12)
+    for rid, num_cached in ((5, 0), (6, 8)):
+        engine.submit(rid, range(10, 19), ignore_eos=True)
+        engine.run()
+        assert engine.streams[rid] == reference(range(10, 19), rid, 8)
+        assert cached(engine, rid) == num_cached
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_reset_can_compute_running_requests_again(
     build_engine: Callable[..., Any], reference: Callable[..., list[int]], depth: int

@@ -373,6 +373,24 @@ async def test_stderr_that_nobody_takes_is_cut_and_said(monkeypatch: pytest.Monk
     assert len(pipe.last_lines()) == stderr_pipe.MAX_LAST_WORDS
 
 
+def test_one_timer_waits_for_stderr_however_much_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stderr_pipe, "_is_writable", lambda _: False)
+    timers: list[Callable[[], None]] = []
+    loop = SimpleNamespace(
+        watch=lambda *_: None, unwatch=lambda *_: None, call_later=lambda _, then: timers.append(then)
+    )
+    read_end, write_end = os.pipe()
+    pipe = StderrPipe(loop, read_end)  # type: ignore[arg-type]
+    for _ in range(3):
+        os.write(write_end, b"a line\n")
+        pipe.drain()
+    assert len(timers) == 1
+    timers[0]()
+    assert len(timers) == 2, "it waits on"
+    pipe.close()
+    os.close(write_end)
+
+
 def test_descriptions() -> None:
     assert str(ActorDeath("a")) == "a ended by itself"
     assert "memory" in ActorDeath("a", signal=9).to_error().__notes__[0]

@@ -141,6 +141,28 @@ async def check(point: str, victims: tuple[str, ...], folder: Path, expected: di
         assert (found.token_ids, found.weight_versions[-1].version) == (expected["0"], "back")
 
 
+@pytest.mark.slow(reason="an engine, and five starts of its worker")
+async def test_a_worker_dies_while_memory_of_versions_before_serves_the_next_ones(
+    expected: dict[str, list[int]],
+) -> None:
+    """It never begins with what is being written there."""
+    async with AsyncLLM("storyteller", **ENGINE) as llm:
+        for seed in (0, 1, 0, 1):
+            await llm.update_weights_from_tensors(changed(seed), version=str(seed))
+            os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+            found = await tell(llm)
+            assert found.token_ids == expected["one" if seed else "0"]
+            assert found.weight_versions[-1].version == str(seed)
+        killer = Killer(llm, "during stage_weights", ("worker0",))
+        with pytest.raises(EngineError, match="nothing was changed"):
+            await llm.update_weights_from_tensors(changed(0), version="lost")
+        assert killer.has_killed
+        assert (await tell(llm)).token_ids == expected["one"]
+        await llm.update_weights_from_tensors(changed(0), version="back")
+        found = await tell(llm)
+        assert (found.token_ids, found.weight_versions[-1].version) == (expected["0"], "back")
+
+
 @pytest.mark.slow(reason="two replicas, and a start of a worker")
 async def test_all_ranks_and_all_replicas_change_or_none(folder: Path, expected: dict[str, list[int]]) -> None:
     """Two replicas; a tensor that does not fit changes neither."""

@@ -48,6 +48,7 @@ class Relay:
         self._to_stream: deque[tuple[int, bytes | memoryview]] = deque()  # the stream was full
         self._to_ring: deque[tuple[int, bytes, int]] = deque()  # the ring was full; bounded by the window
         self._is_retrying = False
+        self._is_closing = False
         self.is_open = True
         self._ring: Spoke | Hub
         if end.index is None:  # of a rank, whose only spoke is here
@@ -66,7 +67,8 @@ class Relay:
     def _on_body(self, kind: int, body: bytes | memoryview) -> None:
         if self._to_stream or not self._send(kind, body):
             self._to_stream.append((kind, body))
-            self._receiver.pause()
+            if not self._is_closing:
+                self._receiver.pause()
 
     def _send(self, kind: int, body: bytes | memoryview) -> bool:
         if not self._stream.is_open:
@@ -135,9 +137,10 @@ class Relay:
             self._on_error(error)
 
     def close(self) -> None:
-        """What the scheduler had committed goes out first. Idempotent."""
+        """What the scheduler had committed goes out first, up to what a full stream refuses. Idempotent."""
         if not self.is_open:
             return
+        self._is_closing = True
         self._ring.drain_nowait()
         self.on_room()
         self.is_open = False
@@ -145,11 +148,7 @@ class Relay:
         for _, _, num_bytes in self._to_ring:
             self._stream.release(num_bytes)
         self._to_ring.clear()
-        if self._stream.is_open:
-            for kind, body in self._to_stream:  # what a full stream refuses is lost with the link
-                self._send(kind, body)
-            self._stream.flush()
-        self._to_stream.clear()
+        self._to_stream.clear()  # lost with the link; what came behind the first of it would leave a gap
 
 
 class RelayChild(Child):

@@ -198,12 +198,15 @@ class DraftingModel(ABC):
         return found
 
     def try_pass(self, batch: PersistentBatch, slots: I32) -> None:
-        """One pass over these rows as it is made for a draft, of which nothing is used: it shows what a draft costs."""
+        """One pass over these rows as it is made for a draft, of which nothing is used: it shows what a draft costs.
+
+        It has the newest two tokens of each row, as the first pass behind a step whose drafts were all right.
+        """
         self._version += 1
-        starts = batch.columns.num_computed[slots].astype(np.int64)
-        tokens = batch.columns.last_token[slots].astype(np.int64)
-        inputs, last = decode_inputs(batch, slots, starts, np.ones(len(slots), np.int64), tokens, self._version)
-        computed = self._compute(inputs, last, self._nothing_given(len(slots)))
+        starts = batch.columns.num_computed[slots].astype(np.int64) - 1
+        tokens = batch.columns.last_token[slots].astype(np.int64).repeat(2)
+        inputs, last = decode_inputs(batch, slots, starts, np.full(len(slots), 2, np.int64), tokens, self._version)
+        computed = self._compute(inputs, last, self._nothing_given(2 * len(slots)))
         if computed is not None:
             self._sampler.sample(computed[0], self._columns(batch, slots))
 

@@ -62,7 +62,7 @@ from actorllm.model.speculation.agreed import agreed_drafts, firsts
 from actorllm.model.speculation.speculator import BatchDrafter, NoDrafts, Speculator
 from actorllm.model.team import Team
 from actorllm.model.weights import Weights
-from actorllm.types.drafter import Costs
+from actorllm.types.drafter import Costs, Speculation
 from actorllm.types.quantization import GGUF, INT8, is_twin
 from actorllm.types.speculation import MAX_DRAFTS, WITH_MODEL
 from actorllm.types.weight_version import WeightSource
@@ -330,8 +330,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         check_same_model(model, self._whole_plan, type(self))
         with open_weights(model, self.dtype, False) as weights:
             decoder, head = self._read_decoder(plan, weights, None)
-            if source.overlays:  # the last view of a file: else it is unmapped by the next update, while steps wait
-                decoder.embedding = decoder.embedding.clone()
         drafts = None if self._draft_model is None else self._draft_model.stage(decoder, source)
         source.check_unchanged()  # else it was written while it was read
         return decoder, head, drafts
@@ -723,6 +721,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             self._speculator, self._draft_model, self.processors = kept
             del self.cache, self.batch
         return {"step_costs": steps, "draft_costs": drafts[0] if drafts else ()}
+
+    def take_costs(self, speculation: Speculation) -> None:
+        if self._speculator is not None:
+            self._speculator.take_costs(speculation)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

@@ -202,6 +202,9 @@ class _OnDevice(Weights):
     def stored(self, name: str) -> Stored | None:
         return self.host.stored(name)
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.host.own(tensor)
+
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         self.host.close(is_ignorable)
 

@@ -149,7 +149,7 @@ class HeadTensors:
         weights, size, vocab_size = self._weights, self._shape.layers.hidden_size, self._target.vocab_size
         if mtp.embedding is not None and self._has(mtp.embedding):
             own = weights.take(mtp.embedding, vocab_size, size)
-            self.embedding = None if torch.equal(own, embedding) else own
+            self.embedding = None if torch.equal(own, embedding) else weights.own(own)
         if mtp.head is None or not self._has(f"{mtp.head}.weight"):
             return
         of_target = "model.embed_tokens" if self._target.ties_embeddings else "lm_head"

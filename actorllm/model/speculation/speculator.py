@@ -21,7 +21,7 @@ from actorllm.model.speculation.finished import FinishedOutputs
 from actorllm.model.speculation.histories import Histories
 from actorllm.model.speculation.suffix import SuffixDrafter
 from actorllm.types.drafter import Speculation
-from actorllm.types.speculation import SUFFIX, make_drafter
+from actorllm.types.speculation import SUFFIX, PayingDrafts, make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class Speculator:
         self._batch_drafter = drafter
         self._drafter = make_drafter(options, vocab_size) if drafter is None else None
         self.histories = Histories(options.num_speculative_tokens)
+        self._paying: PayingDrafts | None = None
+        self.take_costs(options)
         has_own_trees = options.method == SUFFIX and drafter is None
         max_requests = options.suffix_decoding_max_cached_requests if has_own_trees else 0
         self._finished = FinishedOutputs(max_requests) if max_requests else None
@@ -74,6 +76,10 @@ class Speculator:
         """Slots whose drafts of this step are those."""
         self.num_failures = 0
         """Calls of the drafter that raised."""
+
+    def take_costs(self, options: Speculation) -> None:
+        """What steps take is known, or not (`step_costs` is empty). options: with it."""
+        self._paying = PayingDrafts(options) if options.step_costs else None
 
     def apply(self, plan: StepPlan, known_tokens: dict[int, I32]) -> None:
         """Slots that were freed, and new ones. known_tokens: of new slots, prompt and output."""
@@ -164,14 +170,38 @@ class Speculator:
                 self._by_grammar.add(slot)
                 continue
             history = self.histories.of(slot)
-            if history is not None and not history.rest:
+            if history is not None and (self._paying is not None or not history.rest):
                 wanted[row] = max(0, min(most, space, history.length))
+        if self._paying is not None:
+            self._keep_what_pays(self._paying, slots, wanted)
         rows = np.flatnonzero(wanted)
         by_row |= zip(rows.tolist(), self._guess(batch, slots, rows, wanted), strict=True)
         counts = np.zeros(len(slots), np.int32)
         counts[list(by_row)] = [len(drafted) for drafted in by_row.values()]
         tokens = [token for row in sorted(by_row) for token in by_row[row]]
         return Drafts(counts, np.array(tokens, np.int32)) if tokens else None
+
+    def _keep_what_pays(self, paying: PayingDrafts, slots: I32, wanted: I32) -> None:
+        """Lower the number of drafts to what pays, and to one or none for rows whose drafts are mostly wrong.
+
+        Such rows try one now and then, all of them in one step: a pass of a draft model costs about the same for all.
+
+        Arguments:
+            slots: of the rows, [num_rows].
+            wanted: how many drafts each row might have, [num_rows]; changed here.
+        """
+        able = {int(row): self.histories.existing(int(slots[row])) for row in np.flatnonzero(wanted)}
+        for row, history in able.items():
+            wanted[row] = min(wanted[row], paying.number(history.acceptance, len(slots)))
+            history.is_trial = False
+        paid = [row for row in able if wanted[row]]
+        acceptances = [able[row].acceptance for row in paid]
+        if paid and not paying.is_worth(len(slots), wanted[paid].tolist(), acceptances):
+            wanted[:] = 0
+        others = [row for row in able if not wanted[row]]
+        if any(not able[row].rest for row in others):
+            for row in others:
+                wanted[row], able[row].is_trial = 1, True
 
     def _guess(self, batch: PersistentBatch, slots: I32, rows: NDArray[np.intp], wanted: I32) -> list[list[int]]:
         """The drafter's, of these rows."""
@@ -213,7 +243,8 @@ class Speculator:
         for slot, drafted, accepted in columns:
             history = self.histories.of(slot)
             if drafted and history is not None and slot not in self._by_grammar:
-                history.observe(drafted, accepted, self._options.num_speculative_tokens)
+                most, goes_by_costs = self._options.num_speculative_tokens, self._paying is not None
+                history.observe(drafted, accepted, most, goes_by_costs=goes_by_costs)
 
 
 def _of_late_rows(slots: I32, drafts: Drafts | None, plan: StepPlan) -> Drafted:

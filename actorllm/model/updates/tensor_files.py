@@ -1,14 +1,18 @@
-"""`TensorFile`: tensors in memory that the workers of this user map, in the format of safetensors; and which of several count.
+"""`TensorFile`: tensors in memory for the workers of this user, which map them (`MappedTensors`); and which of several files count.
 
-A worker reads such a file like one of a checkpoint. So names, shapes and types are checked by the code that loads a model, whatever
-its weights are fused, sharded or quantized to. The file has no name and goes with the program that owns the engine. Imports torch.
+A worker takes the tensors of such a file as those of a checkpoint. So names, shapes and types are checked by the code that loads a
+model, whatever its weights are fused, sharded or quantized to. The file has no name and goes with the program that owns the engine.
+Its format is that of safetensors, but several tensors may share their bytes. It is locked while it is written. A reader has a lock
+as long as one of its tensors lives, and no file is written again before. Imports torch.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -21,14 +25,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, shown
+from actorllm.model.threads import num_cores
 from actorllm.types.params import is_text
 
 MAX_NAME = 1000
 """Characters of the name of a tensor."""
 ALIGNMENT = 64
-"""Of the first tensor of a file and of each other one, in bytes."""
-PIECE_BYTES = 64 << 20
-"""That are written at a time."""
+"""Of the first tensor of a file, in bytes."""
+PIECE_BYTES = 8 << 20
+"""That a thread writes at a time."""
+MAX_WRITERS = 4
+"""Threads; more of them would wait for the memory."""
+METADATA = "__metadata__"
 
 DTYPES = {
     torch.float32: "F32",
@@ -41,6 +49,7 @@ DTYPES = {
     torch.int64: "I64",
 }
 """As safetensors calls them."""
+TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class SharedMemory(Protocol):
@@ -70,25 +79,29 @@ class TensorFile:
     """Some tensors in a memory file. Nothing is written to it once it is made."""
 
     def __init__(self, tensors: Mapping[str, TensorRecord], new_memory: NewMemory) -> None:
-        """Raises OSError."""
+        """Tensors with the same memory are written once. Raises OSError."""
         self._new_memory = new_memory
         header: dict[str, Any] = {}
-        at = 0
+        places: dict[tuple[int, int], int] = {}
+        pieces: list[tuple[NDArray[np.uint8], int]] = []
+        end = 0
         for name, record in tensors.items():
-            header[name] = {
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-                "data_offsets": [at, at + record.data.size],
-            }
-            at += record.data.size
+            size = record.data.size
+            at = places.setdefault((record.data.ctypes.data, size), end) if size else end
+            header[name] = {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": [at, at + size]}
+            if at == end:
+                pieces += ((record.data[i : i + PIECE_BYTES], at + i) for i in range(0, size, PIECE_BYTES))
+                end += size
         text = orjson.dumps(header)
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         start = 8 + len(text)
-        self._file = new_memory(start + at)
+        self._num_bytes = start + end
+        self._file = new_memory(self._num_bytes)
         try:
+            fcntl.flock(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), 0)
-            for name, record in tensors.items():
-                self._write(record.data, start + header[name]["data_offsets"][0])
+            self._write_all([(data, start + at) for data, at in pieces])
+            fcntl.flock(self._file.fd, fcntl.LOCK_UN)
         except BaseException:
             self._file.close()
             raise
@@ -96,7 +109,6 @@ class TensorFile:
             name: (r.dtype, r.shape, start + header[name]["data_offsets"][0]) for name, r in tensors.items()
         }
         """Type, shape and first byte of each."""
-        self._num_bytes = start + at
 
     @classmethod
     def opened(cls, file: SharedMemory, new_memory: NewMemory) -> TensorFile:
@@ -104,19 +116,25 @@ class TensorFile:
         self = cls.__new__(cls)
         self._file, self._new_memory = file, new_memory
         length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-        header = orjson.loads(os.pread(file.fd, length, 8))
-        self.records = {
-            name: (told["dtype"], tuple(told["shape"]), 8 + length + told["data_offsets"][0])
-            for name, told in header.items()
-        }
+        self.records = _records_of(os.pread(file.fd, length, 8))
         self._num_bytes = os.fstat(file.fd).st_size
         return self
+
+    def _write_all(self, pieces: list[tuple[NDArray[np.uint8], int]]) -> None:
+        """On several threads where there is much to write."""
+        if sum(data.size for data, _ in pieces) <= PIECE_BYTES:
+            for piece in pieces:
+                self._write(*piece)
+            return
+        with ThreadPoolExecutor(min(MAX_WRITERS, num_cores()), "actorllm:weights") as threads:
+            for writing in [threads.submit(self._write, *piece) for piece in pieces]:
+                writing.result()
 
     def _write(self, data: NDArray[np.uint8], at: int) -> None:
         """A write fills whole pages, which a mapping would have cleared before, and takes half of the processor time."""
         done = 0
         while done < data.size:
-            done += os.pwrite(self._file.fd, data[done : done + PIECE_BYTES].data, at + done)
+            done += os.pwrite(self._file.fd, data[done:].data, at + done)
 
     @property
     def path(self) -> str:
@@ -130,11 +148,10 @@ class TensorFile:
     def without(self, names: Iterable[str]) -> TensorFile:
         """A file of the other tensors."""
         dropped = set(names)
-        sizes = {name: _num_bytes(dtype, shape) for name, (dtype, shape, _) in self.records.items()}
-        with mmap.mmap(self._file.fd, self._num_bytes, access=mmap.ACCESS_READ) as memory:
-            whole = np.frombuffer(memory, np.uint8).copy()
+        # Unmapped with the last array.
+        whole = np.frombuffer(mmap.mmap(self._file.fd, self._num_bytes, access=mmap.ACCESS_READ), np.uint8)
         kept = {
-            name: TensorRecord(dtype, shape, whole[start : start + sizes[name]])
+            name: TensorRecord(dtype, shape, whole[start : start + _num_bytes(dtype, shape)])
             for name, (dtype, shape, start) in self.records.items()
             if name not in dropped
         }
@@ -145,9 +162,51 @@ class TensorFile:
         self._file.close()
 
 
+class MappedTensors:
+    """The tensors of such a file of another process: views of its memory, which stays as it is while one of them lives."""
+
+    def __init__(self, path: str) -> None:
+        """Raises CorruptModelError: it cannot be read, or it is written to at this moment."""
+        try:
+            with open(path, "rb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the mapping keeps it
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            length = int.from_bytes(memory[:8], "little")
+            self.records = _records_of(memory[8 : 8 + length])
+            """Type, shape and first byte of each."""
+            ends = (start + _num_bytes(kind, shape) for kind, shape, start in self.records.values())
+            if 8 + length > len(memory) or any(end > len(memory) for end in ends):
+                raise ValueError("it is too short for its tensors")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptModelError(f"{path} cannot be read: {error}") from error
+        self._data = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A caller that keeps it keeps all of the file."""
+        kind, shape, start = self.records[name]
+        data = self._data[start : start + _num_bytes(kind, shape)]
+        dtype = TORCH_TYPES[kind]
+        if start % dtype.itemsize:  # behind a tensor of smaller numbers
+            data = data.clone()
+        return data.view(dtype).reshape(shape)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a view of this memory."""
+        return tensor.untyped_storage().data_ptr() == self._data.untyped_storage().data_ptr()
+
+
+def _records_of(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Type, shape and first byte of each tensor, as a header of safetensors says. Raises ValueError, KeyError and the like."""
+    start = 8 + len(header)
+    return {
+        name: (told["dtype"], tuple(told["shape"]), start + told["data_offsets"][0])
+        for name, told in orjson.loads(header).items()
+        if name != METADATA
+    }
+
+
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    of_name = {name: kind for kind, name in DTYPES.items()}
-    return int(np.prod(shape, dtype=np.int64)) * of_name[dtype].itemsize
+    return int(np.prod(shape, dtype=np.int64)) * TORCH_TYPES[dtype].itemsize
 
 
 def file_of_tensors(tensors: object, new_memory: NewMemory) -> TensorFile:
@@ -175,7 +234,7 @@ def tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _checked_name(name: object) -> str:
-    if not is_text(name) or not 0 < len(str(name)) <= MAX_NAME or name == "__metadata__":
+    if not is_text(name) or not 0 < len(str(name)) <= MAX_NAME or name == METADATA:
         raise InvalidParameterError(
             f"tensor name {shown(name)} must be a string of valid Unicode with 1 to {MAX_NAME} characters"
         )

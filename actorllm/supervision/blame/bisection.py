@@ -11,10 +11,11 @@ holds half of the suspects, or fewer after several failures in a row. One rule c
 Each failure of a group halves the size for its members. So one poison request among n takes about log2(n) failures, and
 every other request is cleared. A search may go on as long as each failure `narrows` it.
 
-*Small groups* (`max_group`). Among several replicas a failure is dear and a probe is cheap. A group has few members there, and
-its failure counts as a failure alone of each. Such a member is *counted*. It is probed next, with nothing else in hand. With
-`max_alone` 2, a group with k poison requests fails once, and each of the k fails once more. Since 1 + k <= 2k, n poison requests
-cost at most 2n failures. Members that are no poison cost none.
+*Counted groups* (`first_group`). Among several replicas a failure is dear and a probe is cheap. The failure of a group counts as a
+failure alone of each member there. Such a member is *counted*. It is probed next, with nothing else in hand. With `max_alone` 2,
+a group with k poison requests fails once, and each of the k fails once more. Since 1 + k <= 2k, n poison requests cost at most
+2n failures, of whatever size groups are. Members that are no poison cost none, but each of them takes a probe alone. So the
+first group is small. Each group that is cleared makes an accident more likely, and the next one is twice as large (`grown`).
 
 Three places use it. They say what fails, what a retry costs, and when a search begins:
 
@@ -37,6 +38,16 @@ from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 
+FIRST_GROUP = 4
+"""Members of the first probe group among several replicas. If it fails, so many are probed alone."""
+MAX_GROUP = 32
+"""Members of a later one at most: when it fails, everything else on that replica waits until each was probed alone."""
+
+
+def grown(size: int) -> int:
+    """How many suspects come after a group of this size was cleared. From 4 on, 256 suspects take 11 probes."""
+    return min(2 * size, MAX_GROUP)
+
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
@@ -57,11 +68,11 @@ class Bisection(Generic[S]):
     """The suspects of one search, in the order in which they are probed. Falsy while there are none."""
 
     def __init__(
-        self, max_alone: int, suspects: Mapping[S, Suspicion] | None = None, *, max_group: int | None = None
+        self, max_alone: int, suspects: Mapping[S, Suspicion] | None = None, *, first_group: int | None = None
     ) -> None:
-        """max_group: members of a probe group at most, see the module docstring; None: groups are halved."""
+        """first_group: members of the first group, if groups are counted, see the module docstring; None: they are halved."""
         self._max_alone = max_alone
-        self._max_group = max_group
+        self._first_group = self._next_size = first_group
         self._suspects: dict[S, Suspicion] = dict(suspects or {})
         self.is_probing = False
         """The search has begun: of the suspects only those in `group` may run."""
@@ -90,9 +101,9 @@ class Bisection(Generic[S]):
     def counted(self) -> S | None:
         """The suspect that is probed next with nothing else in hand, since its group has failed; None: there is none.
 
-        Always None without `max_group`.
+        Always None without `first_group`.
         """
-        if self._max_group is None:
+        if self._first_group is None:
             return None
         return next((one for one, suspicion in self._suspects.items() if suspicion.num_alone), None)
 
@@ -101,6 +112,7 @@ class Bisection(Generic[S]):
 
         is_alone: the failure counts for each of them.
         """
+        self._next_size = self._first_group
         blamed = []
         for member in members:
             suspicion = self._suspects.pop(member)
@@ -113,12 +125,20 @@ class Bisection(Generic[S]):
             self.begin()
         return blamed
 
+    def count(self, requests: Iterable[S]) -> None:
+        """For each of these a failure of another unit counts as a failure alone."""
+        for request in requests:
+            self._suspects[request].num_alone += 1
+
     def clear(self, requests: Iterable[S]) -> None:
         """These had a token, or have ended. The next group begins when no member of the last one is left."""
+        was_alone = self.counted is not None
         for request in requests:
             self._suspects.pop(request, None)
             self.group.pop(request, None)
         if self.is_probing and not self.group:
+            if self._next_size is not None and not was_alone:
+                self._next_size = grown(self._next_size)
             self.begin()
 
     def clear_all(self) -> None:
@@ -132,9 +152,9 @@ class Bisection(Generic[S]):
 
     def _next_group(self) -> dict[S, None]:
         """As many of the first suspects as each of them may join."""
-        if self._max_group is not None:
+        if self._next_size is not None:
             counted = self.counted
-            return dict.fromkeys(islice(self._suspects, self._max_group) if counted is None else [counted])
+            return dict.fromkeys(islice(self._suspects, self._next_size) if counted is None else [counted])
         size = max(1, len(self._suspects) >> self.num_halvings)
         group: dict[S, None] = {}
         for suspect, suspicion in self._suspects.items():

@@ -18,10 +18,11 @@ get this death on their record. A request fails after `MAX_ALONE` deaths for whi
 of them with nothing else in hand. From the second death on, a scheduler holds back everything until all journals are there
 (`begin`). Otherwise no request would be probed alone.
 
-*Several replicas* (`probes_alone`). Suspects are probed in groups of at most `MAX_GROUP` there. That takes a step for each
-group while the other replicas work. A death of such a group counts for each member (`bisection`, small groups), also beside
-requests that were cleared. Then each member is probed before anything else is taken on, and alone: one that is cleared is held
-back again (`SchedulerProbes`). So a group with k poison requests costs 1 + k deaths, and each poison request at most `MAX_ALONE`.
+*Several replicas* (`probes_alone`). Groups are counted there (`bisection`): the death of a group counts for each member that was in
+a step, also beside requests that were cleared. Then each of these is probed before anything else is taken on, and alone: one that
+is cleared is held back again (`SchedulerProbes`). A member that waits through a step belongs to the next groups as well, until it
+has had a token. When the search is over, frontends are told which members still wait. So a group with k poison requests costs
+1 + k deaths, and each poison request at most `MAX_ALONE`.
 
 *The end.* Deaths in a row without a token end the engine (`supervision.restart`), unless each narrows the search
 (`is_narrowing`). Any number of poison requests is therefore found, and a search that does not advance ends. A scheduler
@@ -41,8 +42,8 @@ from dataclasses import dataclass, field
 
 from actorllm.messages import ProbeGroup, Submit
 from actorllm.scheduling.sequence import Key, RequestKey, request_of
-from actorllm.supervision.blame.bisection import Bisection, Suspicion
-from actorllm.supervision.blame.worker_deaths import MAX_ALONE, MAX_GROUP
+from actorllm.supervision.blame.bisection import FIRST_GROUP, Bisection, Suspicion, grown
+from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 
 MAX_WAITED_DEATHS = 3
 """Deaths of schedulers that had taken on a request and gave it no token, after which it is a suspect although it was in no
@@ -99,12 +100,12 @@ def note_death(
     """The scheduler died: put it on the record of the requests (by rid) that it may have died of.
 
     probe: the last group that it named, None: it had taken on everything. is_second: no request has had a token since the
-    death before. probes_alone: the scheduler was one of several, and probed small groups.
+    death before. probes_alone: the scheduler was one of several, and deaths of groups are counted.
     """
-    if probe is not None and not probe.size:
+    named = dict.fromkeys(records[rid] for rid in ([] if probe is None else probe.rids.tolist()) if rid in records)
+    if probe is not None and not probe.size:  # the search is over; those that it named had not been in a step by then
         probe = None
-    rids = records.keys() if probe is None else set(probe.rids.tolist())
-    present = dict.fromkeys(record for rid, record in records.items() if rid in rids)
+    present = dict.fromkeys(records.values()) if probe is None else named
     for record in present:
         record.num_waited_deaths += 1
     # One that is told of at its end only may have begun, been cleared and been held back again.
@@ -113,15 +114,20 @@ def note_death(
     if not suspects:
         is_all = probe is not None or is_second
         suspects = [record for record in present if is_all or record.num_waited_deaths >= MAX_WAITED_DEATHS]
+        suspects = suspects or [record for record in named if record.num_deaths]
+    were_suspects = {record for record in suspects if record.num_deaths}
     for record in suspects:
         record.num_deaths += 1
-    if probe is not None:
-        is_small = probe.size <= (MAX_GROUP if probes_alone else 1)
-        for record in present:  # also those that are no suspects: no group of these may be as large again
-            is_suspect = record in suspects
-            is_counted = is_small and is_suspect
-            record.fail(1 if is_counted else probe.size, is_counted)
-            record.was_alone |= probe.is_alone and is_suspect
+    is_single = probe is not None and probe.size == 1
+    for record in named:
+        is_suspect = record in suspects
+        if probes_alone and is_suspect and (is_single or record in were_suspects):
+            record.fail(1, is_alone=True)
+        elif (
+            probe is not None and not probes_alone
+        ):  # those that are no suspects, too: no group of these may be as large again
+            record.fail(probe.size, is_single and is_suspect)
+        record.was_alone |= probe is not None and probe.is_alone and is_suspect
     for record in records.values():
         record.begun.clear()
         record.proven.clear()
@@ -170,8 +176,10 @@ class SchedulerBisection:
         self._probes_alone = probes_alone
         self.is_on = False
         self._held: dict[Key, Submit] = {}
-        self._pending: set[Key] = set()
-        """In the probe group, and neither cleared nor known to have ended."""
+        self._pending: dict[Key, RequestKey] = {}
+        """In the probe group, and neither cleared nor known to have ended: the sequences, and their requests."""
+        self._next_size = FIRST_GROUP
+        """Of groups that are counted."""
         self._has_stepped = False
         self._losses: dict[int, int] = {}
         """What each frontend knows of schedulers lost in a row."""
@@ -257,8 +265,13 @@ class SchedulerBisection:
         """A step is reported, and these had tokens. is_older: it was planned before the group was taken on."""
         self._has_stepped |= not is_older
         cleared = set(with_tokens)
-        self._pending -= cleared
+        for key in cleared:
+            self._pending.pop(key, None)
         self._has_token |= bool(cleared)
+
+    def shrink_groups(self) -> None:
+        """What was probed may have been to blame after all: the next groups are small again."""
+        self._next_size = FIRST_GROUP
 
     def on_delay(self) -> None:
         """A member of the group cannot be in a step yet: the steps so far do not count."""
@@ -271,7 +284,8 @@ class SchedulerBisection:
         """
         if not self.has_suspects:
             self.is_on = self._has_token = False
-            self._pending.clear()
+            if not self._probes_alone:
+                self._pending.clear()
             self._losses.clear()
             self.group_size = 0
             self.is_isolated = False
@@ -279,12 +293,16 @@ class SchedulerBisection:
         group = self._choose(is_pausing)
         if not group:
             return []
-        keys = [key for held in group for key, _ in held.sequences]
-        self._pending = set(keys)
+        members = {key: request_of(key, submit) for held in group for key, submit in held.sequences}
+        if not self._probes_alone:
+            self._pending.clear()
+        self._pending |= members
         self._has_stepped = False
-        self.group_size = len(group)
+        self.group_size = len(set(self._pending.values()))
         self.is_isolated = self._probes_alone and group[0].is_counted
-        return self.take(keys)
+        if group[0].num_deaths and not self.is_isolated:
+            self._next_size = grown(self._next_size)
+        return self.take(members)
 
     def isolates_next(self, *, is_pausing: bool = False) -> bool:
         """Whether the next group is a request that is to be alone. is_pausing: as of `next_group`."""
@@ -308,7 +326,7 @@ class SchedulerBisection:
             return others
         search = Bisection(MAX_ALONE, {held: held.suspicion for held in suspects})
         if self._probes_alone:
-            group = suspects[:MAX_GROUP] if counted is None else [counted]
+            group = suspects[: self._next_size] if counted is None else [counted]
             self.is_narrowing = search.narrows(group)
             return group
         search.num_halvings = max(1, self.num_losses)

@@ -153,6 +153,7 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         if not self._is_checked and self.has_suspects:
             self._is_checked = True
             self._check_itself()
+        self._pending = {key: one for key, one in self._pending.items() if self._scheduler.sequence(key) is not None}
         group = self.next_group(is_pausing=is_pausing)
         if self.is_on:
             if not group:
@@ -161,7 +162,9 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
                 self._report_progress()
         self._isolated = group if self.is_isolated else []
         self._first_step = self._scheduler.ledger.next_step
-        self._tell([key for key, _ in group])
+        self._tell(self._pending)
+        if not self.is_on:
+            self._pending.clear()
         return group or self.take_all()
 
     def _is_alone_again(self) -> bool:
@@ -188,6 +191,7 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
             return False  # the next suspect would be beside the one that workers die of
         if self._had_to_wait:  # as did members of the group, which have yet to be in a step
             self._had_to_wait = False
+            self.shrink_groups()
             self._first_step = self._scheduler.ledger.next_step
             self.on_delay()
         if self._is_preparing_suspect():

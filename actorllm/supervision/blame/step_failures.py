@@ -206,8 +206,10 @@ class StepFailures:
                 sequence.interrupted = now
         requests = dict.fromkeys(s.request for s in alive)
         probed = dict.fromkeys(s.request for s in alive if s.submit.num_deaths and not s.has_token_since_submitted)
+        counted = {s.request for s in alive if s.request in probed and s.submit.probe_size == 1}
         num_gone = len({s.request for s in present} - requests.keys())
-        blamed = self._worker_bisection.died(requests, (s.request for s in waiting), num_gone, [*probed])
+        waiting_requests = (s.request for s in waiting)
+        blamed = self._worker_bisection.died(requests, waiting_requests, num_gone, [*probed], counted)
         self._set_flags()
         return blamed
 

@@ -15,9 +15,10 @@ rules follow:
   token. It rests only if one may run. If the workers die meanwhile, the requests that ran are suspects as well.
 
 *Several replicas* (`probes_alone`). Only poison requests may cost deaths, each of them `MAX_ALONE`, and everything else steps. So
-the search begins with the first death, and a group is at most `MAX_GROUP` requests (`bisection`, small groups). Its death counts
-for each of them, although requests that were cleared run beside it. Then each is probed with nothing else in a step (`isolated`),
-before anything else starts or a rest begins. Requests that are cleared there give their slots up until the search is over.
+the search begins with the first death, and groups are counted (`bisection`). The death of a group counts for each member in
+flight, although requests that were cleared run beside it. Then each is probed with nothing else in a step (`isolated`), before
+anything else starts or a rest begins. Requests that are cleared there give their slots up until the search is over. A scheduler
+may have died of the group of such a request before. That death counts as well, so one death of the workers decides.
 
 What that costs: a request that is no poison was in such a group, and the workers are killed from outside within its own step.
 Then it fails, as after two accidents in a row.
@@ -33,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from actorllm.scheduling.sequence import RequestKey
-from actorllm.supervision.blame.bisection import Bisection
+from actorllm.supervision.blame.bisection import FIRST_GROUP, Bisection
 
 MAX_IN_A_ROW = 3
 """Deaths in a row after which those requests run first that are not suspected, if there are any."""
@@ -42,15 +43,11 @@ MAX_ALONE = 2
 """Deaths of a process for which one request was probed, after which the request fails: one may be an accident."""
 
 
-MAX_GROUP = 4
-"""Members of a probe group among several replicas. 32 suspects take 8 probes; a poison request costs a step of 3 others."""
-
-
 class WorkerBisection:
     """The suspects. Falsy while there are none. probes_alone: see the module docstring."""
 
     def __init__(self, *, probes_alone: bool = False) -> None:
-        self._bisection: Bisection[RequestKey] = Bisection(MAX_ALONE, max_group=MAX_GROUP if probes_alone else None)
+        self._bisection: Bisection[RequestKey] = Bisection(MAX_ALONE, first_group=FIRST_GROUP if probes_alone else None)
         self._probes_alone = probes_alone
         self._num_in_a_row = 0
         self.is_resting = False
@@ -86,12 +83,13 @@ class WorkerBisection:
         waiting: Iterable[RequestKey] = (),
         num_gone: int = 0,
         probed: Collection[RequestKey] = (),
+        counted: Collection[RequestKey] = (),
     ) -> list[RequestKey]:
         """The workers died with steps of these in flight. Returns the one to blame, if it is known; it is no longer here.
 
         waiting: those that may run now, suspects or not. num_gone: others that were in those steps and have ended
         meanwhile. The workers may have died of them, so no request was alone. probed: those in flight that are probed because
-        another process died of one of them.
+        another process died of one of them. counted: those of them for which a death of a scheduler counts already.
         """
         search = self._bisection
         present = [*dict.fromkeys(in_flight)]
@@ -108,12 +106,15 @@ class WorkerBisection:
         if probed_first:  # also while others are searched for: of these another process has died
             self.is_narrowing = begins = True
             search.add(present)
-            blamed = search.fail(probed_first, len(probed_first) == 1 or self._is_small_group(probed_first))
-            search.add((), first=probed_first)  # while nothing runs that was cleared
+            if is_alone and self._probes_alone:
+                search.count(counted)
+            blamed = search.fail(probed_first, len(probed_first) == 1 or self._probes_alone)
+            left = [request for request in probed_first if request not in blamed]
+            search.add((), first=left)  # while nothing runs that was cleared
         elif search.is_probing and again:  # those that were cleared run beside the group, and stay cleared
-            is_small = search.counted is None and self._is_small_group(again)
+            is_counted = self._probes_alone and search.counted is None
             self.is_narrowing = is_alone or search.narrows(again)
-            blamed = search.fail(again, is_alone or is_small)
+            blamed = search.fail(again, is_alone or is_counted)
             if is_alone and not blamed and again == [*probed]:  # one death more decides, and costs no other
                 search.add((), first=again)
                 search.begin()
@@ -127,10 +128,6 @@ class WorkerBisection:
         if search.is_probing and again and self._num_in_a_row >= MAX_IN_A_ROW and not is_undecided:
             self.is_resting = any(request not in search and request not in blamed for request in waiting)
         return blamed
-
-    def _is_small_group(self, members: Collection[RequestKey]) -> bool:
-        """Whether a death of these counts for each of them."""
-        return self._probes_alone and len(members) <= MAX_GROUP
 
     def clear(self, requests: Iterable[RequestKey]) -> None:
         """These had a token, or are gone."""

@@ -209,3 +209,42 @@ async def arrived(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
         while not condition():
             await anyio.sleep(0.001)
+
+
+class NarrowStream:
+    """Refuses every long message."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.bodies: list[tuple[int, bytes]] = []
+        self.num_flushes = 0
+
+    def send(self, kind: int, buffers: list[bytes], generation: int, lane: int) -> bool:
+        body = b"".join(buffers)
+        if len(body) > 1000:
+            return False
+        self.bodies.append((kind, body))
+        return True
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+        assert self.num_flushes < 1000, "it goes on for ever"
+
+
+async def test_a_relay_of_a_full_stream_closes_and_leaves_no_gap() -> None:
+    """More is in the ring than is read of it at a time, and behind what the stream refuses nothing is sent."""
+    ends = create_link(1 << 20, 1 << 20, 1, INFO.generation)
+    scheduler = open_ring(LinkInfo("scheduler-frontend", "frontend", 0, INFO.generation), ends.hub)
+    stream = NarrowStream()
+    relay = Relay(INFO.generation, stream, ends.spokes[0], lambda error: None)  # type: ignore[arg-type]
+    lengths = [1, 1, 1000, *[1] * 200]
+    messages: list[Message] = [
+        Submit(rid=rid, arrival=0.0, prompt=np.ones(length, np.int32), max_tokens=1)
+        for rid, length in enumerate(lengths, 1)
+    ]
+    for message in messages:
+        scheduler.send_nowait(message)
+    relay.close()
+    assert stream.bodies == bodies_of(messages[:2])
+    scheduler.close()

@@ -303,6 +303,23 @@ def test_an_update_of_the_weights_reaches_layers_for_further_tokens(
     assert case.num_compared > 0
 
 
+def test_what_an_update_has_for_a_layer_for_further_tokens_is_no_view_of_its_file(
+    make_case: Callable[..., Case], tmp_path: Path
+) -> None:
+    """An embedding of its own stays as it is read. The file would be kept, and never written to again."""
+    case = make_case("mtp of DeepSeek")
+    layout, runner = case.model._shape.mtp, case.driver.runner
+    assert layout is not None
+    assert layout.embedding is not None
+    own = torch.randn(runner.decoder.embedding.shape)  # type: ignore[attr-defined]
+    file = tmp_path / "update.safetensors"
+    save_file({layout.embedding: own}, file)
+    runner.commit_weights(runner.stage_weights(WeightSource("1", "an update", overlays=(str(file),))))
+    assert case.model._head._embedding is not None
+    assert torch.equal(case.model._head._embedding, own)
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_a_worker_that_starts_after_an_update_has_the_same_head(
     make_case: Callable[..., Case], tmp_path: Path, name: str

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from actorllm.actors.memory_file import MemoryFile
-from actorllm.errors import InvalidParameterError
-from actorllm.model.updates.tensor_files import DTYPES, file_of_tensors, layered
+from actorllm.errors import CorruptModelError, InvalidParameterError
+from actorllm.model.updates import tensor_files
+from actorllm.model.updates.tensor_files import DTYPES, MappedTensors, file_of_tensors, layered
 
 MEMORY = partial(MemoryFile, "weights")
 
@@ -35,13 +36,60 @@ def test_what_is_read_is_what_was_given_whatever_its_type_and_layout() -> None:
     given["backwards"] = np.arange(3.0)[::-1]
     given["not to be written to"] = np.frombuffer(bytes(8), np.float32)
     given["negated"] = torch._neg_view(torch.ones(3))
+    given["of an odd size"] = torch.arange(3, dtype=torch.int8)
+    given["behind it"] = torch.arange(3.0)
     file = file_of_tensors(given, MEMORY)
-    found = read(file.path)
-    assert found.keys() == given.keys()
+    found, mapped = read(file.path), MappedTensors(file.path)
+    assert found.keys() == mapped.records.keys() == given.keys()
     for name, value in given.items():
         wanted = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach()
-        assert found[name].dtype == wanted.dtype, name
-        assert torch.equal(found[name], wanted), name
+        for one in (found[name], mapped.tensor(name)):
+            assert one.dtype == wanted.dtype, name
+            assert torch.equal(one, wanted), name
+    file.close()
+
+
+def test_tensors_that_share_their_memory_are_written_once() -> None:
+    """Such as an embedding that is the head, too."""
+    shared, other = torch.arange(4000.0), torch.ones(10)
+    whole = {"a": shared, "b": other, "c": shared.view(40, 100), "d": shared[:10]}
+    file = file_of_tensors(whole, MEMORY)
+    size = os.stat(file.path).st_size
+    assert 4 * 4020 < size < 4 * 4020 + 1000
+    less = file.without(["b"])
+    assert os.stat(less.path).st_size < size
+    for one, names in ((file, "abcd"), (less, "acd")):
+        mapped = MappedTensors(one.path)
+        assert mapped.records.keys() == set(names)
+        assert all(torch.equal(mapped.tensor(name), whole[name]) for name in names)
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", bytes(8), bytes([2] + 7 * [0]) + b"{]", bytes([99] + 7 * [0]) + b"{}", bytes(8 * [255])]
+)
+def test_what_is_no_such_file_is_told(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(CorruptModelError, match="cannot be read"):
+        MappedTensors(str(path))
+    with pytest.raises(CorruptModelError, match="cannot be read"):
+        MappedTensors(str(tmp_path / "nowhere"))
+
+
+def test_a_file_that_was_cut_short_is_told() -> None:
+    file = file_of_tensors({"a": torch.ones(100)}, MEMORY)
+    os.truncate(file.path, os.stat(file.path).st_size - 1)
+    with pytest.raises(CorruptModelError, match="too short for its tensors"):
+        MappedTensors(file.path)
+    file.close()
+
+
+def test_much_is_written_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
+    given = {str(size): torch.arange(size) for size in (1, 100, 125, 126, 5000)}
+    file = file_of_tensors(given, MEMORY)
+    assert all(torch.equal(one, given[name]) for name, one in read(file.path).items())
     file.close()
 
 

@@ -445,6 +445,18 @@ def test_step_times_are_learned_and_follow_a_change() -> None:
     assert learned.num_steps == 3000, "a step that took no time tells nothing"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_of_rows_that_are_always_as_many_nothing_absurd_is_learned(seed: int) -> None:
+    """What a row takes and what is fixed cannot be told apart then. Half as many rows take from half the time to all of it."""
+    rng = np.random.default_rng(seed)
+    learned = StepTime()
+    for at in range(5000):
+        p = 0 if at % 15 else 300
+        learned.observe(p, 32, 32 * (20 + at % 180), 0.006 + 5e-5 * p + 0.002 * float(rng.uniform()))
+        if at >= 100:
+            assert 0.0035 < learned.seconds(0, 16, 16 * 100) < 0.008
+
+
 class Mine(KeyPolicy):
     name = "mine"
 

@@ -18,7 +18,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError, PeerRestartedError
 from actorllm.messages import StepPlan, Submit
 from actorllm.supervision.restart import RestartCounter, RestartLimits
-from tests.actors.scripted_worker import VOCAB
+from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.scheduling.chained_tokens import SIBLING, ScriptedWorker, reference_stream
 
 NUM_BLOCKS = 80
@@ -206,10 +206,32 @@ class Lives:
             return True
         self.scheduler.scheduler.check_integrity()
         if self.plans:
-            result = self.model.run(self.plans.pop(0))
-            self.scheduler.on_message(self.workers, result)  # type: ignore[arg-type]
+            plan = self.plans.pop(0)
+            result = self.model.run(plan)
+            if any(self._is_deadly(slot) for slot in plan.prefill_slots.tolist()):
+                self.lose_workers()
+            else:
+                self.scheduler.on_message(self.workers, result)  # type: ignore[arg-type]
             return True
         return had_result or num_done > 0
+
+    def _is_deadly(self, slot: int) -> bool:
+        """Whether workers die of the prompt in this slot."""
+        row = self.model.rows[slot]
+        return DEADLY in row.tokens[: row.num_known_at_start - row.num_outputs_at_start]
+
+    def lose_workers(self) -> None:
+        """The workers are dead, and the next ones begin."""
+        self.num_deaths += 1
+        self.is_dead |= self.counter.died("workers", was_ready=True) is None
+        lost = self.workers
+        lost.is_open, lost.lost = False, PeerRestartedError("killed")
+        try:
+            self.scheduler.on_peer_lost(lost)  # type: ignore[arg-type]
+        except Killed:
+            self.die()
+        else:
+            self._begin_workers()
 
     def rest(self) -> None:
         """Turn until nothing happens any more. Whoever is late comes when the others have nothing left to do."""
@@ -255,10 +277,13 @@ class Lives:
         actor._runner = SimpleNamespace(report_progress=self.counter.progressed)  # type: ignore[assignment]
         actor.on_configure(self.config)
         actor.is_running = True
+        self._begin_workers()
+
+    def _begin_workers(self) -> None:
         self.model = ScriptedWorker(self.config.cache.block_size, NUM_BLOCKS, vocab=VOCAB)
         self.plans: list[StepPlan] = []
         self.workers = Wire("workers", deliver=lambda m: self.plans.append(m) if isinstance(m, StepPlan) else None)
-        actor.on_link(self.workers)  # type: ignore[arg-type]
+        self.scheduler.on_link(self.workers)  # type: ignore[arg-type]
 
     def _connect(self, frontends: list[FrontendActor]) -> None:
         actor = self.scheduler

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from actorllm.supervision.blame import worker_deaths
-from actorllm.supervision.blame.bisection import Bisection
+from actorllm.supervision.blame.bisection import FIRST_GROUP, Bisection, grown
 from actorllm.supervision.blame.worker_deaths import WorkerBisection
 
 Kind = type[Bisection[Any]]
@@ -87,9 +87,10 @@ class Trials(Lives):
 
     def __init__(self, kind: Kind) -> None:
         self.search = WorkerBisection(probes_alone=True)
-        self.search._bisection = kind(worker_deaths.MAX_ALONE, max_group=worker_deaths.MAX_GROUP)
+        self.search._bisection = kind(worker_deaths.MAX_ALONE, first_group=FIRST_GROUP)
         self.suspects: dict[int, None] = {}
         """Of another replica; those that the scheduler has not taken on yet, and its probe group."""
+        self.next_size = FIRST_GROUP
         self.group: dict[int, None] = {}
 
     @property
@@ -101,8 +102,11 @@ class Trials(Lives):
         self._next_group()
 
     def _next_group(self) -> None:
-        if not self.group and not self.search:
-            self.group = dict.fromkeys([*self.suspects][: worker_deaths.MAX_GROUP])
+        """Beside those of the last one that have waited for a slot."""
+        left = [request for request in self.suspects if request not in self.group]
+        if not self.search and left:
+            self.group |= dict.fromkeys(left[: self.next_size])
+            self.next_size = grown(self.next_size)
 
     def may_run(self, request: int) -> bool:
         return (request not in self.suspects or request in self.group) and super().may_run(request)
@@ -112,7 +116,10 @@ class Trials(Lives):
         # Suspects whose group has not come are held by the scheduler, and do not wait for the workers.
         taken_on = [request for request in waiting if request not in self.suspects or request in self.group]
         blamed = list(self.search.died(present, taken_on, num_gone, probed))
+        self.next_size = FIRST_GROUP
         self._forget(blamed)
+        if not self.group:
+            self._next_group()
         return blamed
 
     def set_aside(self, running: Iterable[int]) -> list[int]:
@@ -122,16 +129,18 @@ class Trials(Lives):
     def succeed(self, requests: Iterable[int]) -> None:
         super().succeed(requests)
         self._forget(requests)
+        self._next_group()
 
     def end(self, requests: Iterable[int]) -> None:
         super().end(requests)
         self._forget(requests)
+        if not self.group:
+            self._next_group()
 
     def _forget(self, requests: Iterable[int]) -> None:
         for request in requests:
             self.suspects.pop(request, None)
             self.group.pop(request, None)
-        self._next_group()
 
 
 class LetsThemRunOn(Trials):
@@ -286,13 +295,18 @@ class IgnoresWhatRunsBeside(Bisection[int]):
 
 
 class BlamesAtTheFirstDeath(Bisection[int]):
-    def __init__(self, max_alone: int, *, max_group: int | None = None) -> None:
-        super().__init__(1, max_group=max_group)
+    def __init__(self, max_alone: int, *, first_group: int | None = None) -> None:
+        super().__init__(1, first_group=first_group)
 
 
 class CountsSingleFailures(Bisection[int]):
     def fail(self, members: Collection[int], is_alone: bool) -> list[int]:
         return super().fail(members, is_alone and len(members) == 1)
+
+
+class CountsSmallGroups(Bisection[int]):
+    def fail(self, members: Collection[int], is_alone: bool) -> list[int]:
+        return super().fail(members, is_alone and len(members) <= FIRST_GROUP)
 
 
 class ProbesOthersFirst(Bisection[int]):
@@ -336,6 +350,7 @@ MISTAKES = {
         ClearsTheFailedHalf,
         BlamesAtTheFirstDeath,
         CountsSingleFailures,
+        CountsSmallGroups,
         NeverMakesGroupsSmaller,
         ProbesOthersFirst,
         NeverMovesOn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +20,10 @@ from actorllm.messages import ProbeGroup, Submit
 from actorllm.supervision.blame import scheduler_deaths, scheduler_probes
 from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
 from actorllm.supervision.blame.scheduler_probes import SchedulerProbes
+from actorllm.supervision.blame.worker_deaths import WorkerBisection
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, SIBLING, STARTS, WAITS
+from tests.actors.scripted_worker import DEADLY as KILLS_WORKERS
 from tests.effort import examples
 from tests.supervision.blame.lives import Caller, Killed, Lives
 
@@ -134,12 +137,13 @@ def test_several_are_found_and_nobody_else(is_in_step: bool) -> None:
 @pytest.mark.parametrize("is_in_step", [True, False])
 @pytest.mark.parametrize(
     ("killers", "num_groups"),
-    [({0}, 1), ({39}, 1), ({3, 17, 30}, 3), ({4, 7}, 1), (set(range(10, 18)), 3), (set(range(40)), 10)],
+    [({0}, 1), ({39}, 1), ({3, 17, 20}, 2), ({4, 7}, 1), (set(range(10, 18)), 3), (set(range(40)), 10)],
     ids=str,
 )
-def test_suspects_of_another_replica_cost_a_death_each_and_one_for_each_group_of_four(
+def test_suspects_of_another_replica_cost_a_death_each_and_one_for_each_group(
     killers: set[int], num_groups: int, is_in_step: bool
 ) -> None:
+    """Groups have four members first, and twice as many after each that is cleared."""
     search = Search(40, killers, is_in_step, probes_alone=True)
     for record in search.records.values():
         record.suspect()
@@ -210,7 +214,7 @@ def check_ends(lives: Lives) -> None:
     for caller in lives.callers:
         caller.check()
         assert caller.is_over
-        deadly = set(caller.prompt).intersection(MOMENTS)
+        deadly = set(caller.prompt).intersection((*MOMENTS, KILLS_WORKERS))
         assert deadly or caller.error is None, caller.error
         if deadly and deadly != {WAITS} and caller.reason != "abort":
             assert isinstance(caller.error, RequestFailedError)
@@ -378,6 +382,39 @@ def test_of_a_group_that_fails_each_is_probed_alone_in_one_life(
     assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token == STARTS for token in tokens]
 
 
+@pytest.mark.parametrize(
+    "order", sorted(set(itertools.permutations([GOOD, GOOD, HAS_A_TOKEN, KILLS_WORKERS]))), ids=str
+)
+def test_one_that_kills_schedulers_and_one_that_kills_workers_cost_two_deaths_each_in_one_group(
+    make_lives: Callable[..., Lives], order: tuple[int, ...]
+) -> None:
+    """The workers die of the group. What the scheduler has learnt of that ends with it, if the other one is alone first."""
+    lives = make_lives(is_replica=True, max_num_seqs=16)
+    callers = lives.adopt(0, [([5, token, 200 + number], 20, 1) for number, token in enumerate(order)])
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths <= 4
+    assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token != GOOD for token in order]
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+@pytest.mark.parametrize("moment", [STARTS, HAS_A_TOKEN, KILLS_WORKERS])
+def test_one_that_waits_for_a_slot_while_others_are_probed_costs_two_deaths(
+    make_lives: Callable[..., Lives], moment: int, place: int
+) -> None:
+    """Beside later groups, and when the search is over: three requests have three of the four slots for long."""
+    lives = make_lives(is_replica=True, max_num_seqs=4)
+    for _ in range(3):
+        lives.submit(0, prompt_of(lives), 100)
+    for _ in range(3):
+        lives.turn()
+    tokens = [moment if number == place else GOOD for number in range(8)]
+    lives.adopt(0, [([5, token, 200 + number], 12, 1) for number, token in enumerate(tokens)])
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths == 2
+
+
 @pytest.mark.parametrize("is_replica", [True, False])
 def test_a_scheduler_that_is_killed_before_there_are_workers_blames_no_request(
     make_lives: Callable[..., Lives], is_replica: bool
@@ -484,16 +521,19 @@ class Programs(RuleBasedStateMachine):
 
 
 class Trial(RuleBasedStateMachine):
-    """A replica that takes what others may have died of, besides requests of its own. Nothing kills it but requests."""
+    """A replica that takes what others may have died of, besides requests of its own. Nothing kills it but requests.
+
+    It may have fewer slots than there are suspects, so that some wait while others are probed.
+    """
 
     def __init__(self, make: Callable[..., Lives]) -> None:
         super().__init__()
         self.make = make
         self.num_deadly = self.num_new = 0
 
-    @initialize(num_frontends=st.integers(1, 2), num_own=st.integers(0, 3))
-    def begin(self, num_frontends: int, num_own: int) -> None:
-        self.lives = self.make(num_frontends, is_replica=True, max_num_seqs=64)
+    @initialize(num_frontends=st.integers(1, 2), num_own=st.integers(0, 3), num_slots=st.sampled_from([3, 5, 64]))
+    def begin(self, num_frontends: int, num_own: int, num_slots: int) -> None:
+        self.lives = self.make(num_frontends, is_replica=True, max_num_seqs=num_slots)
         for _ in range(num_own):
             self.lives.submit(0, prompt_of(self.lives), 100)
         for _ in range(3):
@@ -503,9 +543,9 @@ class Trial(RuleBasedStateMachine):
     @rule(
         choice=st.integers(0, 9),
         kinds=st.lists(
-            st.tuples(st.sampled_from([GOOD, STARTS, COMES, HAS_A_TOKEN]), st.sampled_from([1, 1, 2])),
+            st.tuples(st.sampled_from([GOOD, STARTS, COMES, HAS_A_TOKEN, KILLS_WORKERS]), st.sampled_from([1, 1, 2])),
             min_size=2,
-            max_size=10,
+            max_size=20,
         ),
     )
     def adopt(self, choice: int, kinds: list[tuple[int, int]]) -> None:
@@ -557,12 +597,22 @@ def walk(make: Callable[..., Lives], num_walks: int) -> None:
     for seed in range(num_walks):
         chance = random.Random(seed)
         trial = Trial(make)
-        Trial.begin(trial, 1 + seed % 2, chance.randrange(3))
+        Trial.begin(trial, 1 + seed % 2, chance.randrange(3), chance.choice([3, 64]))
         for _ in range(2):
-            kinds = [(chance.choice([GOOD, GOOD, STARTS]), 1) for _ in range(6)]
+            kinds = [(chance.choice([*[GOOD] * 6, STARTS, HAS_A_TOKEN, KILLS_WORKERS]), 1) for _ in range(8)]
             Trial.adopt(trial, chance.randrange(9), kinds)
             Trial.turns(trial, chance.randrange(9))
         trial.teardown()
+
+
+def corners(make: Callable[..., Lives], _: int) -> None:
+    """Groups of one poison request among eight, and of two that kill different processes."""
+    for tokens in ([*[GOOD] * 7, STARTS, *[GOOD] * 4], [HAS_A_TOKEN, KILLS_WORKERS, GOOD, GOOD]):
+        lives = make(is_replica=True, max_num_seqs=16)
+        lives.adopt(0, [([5, token, 200 + number], 8, 1) for number, token in enumerate(tokens)])
+        lives.rest()
+        check_ends(lives)
+        assert lives.num_deaths <= 2 * sum(token != GOOD for token in tokens)
 
 
 def keep_running(probes: Any) -> bool:
@@ -583,8 +633,29 @@ def hold_back_too_much(probes: Any) -> bool:
     return True
 
 
+def count_only_small_groups(records: Any, probe: Any, is_second: bool, probes_alone: bool = False) -> None:
+    note_death(records, probe, is_second, probes_alone and probe is not None and probe.size <= 4)
+
+
 def count_only_single(records: Any, probe: Any, is_second: bool, probes_alone: bool = False) -> None:
     note_death(records, probe, is_second, probes_alone=False)
+
+
+_tell = SchedulerProbes._tell
+
+
+def forget_those_that_wait(probes: Any, keys: Any) -> None:
+    """Only new members are named, and not those that have been taken on before."""
+    _tell(probes, [key for key in keys if probes._scheduler.sequence(key) is None])
+
+
+_died = WorkerBisection.died
+
+
+def forget_deaths_of_schedulers(
+    search: Any, in_flight: Any, waiting: Any = (), num_gone: int = 0, probed: Any = (), counted: Any = ()
+) -> Any:
+    return _died(search, in_flight, waiting, num_gone, probed)
 
 
 def count_everything(records: Any, probe: Any, is_second: bool, probes_alone: bool = False) -> None:
@@ -596,26 +667,39 @@ def count_everything(records: Any, probe: Any, is_second: bool, probes_alone: bo
 
 
 @pytest.mark.parametrize(
-    ("place", "mistake"),
+    ("check", "place", "mistake"),
     [
-        ((SchedulerProbes, "_is_alone_again"), keep_running),
-        ((SchedulerProbes, "_is_alone_again"), hold_back_too_much),
-        ((frontend, "note_death"), count_only_single),
-        ((frontend, "note_death"), count_everything),
-        ((scheduler_deaths.HeldRequest, "is_counted"), False),
+        (walk, (SchedulerProbes, "_is_alone_again"), keep_running),
+        (walk, (SchedulerProbes, "_is_alone_again"), hold_back_too_much),
+        (walk, (frontend, "note_death"), count_only_single),
+        (corners, (frontend, "note_death"), count_only_small_groups),
+        (walk, (SchedulerProbes, "_tell"), forget_those_that_wait),
+        (corners, (WorkerBisection, "died"), forget_deaths_of_schedulers),
+        (walk, (frontend, "note_death"), count_everything),
+        (walk, (scheduler_deaths.HeldRequest, "is_counted"), False),
     ],
-    ids=["runs on", "loses a token", "counts single ones", "counts everything", "groups again"],
+    ids=[
+        "runs on",
+        "loses a token",
+        "counts single ones",
+        "counts groups of four",
+        "forgets who waits",
+        "forgets deaths of schedulers",
+        "counts everything",
+        "groups again",
+    ],
 )
 def test_a_mistake_in_a_trial_is_noticed(
-    make_lives: Callable[..., Lives], monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], mistake: Any
+    make_lives: Callable[..., Lives], monkeypatch: pytest.MonkeyPatch, check: Any, place: tuple[Any, str], mistake: Any
 ) -> None:
     monkeypatch.setattr(*place, mistake)
     with pytest.raises(AssertionError):
-        walk(make_lives, 30)
+        check(make_lives, 30)
 
 
 def test_walks_find_nothing(make_lives: Callable[..., Lives]) -> None:
-    walk(make_lives, 10)
+    walk(make_lives, 5)
+    corners(make_lives, 1)
 
 
 @pytest.mark.timeout(300)

@@ -85,7 +85,7 @@ def test_a_suspect_of_another_replica_costs_two_deaths() -> None:
     ids=str,
 )
 def test_among_several_replicas_only_guilty_ones_cost_deaths(guilty: tuple[int, ...], num_groups: int) -> None:
-    """One each, one for each group of four that has some, and the one with which the search begins."""
+    """One each, one for each group that has some, and the one with which the search begins."""
     court = Court(16, *guilty, probes_alone=True)
     court.run()
     assert sorted(court.failed) == sorted(guilty)
@@ -94,13 +94,36 @@ def test_among_several_replicas_only_guilty_ones_cost_deaths(guilty: tuple[int, 
     assert court.most_standing_still == 0
 
 
-def test_among_several_replicas_suspects_are_cleared_four_at_a_time() -> None:
-    court = Court(32, probes_alone=True)
+def test_among_several_replicas_groups_that_are_cleared_get_larger() -> None:
+    court = Court(64, probes_alone=True)
     court.quarantine.died(court.alive, court.alive)
-    for number in range(8):
-        assert len([request for request in court.alive if court.quarantine.may_start(request)]) == 4, number
+    sizes = []
+    while court.quarantine:
+        suspects = [r for r in court.alive if court.quarantine.may_start(r) and r not in court.running]
+        sizes.append(len(suspects))
         court.step()
-    assert not court.quarantine
+    assert sizes == [4, 8, 16, 32, 4]
+
+
+def test_after_a_death_groups_are_small_again() -> None:
+    court = Court(64, 20, probes_alone=True)
+    court.quarantine.died(court.alive, court.alive)
+    for _ in range(3):
+        court.step()
+    assert court.quarantine.isolated is not None
+    while court.quarantine.isolated is not None:
+        court.step()
+    assert court.failed == [20]
+    assert len([r for r in court.alive if court.quarantine.may_start(r) and r in court.quarantine._bisection]) == 4
+
+
+def test_a_death_of_a_scheduler_counts_and_one_of_the_workers_decides() -> None:
+    """Of a request that runs alone. Beside another one it does not."""
+    quarantine: Any = WorkerBisection(probes_alone=True)
+    assert quarantine.died("a", probed="a", counted="a") == ["a"]
+    assert not quarantine
+    assert quarantine.died("ab", probed="ab", counted="ab") == []
+    assert quarantine.died("a", num_gone=1, probed="a", counted="a") == []
 
 
 def test_among_several_replicas_two_accidents_blame_nobody_that_lives() -> None:

@@ -56,7 +56,7 @@ class WholeEnds:
         self._target = target
         self.config = target.config
         tensors = DecoderTensors(target.config, weights, Ranks(), form)
-        self.embedding = tensors.embedding()
+        self.embedding = weights.own(tensors.embedding())
         self._embedding_scale = tensors.embedding_scale
         self._lm_head = linear(tensors.head() or form.head_of(self.embedding))
 
@@ -81,7 +81,4 @@ def ends_of(target: Decoder, model: ModelConfig, show_progress: bool | None) -> 
     if target.ranks.size == 1:
         return target
     with open_weights(model, target.dtype, show_progress) as weights:
-        ends = WholeEnds(target, weights, form_of(model))
-    if model.weights.overlays:  # else it is a view of a file of the update
-        ends.embedding = ends.embedding.clone()
-    return ends
+        return WholeEnds(target, weights, form_of(model))

@@ -1,0 +1,105 @@
+"""Memory of new weights: it serves again, unless a process still reads it, and within bounds."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from actorllm.client.weight_memory import LEAST_BYTES, MAX_FILES, WeightFile, WeightMemory
+from actorllm.errors import CorruptModelError
+from actorllm.model import memory
+from actorllm.model.updates.tensor_files import MappedTensors, TensorFile, file_of_tensors
+
+MANY = 4 * LEAST_BYTES
+
+
+def inode(file: WeightFile | TensorFile) -> int:
+    return os.stat(file.path).st_ino
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((MANY // 4,), value), "b": torch.full((3, 5), value)}
+
+
+def test_memory_of_the_version_before_serves_the_next_one() -> None:
+    weights = WeightMemory()
+    num_open = len(os.listdir("/proc/self/fd"))
+    first, second = weights.new(MANY), weights.new(MANY)
+    known, path = inode(first), first.path
+    first.close()
+    first.close()
+    assert weights.num_kept_bytes == MANY
+    assert not os.path.exists(path), "what was told of it leads nowhere"
+    third = weights.new(MANY - LEAST_BYTES // 2)
+    assert inode(third) == known
+    assert os.stat(third.path).st_size == MANY - LEAST_BYTES // 2
+    assert inode(weights.new(MANY)) != inode(third)
+    for file in (second, third):
+        file.close()
+    weights.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_memory_that_is_still_read_is_not_written_to() -> None:
+    weights = WeightMemory()
+    first, second = (file_of_tensors(tensors(value), weights.new) for value in (1.0, 2.0))
+    known = inode(first)
+    view = MappedTensors(first.path).tensor("a")
+    first.close()
+    third = file_of_tensors(tensors(3.0), weights.new)
+    assert inode(third) != known
+    assert float(view.min()) == float(view.max()) == 1.0
+    del view
+    known = inode(second)
+    second.close()
+    fourth = file_of_tensors(tensors(4.0), weights.new)
+    assert inode(fourth) == known
+    assert float(MappedTensors(fourth.path).tensor("a").min()) == 4.0
+    for file in (third, fourth):
+        file.close()
+    weights.close()
+
+
+def test_what_is_being_written_is_not_read() -> None:
+    weights = WeightMemory()
+    file, other = (file_of_tensors(tensors(1.0), weights.new) for _ in range(2))
+    file.close()
+    again = weights.new(MANY)
+    with pytest.raises(CorruptModelError, match="cannot be read"):
+        MappedTensors(again.path)
+    other.close()
+    weights.close()
+
+
+def test_no_more_is_kept_than_a_version_has_and_less_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = WeightMemory()
+    files = [weights.new(MANY) for _ in range(4)]
+    for file in files[:3]:
+        file.close()
+    assert weights.num_kept_bytes == MANY
+    files[3].close()
+    assert weights.num_kept_bytes == 0, "there is no version of tensors"
+    num_open = len(os.listdir("/proc/self/fd"))
+    lasting = weights.new(100 * LEAST_BYTES)
+    for file in [weights.new(LEAST_BYTES) for _ in range(2 * MAX_FILES)]:
+        file.close()
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 1 + MAX_FILES
+    weights.clear()
+    weights.new(LEAST_BYTES - 1).close()
+    monkeypatch.setattr(memory, "available_bytes", lambda: MANY)
+    weights.new(MANY).close()
+    assert weights.num_kept_bytes == 0
+    lasting.close()
+    weights.close()
+
+
+def test_nothing_is_kept_of_an_engine_that_has_ended() -> None:
+    weights = WeightMemory()
+    lasting, file, dropped = (weights.new(MANY) for _ in range(3))
+    del dropped
+    weights.close()
+    for one in (file, lasting):
+        one.close()
+    assert weights.num_kept_bytes == 0

@@ -1,0 +1,100 @@
+"""What a program that has joined does with what the owner tells of its replicas, without the owner."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from actorllm import EngineConfig
+from actorllm.attach.client import Met
+from actorllm.client.stream import Mailbox
+from actorllm.errors import EngineDeadError
+from actorllm.fleet import attached
+from actorllm.fleet.attached import AttachedReplica, FleetAttachClient
+from actorllm.messages import Submit
+from tests.actors.scheduler_bench import FakeLink
+from tests.fleet.streams import until
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def joined(num_replicas: int = 2) -> AsyncIterator[FleetAttachClient]:
+    """Each replica has a link that records."""
+    control, other = socket.socketpair()
+    config = EngineConfig.from_arguments("storyteller", data_parallel_size=num_replicas)
+    client = FleetAttachClient(Met("tale", control, config, 0, 0))
+    for number in range(num_replicas):
+        replica = client.replicas[number] = AttachedReplica(number, client)
+        replica.frontend.on_link(FakeLink("scheduler"))  # type: ignore[arg-type]
+        replica.is_lost = False
+    async with anyio.create_task_group() as client._tasks:
+        yield client
+        client._tasks.cancel_scope.cancel()
+    client.close()
+    other.close()
+
+
+def submit_to(replica: Any) -> Mailbox:
+    mailbox = Mailbox()
+
+    def make(rid: int) -> Submit:
+        return Submit(rid=rid, arrival=0.0, prompt=np.zeros(1, np.int32), max_tokens=9)
+
+    replica.frontend.submit(make, mailbox, lambda rid: None)
+    return mailbox
+
+
+LOST = {"op": "lost", "replica": 0, "link": "scheduler-frontend", "generation": 1, "type_name": "EngineDeadError"}
+
+
+async def test_streams_of_a_link_that_its_scheduler_has_dropped_go_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner tells no more of it, since the replica lives."""
+    monkeypatch.setattr(attached, "LOSS_GRACE_S", 0.0)
+    async with joined() as client:
+        mailbox = submit_to(client.replicas[0])
+        await client._do({**LOST, "error": "it sent nonsense"}, ())
+        await until(lambda: client.replicas[1].frontend.num_open == 1)
+        assert mailbox.error is None
+        assert client.replicas[0].state == "lost"
+        assert client.replicas[0].frontend.num_open == 0
+
+
+async def test_streams_of_a_link_that_comes_again_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "LOSS_GRACE_S", 0.0)
+    async with joined() as client:
+        submit_to(client.replicas[0])
+        await client._do({**LOST, "error": "it sent nonsense"}, ())
+        client.replicas[0].is_lost = False
+        await anyio.wait_all_tasks_blocked()
+        assert client.replicas[0].frontend.num_open == 1
+
+
+@pytest.mark.parametrize(("before", "now"), [("keep", None), (None, "wait")])
+async def test_a_replica_begins_its_next_life_as_the_others_are(before: str | None, now: str | None) -> None:
+    """While it was lost the owner, or another program, has resumed or paused them."""
+    async with joined() as client:
+        lost, other = client.replicas.values()
+        lost.frontend.assume_paused(before)
+        client._lose(lost, EngineDeadError("its scheduler died"))
+        other.frontend.assume_paused(now)
+        asked: list[tuple[str, str]] = []
+
+        async def ask(link: Any, verb: str, *_: Any, mode: str, **arguments: Any) -> None:
+            asked.append((verb, mode))
+
+        lost.frontend.ask = ask  # type: ignore[method-assign, assignment]
+        lost.frontend.start_soon = client._tasks.start_soon  # type: ignore[method-assign, assignment]
+        lost.frontend.on_link(FakeLink("scheduler"))  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+        assert asked == ([] if now is None else [("pause_generation", now)])
+        assert lost.frontend.is_linked
+        assert lost.frontend.pause_mode == now
