@@ -4,16 +4,26 @@
                              [--recorded RUN [--recorded-model MODEL] [--recorded-blocks N]]
 
 The live CPU engine (storyteller) runs traces, and the simulator is given a model that was fitted to steps of other traces. So
-that a machine which changes meanwhile changes for all of them, they take turns every few seconds: in the stage `latencies` the
-trace to calibrate on and two live runs of the one that is predicted, at 80 % of the capacity; in every stage `policies-N` eight
-engines, one for each policy, above the capacity, where policies differ. A stage takes less than two minutes and leaves a file
-in DIR; what is there is not run again (--stage next: only the first that is missing), and the result is written when all are.
+that a machine which changes meanwhile changes for all of them, they take turns every few seconds:
+
+    latencies     the trace to calibrate on, and two live runs of the one that is predicted, at 80 % of the capacity
+    others        likewise, but what is predicted runs on an engine of another policy and other limits (OTHER), at another rate
+    policies-N    eight engines, one for each policy, above the capacity, where policies differ
+
+A stage takes about two minutes and leaves a file in DIR; what is there is not run again (--stage next: only the first that is
+missing), and the result is written when all are.
 
 Latencies count from when the client sent a request, which is when it arrives in the simulation. An error above its target is
-"within noise" up to 1.5 times the difference between the two live runs, and missed beyond that. For step times the difference
-is the error which a model fitted to the second live run makes on the first one. Where it is larger than a quarter, the machine
-was too noisy to tell. A ranking is of the pairs of policies that lie apart, by Kendall's tau; one with few such pairs was not
-tested. Errors of step times are told by kind and size of the steps.
+"within noise" up to 1.5 times the difference between the two live runs, and missed beyond that. Where that is larger than a
+quarter, the machine was too noisy to tell.
+
+Step times are judged by kind, in two ways. The mean of a kind is what queues hang on; its noise is by how much the two live
+runs differ beside what was in their steps. The error of single steps is that of each of them; its noise is the error of a model
+that was fitted to the other live run. Equal steps in a row differ, which bounds every model.
+
+A ranking is of the pairs of policies that lie apart, by Kendall's tau; one with few such pairs was not tested. All policies of a
+round have the same requests within two minutes, so the differences of a pair are those of its rounds. They lie apart if Student's
+t says so at 95 %. Times are compared by their ratio.
 
 --recorded: a run of another engine (`slo.measured_runs`) is predicted from step times that it was not fitted to. Its second half is
 predicted from its first half, too. Nothing live is measured for that: --stage recorded does it alone, and keeps what --json has of
@@ -42,13 +52,14 @@ from actorllm import AsyncLLM
 from actorllm.actors.scheduler_setup import build_policy
 from actorllm.clock import now
 from actorllm.config import EngineConfig
+from actorllm.messages import F64
 from actorllm.scheduling.cost_model import (
     AnyModel,
+    Fit,
     LinearModel,
     MeasuredSteps,
     Regime,
     fit,
-    from_json,
     load_model,
     predict,
     to_json,
@@ -60,7 +71,7 @@ from actorllm.slo.measured_runs import read_run
 from actorllm.slo.metrics import RunMetrics, evaluate
 from actorllm.slo.prediction import predict_run
 from actorllm.slo.simulator import EngineShape, simulate
-from actorllm.slo.step_fit import errors_by_size, told_by_size
+from actorllm.slo.step_fit import KINDS, StepKind, errors_by_size, repeatability, told_by_size
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -78,10 +89,12 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "standby_worker": False,  # which would import torch meanwhile
 }
+OTHER: dict[str, Any] = {"scheduling_policy": "edf", "max_num_seqs": 32, "max_num_batched_tokens": 128}
+"""What differs in the engine that is predicted in the stage `others`."""
 MIX = "ls:0.5:ttft=0.15+p/2000,tpot=0.03 be:0.5:e2e=6"
 POLICIES = ("fcfs", "edf", "srpf", "hrrn", "sarathi", "fairbatch", "qoserve", "cohost")
-BELOW, ABOVE = 0.8, 1.3
-"""Of the capacity: where latencies are predicted, and where policies are compared."""
+BELOW, OTHER_RATE, ABOVE = 0.8, 0.6, 1.5
+"""Of the capacity: where latencies are predicted, likewise in the stage `others`, and where policies are compared."""
 SEEDS = 5
 """Simulations whose means are taken: the residuals of steps are drawn."""
 TOO_NOISY = 0.25
@@ -90,6 +103,8 @@ STEP_TARGET = 0.08
 ALSO = ("p50_ttft_ms", "p99_e2el_ms")
 TAU, MIN_PAIRS = 0.9, 12
 """Of a ranking: Kendall's tau over the pairs of policies that lie apart, and how many of them it takes to test it."""
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantile 0.975 of Student's t with 1, 2 ... degrees of freedom; the last one is taken for all further ones, too."""
 COMPARED: dict[str, Callable[[RunMetrics], float]] = {
     "mean TTFT, ms": lambda m: float(m.summary["mean_ttft_ms"]),
     "mean E2E, ms": lambda m: float(m.summary["mean_e2el_ms"]),
@@ -102,6 +117,10 @@ OF_DATA_SHEET = LinearModel((Regime(math.inf, (0.016, 9e-5, 0.0, 1.3e-7, 0.0, 0.
 per second."""
 CALIBRATE, PREDICT, COMPARE, SATURATE = 1000, 2000, 3000, 4000
 """First seeds of the traces of a kind."""
+RECORDED = ("recorded", "recorded_command")
+"""Of a result that is written again: what is kept if no recorded run is given."""
+PREDICTED = {"latencies": "another seed", "others": "another seed, rate, policy and limits"}
+"""Stages whose runs are predicted, and how these runs differ from those that the model was fitted to."""
 
 
 def trace(seed: int, seconds: float, rate: float) -> Workload:
@@ -180,7 +199,8 @@ class Stages:
         self.turns = turns
         self.rounds = rounds
         folder.mkdir(parents=True, exist_ok=True)
-        self.names = ["latencies", *(f"policies-{number + 1}" for number in range(rounds))]
+        self._fitted: dict[str, Fit] = {}
+        self.names = [*PREDICTED, *(f"policies-{number + 1}" for number in range(rounds))]
 
     def file(self, name: str, suffix: str = "json") -> Path:
         return self.folder / f"{name}.{suffix}"
@@ -196,37 +216,44 @@ class Stages:
         print(f"{name} ...", flush=True)
         record = self.file(name, "bin")
         load = os.getloadavg()[0]
-        stage = self._latencies(record) if name == "latencies" else self._policies(record, int(name.split("-")[1]))
+        stage = self._predicted(name, record) if name in PREDICTED else self._policies(record, int(name.split("-")[1]))
         found = asyncio.run(stage)
-        record.unlink()
+        for file in (record, _of_other(record)):
+            file.unlink(missing_ok=True)
         part = self.file(name, "part")
         part.write_text(json.dumps(found | {"load": [round(load, 2), round(os.getloadavg()[0], 2)]}))
         part.rename(self.file(name))
 
-    async def _latencies(self, record: Path) -> dict[str, Any]:
+    async def _predicted(self, name: str, record: Path) -> dict[str, Any]:
+        """Steps to calibrate on and two live runs of what is predicted, in turns; these runs may be of another engine."""
         turns = Turns()
-        async with AsyncLLM("storyteller", record=record, **ENGINE) as llm:
+        async with contextlib.AsyncExitStack() as stack:
+            llm = await stack.enter_async_context(AsyncLLM("storyteller", record=record, **ENGINE))
+            live, rate = llm, BELOW
+            if name == "others":
+                arguments = ENGINE | OTHER | {"record": _of_other(record)}
+                live = await stack.enter_async_context(AsyncLLM("storyteller", **arguments))
+                rate = OTHER_RATE
             capacity = await turns.capacity(llm, self.seconds)
             began = now()
             await exercise(llm, 2 * self.seconds)
             turns.windows["calibrate"] = [(began, now())]
             for number in range(self.turns):
                 await turns.take("calibrate", llm, CALIBRATE + number, self.seconds, BELOW * capacity)
+                if live is not llm:  # its processes were idle
+                    await turns.take("warm", live, SATURATE + 2, 1.0, 8.0)
                 for again in (1, 2):
-                    await turns.take(f"live {again}", llm, PREDICT + number, self.seconds, BELOW * capacity)
-            shape = EngineShape.of(llm.config)
+                    await turns.take(f"live {again}", live, PREDICT + number, self.seconds, rate * capacity)
+            shape = EngineShape.of(live.config)
         log, back = read_recorded(record)
-        found = calibrate_steps(within(log, turns.windows["calibrate"]), "storyteller", turns.delays, back)
+        of_live = log if live is llm else read_recorded(_of_other(record))[0]
+        self.keep(name, 0, within(log, turns.windows["calibrate"]))
         for again in (1, 2):
-            steps = within(log, turns.windows[f"live {again}"])
-            columns = {column: getattr(steps, column) for column in MeasuredSteps.__slots__}
-            np.savez(self.file(f"steps-{again}", "npz"), **columns)
+            self.keep(name, again, within(of_live, turns.windows[f"live {again}"]))
         return {
             "shape": {name: getattr(shape, name) for name in EngineShape.__slots__},
-            "model": to_json(found.model),
+            "delays": [[one.submit_s, one.deliver_s] for one in (turns.delays, back)],
             "capacity": capacity,
-            "held_out_mape": found.mape,
-            "num_steps": found.num_steps,
             "runs": turns.runs,
         }
 
@@ -250,27 +277,42 @@ class Stages:
             for policy in reversed(POLICIES) if number % 2 else POLICIES:
                 await turns.take("warm", llms[policy], SATURATE + 2, 1.0, 8.0)
                 await turns.take(policy, llms[policy], COMPARE + number, self.seconds, ABOVE * capacity)
-                await turns.take("calibrate", fcfs, CALIBRATE + number, self.seconds / 6, ABOVE * capacity)
+                await turns.take("warm", fcfs, SATURATE + 2, 0.5, 16.0)
+                await turns.take("calibrate", fcfs, CALIBRATE + number, self.seconds / 3, ABOVE * capacity)
         log, back = read_recorded(record)
-        found = calibrate_steps(within(log, turns.windows["calibrate"]), "storyteller", turns.delays, back)
-        return {"model": to_json(found.model), "capacity": capacity, "runs": turns.runs}
+        self.keep(f"policies-{number}", 0, within(log, turns.windows["calibrate"]))
+        delays = [[one.submit_s, one.deliver_s] for one in (turns.delays, back)]
+        return {"delays": delays, "capacity": capacity, "runs": turns.runs}
 
     def model_file(self) -> Path:
         """Of the first stage, for policies that plan by it."""
         path = self.file("model", "txt")
-        path.write_text(self.read("latencies")["model"])
+        path.write_text(to_json(self.fitted("latencies").model))
         return path
 
     # What the simulator says of it
 
-    def steps(self, number: int) -> MeasuredSteps:
-        with np.load(self.file(f"steps-{number}", "npz")) as file:
+    def keep(self, name: str, number: int, steps: MeasuredSteps) -> None:
+        columns = {column: getattr(steps, column) for column in MeasuredSteps.__slots__}
+        np.savez(self.file(f"{name}-steps-{number}", "npz"), **columns)
+
+    def steps(self, name: str, number: int) -> MeasuredSteps:
+        """Of a stage's live run 1 or 2; 0: those that its model was fitted to."""
+        with np.load(self.file(f"{name}-steps-{number}", "npz")) as file:
             return MeasuredSteps(*(file[column] for column in MeasuredSteps.__slots__))
+
+    def fitted(self, name: str) -> Fit:
+        """The model of the steps that a stage calibrates on."""
+        if name not in self._fitted:
+            client, recorded = (Delays(*both) for both in self.read(name)["delays"])
+            self._fitted[name] = calibrate_steps(self.steps(name, 0), "storyteller", client, recorded)
+        return self._fitted[name]
 
     def simulated(self, stage: str, kind: str, policy: str) -> list[list[Any]]:
         """For every seed, the runs of this kind as they were sent."""
         told = self.read(stage)
-        model, shape = from_json(told["model"]), EngineShape(**self.read("latencies")["shape"])
+        model = self.fitted(stage).model
+        shape = EngineShape(**(told.get("shape") or self.read("latencies")["shape"]))
         # Its policy plans by what the live one planned by, a model that was fitted before, and not by the true step times.
         config = EngineConfig.from_arguments(
             "storyteller", scheduling_policy=policy, step_model=self.model_file()
@@ -285,6 +327,11 @@ class Stages:
                 runs.append(simulate(sent, shape, model, policy=lambda: build_policy(config), seed=seed))
             found.append(runs)
         return found
+
+
+def _of_other(record: Path) -> Path:
+    """The recording of the other engine of a stage."""
+    return record.with_suffix(".other")
 
 
 def latencies(first: Any, last: Any, sent: Any, num_output: Any) -> dict[str, float]:
@@ -320,9 +367,10 @@ def figures_of_simulated(runs: list[Any]) -> dict[str, float]:
     return latencies(*columns)
 
 
-def latency_rows(stages: Stages) -> list[dict[str, Any]]:
-    live = [figures_of_live(stages.read("latencies")["runs"][f"live {i}"]) for i in (1, 2)]
-    simulated = [figures_of_simulated(r) for i in (1, 2) for r in stages.simulated("latencies", f"live {i}", "fcfs")]
+def latency_rows(stages: Stages, name: str, policy: str) -> list[dict[str, Any]]:
+    """Of a stage: figures of both live runs, and as they are simulated."""
+    live = [figures_of_live(stages.read(name)["runs"][f"live {i}"]) for i in (1, 2)]
+    simulated = [figures_of_simulated(r) for i in (1, 2) for r in stages.simulated(name, f"live {i}", policy)]
     rows = []
     for key in (*TARGETS, *ALSO):
         target = TARGETS.get(key)
@@ -332,6 +380,7 @@ def latency_rows(stages: Stages) -> list[dict[str, Any]]:
         rows.append(
             {
                 "measure": key.removesuffix("_ms").replace("_", " ").replace("e2el", "e2e") + ", ms",
+                "of": PREDICTED[name],
                 "live 1": round(first, 3),
                 "live 2": round(second, 3),
                 "simulated": round(told, 3),
@@ -354,7 +403,7 @@ def verdict(error: float, target: float, noise: float) -> bool | str:
 
 
 def verdict_on_ranking(num_apart: int, num_alike: int, num_runs: int) -> bool | str:
-    """With few pairs of policies whose live bands lie apart, nothing was tested; a single live run has no band at all."""
+    """With few pairs of policies that lie apart nothing was tested, and a single round shows no pair to lie apart."""
     return "not tested" if num_runs < 2 or num_apart < MIN_PAIRS else tau(num_apart, num_alike) >= TAU
 
 
@@ -387,27 +436,78 @@ def recorded_rows(run: str, model: str, num_blocks: int) -> list[dict[str, Any]]
     ]
 
 
-def step_row(stages: Stages) -> dict[str, Any]:
-    """The calibrated model on the steps of the live runs; and on those of the first, one that knows the second."""
-    model = from_json(stages.read("latencies")["model"])
-    errors = [_mape(model, stages.steps(number)) for number in (1, 2)]
-    noise = _mape(fit(stages.steps(2)).model, stages.steps(1))
+def step_rows(stages: Stages, name: str) -> list[dict[str, Any]]:
+    """The calibrated model on the steps of both live runs of a stage, by kind: their mean, and each of them."""
+    model = stages.fitted(name).model
+    logs = [stages.steps(name, number) for number in (1, 2)]
+    found = []
+    for kind, label in KINDS.items():
+        taken, told = zip(*(_of_kind(log, kind, model) for log in logs), strict=True)
+        if not all(run.size for run in taken):
+            continue
+        found.append(mean_row(label, taken, [run * drawn_mean(model) for run in told]))
+        errors = [float(np.abs(b / a - 1).mean()) for a, b in zip(taken, told, strict=True)]
+        others = [_of_kind(log, kind, fit(other).model) for log, other in zip(logs, reversed(logs), strict=True)]
+        noise = float(np.mean([np.abs(b / a - 1).mean() for a, b in others]))
+        found.append(
+            {
+                "measure": f"single {label}, mean absolute error",
+                "live 1": f"{errors[0]:.1%}",
+                "live 2": f"{errors[1]:.1%}",
+                "simulated": "—",
+                "error": f"{float(np.mean(errors)):.1%}",
+                "between live": f"{noise:.1%}",
+                "target": f"≤ {STEP_TARGET:.0%}",
+                "met": verdict(float(np.mean(errors)), STEP_TARGET, noise),
+            }
+        )
+    alike = [f"{repeatability(log):.1%}" for log in logs]
+    found.append(
+        {
+            "measure": "equal decode steps in a row differ by (median)",
+            "live 1": alike[0],
+            "live 2": alike[1],
+            **dict.fromkeys(("simulated", "error", "between live", "target", "met"), "—"),
+        }
+    )
+    return [{"measure": row.pop("measure"), "of": PREDICTED[name], **row} for row in found]
+
+
+def mean_row(label: str, taken: Sequence[F64], told: Sequence[F64]) -> dict[str, Any]:
+    """Of steps of one kind: their mean in two live runs, and what the simulator takes for them."""
+    means = [1e3 * float(run.mean()) for run in taken]
+    off = [float(b.sum() / a.sum()) for a, b in zip(taken, told, strict=True)]
+    error = float(sum(run.sum() for run in told) / sum(run.sum() for run in taken)) - 1
+    noise = abs(off[0] - off[1])
     return {
-        "measure": "step time, mean absolute error",
-        "live 1": "—",
-        "live 2": "—",
-        "simulated": "—",
-        "error": f"{errors[0]:.1%}, {errors[1]:.1%}",
+        "measure": f"mean of {label}, ms",
+        "live 1": round(means[0], 3),
+        "live 2": round(means[1], 3),
+        "simulated": round(1e3 * float(np.concatenate(told).mean()), 3),
+        "error": f"{error:+.1%}",
         "between live": f"{noise:.1%}",
         "target": f"≤ {STEP_TARGET:.0%}",
-        "met": verdict(max(errors), STEP_TARGET, noise),
+        "met": verdict(abs(error), STEP_TARGET, noise),
     }
+
+
+def drawn_mean(model: AnyModel) -> float:
+    """By how much simulated steps take longer than is predicted, in the mean of what is drawn for them."""
+    residuals = np.array(model.residuals)
+    return float((residuals[1:] + residuals[:-1]).mean() / 2) if residuals.size > 1 else 1.0
+
+
+def _of_kind(log: MeasuredSteps, kind: StepKind, model: AnyModel) -> tuple[F64, F64]:
+    """What steps of a kind took, and what a model says of them; seconds."""
+    taken, features = log.ended - log.started, log.features()
+    rows = (taken > 0) & ((features[:, 1] > 0) == (kind == "prompt"))
+    return taken[rows], predict(model, features[rows])
 
 
 def size_rows(stages: Stages) -> list[dict[str, Any]]:
     """The errors of the calibrated model on the steps of both live runs, by kind and size of the steps."""
-    model = from_json(stages.read("latencies")["model"])
-    logs = [stages.steps(number) for number in (1, 2)]
+    model = stages.fitted("latencies").model
+    logs = [stages.steps("latencies", number) for number in (1, 2)]
     features = np.concatenate([log.features() for log in logs])
     taken = np.concatenate([log.ended - log.started for log in logs])
     usable = taken > 0
@@ -416,47 +516,60 @@ def size_rows(stages: Stages) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in told_by_size(found)]
 
 
-def _mape(model: AnyModel, log: MeasuredSteps) -> float:
-    taken = log.ended - log.started
-    told = predict(model, log.features())
-    is_usable = taken > 0
-    return float(np.abs(told / taken - 1)[is_usable].mean())
+def differences(label: str, first: Sequence[float], second: Sequence[float]) -> F64:
+    """Of two policies, round by round: of times the logarithm of their ratio, of shares the difference."""
+    a, b = np.array(first), np.array(second)
+    found: F64 = np.log(a / b) if label.endswith(", ms") else a - b
+    return found
+
+
+def lie_apart(found: F64) -> bool:
+    """Whether differences that belong together are not 0 by chance, by Student's t at 95 %; a single one says nothing."""
+    num = found.size
+    if num < 2:
+        return False
+    quantile = STUDENT[min(num - 1, len(STUDENT)) - 1]
+    return bool(abs(found.mean()) > quantile * found.std(ddof=1) / math.sqrt(num))
 
 
 def ranking_rows(stages: Stages) -> tuple[list[dict[str, Any]], list[str]]:
-    """For every figure: pairs of policies whose live bands do not overlap, and how many the simulator ranks alike."""
+    """For every figure: pairs of policies that lie apart, and how many the simulator ranks alike."""
     names = [name for name in stages.names if name.startswith("policies")]
-    live = {p: [run["compared"] for name in names for run in stages.read(name)["runs"][p]] for p in POLICIES}
-    simulated = {
-        p: [compared(run.evaluate()) for name in names for runs in stages.simulated(name, p, p) for run in runs]
-        for p in POLICIES
-    }
+    live = {p: [stages.read(name)["runs"][p][0]["compared"] for name in names] for p in POLICIES}
+    # By policy and round the mean over the seeds.
+    simulated: dict[str, list[dict[str, float]]] = {}
+    for p in POLICIES:
+        simulated[p] = []
+        for name in names:
+            told = [compared(run.evaluate()) for runs in stages.simulated(name, p, p) for run in runs]
+            simulated[p].append({label: float(np.mean([one[label] for one in told])) for label in COMPARED})
     rows, wrong = [], []
     for label in COMPARED:
-        bands = {p: (min(r[label] for r in live[p]), max(r[label] for r in live[p])) for p in POLICIES}
-        told = {p: float(np.mean([r[label] for r in simulated[p]])) for p in POLICIES}
-        apart = [
-            (a, b)
-            for a, b in itertools.combinations(POLICIES, 2)
-            if bands[a][1] < bands[b][0] or bands[b][1] < bands[a][0]
-        ]
-        alike = 0
-        for a, b in apart:
-            if (bands[a][0] < bands[b][0]) == (told[a] < told[b]):
+        values = {p: [one[label] for one in live[p]] for p in POLICIES}
+        predicted = {p: [one[label] for one in simulated[p]] for p in POLICIES}
+        num_apart = alike = 0
+        for a, b in itertools.combinations(POLICIES, 2):
+            seen = differences(label, values[a], values[b])
+            if not lie_apart(seen):
+                continue
+            num_apart += 1
+            if seen.mean() * differences(label, predicted[a], predicted[b]).mean() > 0:
                 alike += 1
             else:
-                shown = [f"{p} {bands[p][0]:.4g} to {bands[p][1]:.4g}, simulated {told[p]:.4g}" for p in (a, b)]
+                shown = [
+                    f"{p} {', '.join(f'{x:.4g}' for x in values[p])}, simulated {np.mean(predicted[p]):.4g}"
+                    for p in (a, b)
+                ]
                 wrong.append(f"{label}: {'; '.join(shown)}")
-        means = {p: float(np.mean([r[label] for r in live[p]])) for p in POLICIES}
         rows.append(
             {
                 "live / simulated": label,
-                **{p: f"{means[p]:.4g} / {told[p]:.4g}" for p in POLICIES},
-                "pairs apart": len(apart),
+                **{p: f"{np.mean(values[p]):.4g} / {np.mean(predicted[p]):.4g}" for p in POLICIES},
+                "pairs apart": num_apart,
                 "ranked alike": alike,
-                "tau": "—" if not apart else f"{tau(len(apart), alike):.2f}",
+                "tau": "—" if not num_apart else f"{tau(num_apart, alike):.2f}",
                 "target": f"≥ {TAU:g} of {MIN_PAIRS} pairs or more",
-                "met": verdict_on_ranking(len(apart), alike, len(names)),
+                "met": verdict_on_ranking(num_apart, alike, len(names)),
             }
         )
     return rows, wrong
@@ -467,7 +580,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--work", help="where the stages leave their files; default: all of them are measured now")
     parser.add_argument("--stage", default="all")
-    parser.add_argument("--rounds", type=int, default=3, help="live runs of every policy")
+    parser.add_argument("--rounds", type=int, default=4, help="live runs of every policy")
     parser.add_argument("--quick", action="store_true", help="whether it runs, not how good it is")
     parser.add_argument(
         "--recorded", help="a run of another engine: the JSON of vLLM's or guidellm's, or LLMServingSim's lines"
@@ -509,7 +622,10 @@ def measure(stages: Stages, arguments: argparse.Namespace) -> None:
     if missing := stages.missing():
         print(f"still missing: {', '.join(missing)}")
         return
-    rows = [step_row(stages), *latency_rows(stages)]
+    policies = {"latencies": "fcfs", "others": OTHER["scheduling_policy"]}
+    rows = [
+        row for name in PREDICTED for row in (*step_rows(stages, name), *latency_rows(stages, name, policies[name]))
+    ]
     print_table("predicted by the simulator and measured on the engine", rows)
     sizes = size_rows(stages)
     print_table("step times, by kind and size", sizes)
@@ -518,8 +634,9 @@ def measure(stages: Stages, arguments: argparse.Namespace) -> None:
     for line in wrong:
         print(f"ranked otherwise: {line}")
     recorded = predict_recorded(arguments) if arguments.recorded else []
-    told = stages.read("latencies")
+    fitted = stages.fitted("latencies")
     if arguments.json:
+        known = json.loads(Path(arguments.json).read_text()) if Path(arguments.json).exists() else {}
         write_json(
             arguments.json,
             {
@@ -531,18 +648,19 @@ def measure(stages: Stages, arguments: argparse.Namespace) -> None:
                     "classes": MIX,
                     "seconds of a turn": stages.seconds,
                     "capacity requests/s": [round(stages.read(name)["capacity"], 1) for name in stages.names],
-                    "of the capacity": [BELOW, ABOVE],
-                    "calibration steps": told["num_steps"],
-                    "error on held-out steps": round(told["held_out_mape"], 4),
+                    "of the capacity": [BELOW, OTHER_RATE, ABOVE],
+                    "the other engine": OTHER,
+                    "calibration steps": fitted.num_steps,
+                    "error on held-out steps": round(fitted.mape, 4),
                     "loads": {name: stages.read(name)["load"] for name in stages.names},
                     "versions": versions(),
                 },
                 "targets": rows,
                 "sizes": sizes,
                 "rows": rankings,
-                "recorded": recorded,
                 "ranked otherwise": wrong,
-            },
+            }
+            | ({"recorded": recorded} if recorded else {key: known[key] for key in RECORDED if key in known}),
         )
 
 

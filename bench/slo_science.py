@@ -65,6 +65,10 @@ OTHERS = [
     ("cohost", "cohost,step_time=model@2048"),
     ("cohost, anchor slo", "cohost,anchor=slo,step_time=model@2048"),
     ("cohost, anchor slo, learned", "cohost,anchor=slo@2048"),
+    (
+        "cohost, tuned",
+        "cohost,anchor=slo,strict=on,relegates=off,turns=50,yields=0.8,safety=1.05,step_time=model@2048",
+    ),
 ]
 VARIANTS = dict(FCFS + STRICT + OTHERS)
 """Label and variant. Chunks of those with a dynamic one are what a step may hold at most."""
@@ -79,7 +83,7 @@ GOALS = {"conv": (0.99, 1.7), "code": (0.9, 3.0)}
 """At which attainment the best policy is to have how many times the rate of the best fcfs chunk, in the deadline reading."""
 STRICT_GOALS = {"conv": (0.99, 2.0), "code": (0.9, 5.0)}
 """The same against the best chunk of strict fcfs."""
-CANDIDATES = ("cohost", "cohost, anchor slo", "qoserve as published")
+CANDIDATES = ("cohost", "cohost, anchor slo", "cohost, tuned", "qoserve as published")
 CLAIMS = [
     (
         "QoServe: 1.5 to 2.4 times Sarathi's fcfs",

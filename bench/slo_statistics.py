@@ -39,7 +39,7 @@ from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import bursty_arrivals, gamma_arrivals, poisson_arrivals, seed_stream
 
 NUM_REQUESTS = 2000
-NUM_SEEDS = (2, 3, 5, 8)
+NUM_SEEDS = (2, 3, 5, 8, 12)
 UTILIZATIONS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 TARGETS = (0.99, 0.9)
 PROMISES = {"poisson": (10.0, 40.0), "gamma:3": (20.0, 80.0), "bursty": (60.0, 240.0)}

@@ -11,6 +11,7 @@ from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from actorllm.scheduling.cost_model import LinearModel, Regime
     from actorllm.slo.kernel_profiles import KernelProfile
     from actorllm.slo.step_fit import StepError
 
@@ -20,6 +21,8 @@ def calibrate(
     engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     output: Path | None = None,
     recording: Path | None = None,
+    run: str | None = None,
+    num_blocks: int | None = None,
     profile: Path | None = None,
     layers: int | None = None,
     profile_tp: int | None = None,
@@ -36,7 +39,8 @@ def calibrate(
     """Fit a model of what steps take, for the simulator and for policies (--step-model).
 
     The engine runs for some seconds at all batch sizes that it can hold; or the steps of a run that was recorded before
-    (record="FILE") are read. What is printed is the error on steps that the model was not fitted to.
+    (record="FILE") are read; or only the times of requests, which another engine was measured by. What is printed is the error on
+    what the model was not fitted to.
 
     Parameters
     ----------
@@ -44,6 +48,11 @@ def calibrate(
         Write the model to this file, as JSON.
     recording
         Read the steps of this file, and start no engine.
+    run
+        Read when requests came and went, and start no engine: JSON of `vllm bench serve --save-result --save-detailed`, a report of
+        guidellm, or lines of LLMServingSim. The limits and the policy of that engine may be given, too.
+    num_blocks
+        KV blocks of the engine of that run.
     profile
         Read measured steps from this CSV file, and start no engine. The model has a table for each kind of step. Or read measured
         kernels from a CSV file or a folder of them; the model adds them up.
@@ -81,6 +90,15 @@ def calibrate(
     # What cannot be written is said before anything runs.
     if plot is not None and plot.suffix not in (".svg", ".html"):
         raise ConfigError(f"plot={str(plot)!r} must end in .svg or .html")
+    # So is what belongs to a run of another engine only.
+    if run is not None:
+        if recording is not None or profile is not None or plot is not None:
+            raise ConfigError(f"run={run!r} is read on its own: leave out recording, profile and plot")
+        check_writable(output=output)
+        _of_run(run, num_blocks, engine_options, name, output)
+        return
+    if num_blocks is not None:
+        raise ConfigError(f"num-blocks={num_blocks} is of the engine of a run: give --run, too")
     # A profile needs no engine and has a model of another kind, so it goes its own way.
     if profile is not None:
         if recording is not None or plot is not None or engine_options.changed():
@@ -122,13 +140,13 @@ def calibrate(
     else:
         import anyio
 
-        async def run() -> None:
+        async def calibrated() -> None:
             nonlocal found
             found = await calibrate_engine(
                 engine_options.model, duration, seed=seed, name=name, **engine_options.arguments()
             )
 
-        anyio.run(run)
+        anyio.run(calibrated)
     # What is told of both is the error on steps that the model was not fitted to.
     fit = found.fit
     # As text here; the plot and the model go to files below.
@@ -141,12 +159,7 @@ def calibrate(
         "bias": f"{fit.bias:+.1%}",
         "between steps": f"{fit.model.gap_s * 1e3:.3f} ms; {fit.model.launch_s * 1e3:.3f} ms to an idle worker",
         "on the way": f"{fit.model.submit_s * 1e3:.3f} ms to the scheduler, {fit.model.deliver_s * 1e3:.3f} ms to the client",
-        "regimes": "; ".join(
-            "all steps"
-            if r.max_tokens == math.inf and len(fit.model.regimes) == 1
-            else f"up to {r.max_tokens:g} tokens"
-            for r in fit.model.regimes
-        ),
+        "regimes": _told_of_regimes(fit.model),
     }
     if math.isfinite(found.repeatability):
         rows["noise"] = f"{found.repeatability:.1%} between equal decode steps in a row; no model is better than that"
@@ -163,6 +176,74 @@ def calibrate(
         svg = parity_svg(fit)
         page = f'<!doctype html><meta charset="utf-8"><title>{fit.model.name}</title>\n{svg}'
         plot.write_text(page if plot.suffix == ".html" else svg)
+
+
+def _told_of_regimes(model: LinearModel) -> str:
+    """For which steps there are coefficients of their own."""
+
+    def told(regimes: tuple[Regime, ...]) -> str:
+        return "all" if len(regimes) == 1 else "; ".join(f"up to {r.max_tokens:g} tokens" for r in regimes)
+
+    if not model.decode_regimes:
+        return f"{told(model.regimes)} steps" if len(model.regimes) == 1 else told(model.regimes)
+    return f"with prompts: {told(model.regimes)}; without: {told(model.decode_regimes)}"
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value!r} must be a number of tokens for a run of another engine") from None
+
+
+LIMITS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+"""Of the options of an engine, those that say what a run of another one was limited by."""
+
+
+def _of_run(
+    run: str, num_blocks: int | None, engine_options: EngineFlags, name: str | None, output: Path | None
+) -> None:
+    import numpy as np
+
+    from actorllm.scheduling.cost_model import FEATURES, to_json
+    from actorllm.slo import calibration
+    from actorllm.slo.measured_runs import read_run
+    from actorllm.slo.simulator import EngineShape
+
+    # The engine as far as one knows it.
+    given = engine_options.arguments()
+    policy = given.get("scheduling_policy", "fcfs")
+    limits: dict[str, Any] = {limit: _number(limit, given[limit]) for limit in LIMITS if limit in given}
+    if others := [one for one in engine_options.changed() if one not in (*LIMITS, "scheduling_policy")]:
+        raise ConfigError(f"run={run!r} is of another engine: {', '.join(others)} cannot be given with it")
+    if num_blocks is None:
+        raise ConfigError(f"run={run!r}: say how many KV blocks its engine had, with --num-blocks")
+    shape = EngineShape(num_blocks=num_blocks, **limits)
+    if num_blocks * shape.block_size < shape.max_model_len:
+        raise ConfigError(
+            f"{num_blocks} blocks of {shape.block_size} hold less than max_model_len={shape.max_model_len}"
+        )
+    # Every fifth request is not fitted to, and tells the error.
+    measured = read_run(run)
+    start = calibration.guess(measured.workload, measured.timeline, name or Path(run).stem)
+    is_fitted = np.arange(len(measured.workload)) % 5 != 4
+    found = calibration.fit_to_run(
+        measured.workload, measured.timeline, shape, start, is_fitted, policy=policy, max_runs=calibration.MAX_RUNS
+    )
+    skipped = f", {measured.num_skipped} left out" if measured.num_skipped else ""
+    print(f"{'model':>16}  {found.model.name}")
+    print(f"{'requests':>16}  {is_fitted.size}, of them {int((~is_fitted).sum())} held out{skipped}")
+    print(f"{'simulations':>16}  {found.num_runs}")
+    (regime,) = found.model.regimes
+    for feature, seconds in zip(FEATURES, regime.coefficients, strict=True):
+        if seconds:
+            print(f"{feature.replace('_', ' '):>16}  {seconds * 1e6:,.4g} us")
+    print(f"\n{'mean':>16}  {'FITTED':>9}  {'HELD OUT':>9}")
+    for latency, off in found.seen.items():
+        unseen = found.unseen.get(latency)
+        print(f"{latency:>16}  {off:>+9.1%}  {'-' if unseen is None else f'{unseen:+.1%}':>9}")
+    if output is not None:
+        output.write_text(to_json(found.model) + "\n")
 
 
 def _of_profile(profile: Path, name: str | None, output: Path | None) -> None:

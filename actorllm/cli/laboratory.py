@@ -38,9 +38,10 @@ class ScenarioOptions:
     """What is simulated."""
 
     workload: str = "sample"
-    """sample (bundled), synthetic, sessions, agents, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, timed)."""
+    """sample (bundled), synthetic, sessions, agents, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, TraceLab,
+    timed)."""
     format: str | None = None
-    """Of the trace: azure, vidur, burstgpt, mooncake, timed, servegen; seen from the file if not given."""
+    """Of the trace: azure, vidur, burstgpt, mooncake, timed, tracelab, servegen; seen from the file if not given."""
     block_tokens: int | None = None
     """For how many tokens a hash id of the trace stands; what is usual in the format if not given."""
     num_requests: int = 2000
@@ -48,7 +49,8 @@ class ScenarioOptions:
     arrivals: str = "trace"
     """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, diurnal[:SWING], constant."""
     mix: str | None = None
-    """Classes: name:share:ttft=S[+p/TOKENS_PER_S],tpot=S,e2e=S,priority=N,patience=S; trace: those that the trace has."""
+    """Classes: name:share:ttft=S[+p/TOKENS_PER_S],tpot=S,e2e=S,priority=N,patience=S; shares A/B/C are those of parts of the time;
+    trace: those that the trace has."""
     tenants: Annotated[list[float] | None, Many] = None
     """Shares of tenants."""
     model: str = "a100-llama-3-8b"
@@ -210,7 +212,7 @@ def sweep(
     *,
     policies: Annotated[list[str], Many] = ["fcfs@512", "edf@512", "qoserve@2048"],  # noqa: B006 - read only
     rates: Annotated[list[float] | None, Many] = None,
-    seeds: int = 8,
+    seeds: int = 12,
     scales: Annotated[list[float] | None, Many] = None,
     targets: Annotated[list[float] | None, Many] = None,
     options: ScenarioOptions = DEFAULT,
@@ -227,7 +229,7 @@ def sweep(
     rates
         Requests per second, several; searches begin at the middle one.
     seeds
-        How many; the same requests for every policy and rate. Of fewer than 8, bands of bursty arrivals are too narrow.
+        How many; the same requests for every policy and rate. Of fewer than 12, bands of bursty arrivals are too narrow.
     scales
         Also with every objective so many times as loose, at the middle rate.
     targets

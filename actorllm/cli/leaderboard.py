@@ -38,7 +38,7 @@ def leaderboard(
     also: Annotated[list[str] | None, Many] = None,
     rate: float = 2.5,
     targets: Annotated[list[float] | None, Many] = None,
-    seeds: int = 8,
+    seeds: int = 12,
     options: ScenarioOptions = DEFAULT,
     results: Path = Path("leaderboard.jsonl"),
     report: Path = Path("leaderboard.html"),
@@ -59,7 +59,7 @@ def leaderboard(
     targets
         Shares of requests that must keep their promises; 0.9 if not given.
     seeds
-        How many; the same requests for every policy. Of fewer than 8, bands of bursty arrivals are too narrow.
+        How many; the same requests for every policy. Of fewer than 12, bands of bursty arrivals are too narrow.
     results
         Every point is added to this file.
     report

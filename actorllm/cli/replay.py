@@ -59,7 +59,7 @@ def replay(
     vocab_size
         Prompts are random token ids below this; default: the model's, of a server 4000.
     format
-        azure, vidur, burstgpt, mooncake, timed or servegen; default: seen from the file.
+        azure, vidur, burstgpt, mooncake, timed, tracelab or servegen; default: seen from the file.
     block_tokens
         Tokens that one hash id stands for.
     num_requests

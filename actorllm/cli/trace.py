@@ -78,7 +78,7 @@ def show(
     file
         A file, a ServeGen folder, or the name of a public trace that was downloaded.
     format
-        azure, vidur, burstgpt, mooncake, timed or servegen; default: seen from the file.
+        azure, vidur, burstgpt, mooncake, timed, tracelab or servegen; default: seen from the file.
     block_tokens
         Tokens that one hash id stands for; default: what its rows say, else 512 (Mooncake) or 16 (timed).
     """
@@ -112,7 +112,7 @@ def convert(
     output
         JSON lines with the keys of Mooncake's traces, and slo, type_info, tenant, priority.
     format
-        azure, vidur, burstgpt, mooncake, timed or servegen; default: seen from the file.
+        azure, vidur, burstgpt, mooncake, timed, tracelab or servegen; default: seen from the file.
     block_tokens
         Tokens that one hash id of FILE stands for; default: what its rows say, else 512 (Mooncake) or 16 (timed).
     num_requests

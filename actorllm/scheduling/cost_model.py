@@ -6,10 +6,10 @@
     prefill_pairs    (query, key) pairs within the attention of the chunks
 
 `LinearModel` is a sum of these with coefficients for small and for large steps. There are two regimes because a small step
-waits for the weights and a large one for the arithmetic units (QoServe, ASPLOS 2026). What the sum cannot explain is kept as
-quantiles of measured / predicted, from which simulated steps draw. `TableModel` (`step_tables`) has a table for each kind of
-step, `KernelModel` (`kernel_model`) adds kernels that were measured on their own. `RooflineModel` is for machines without
-measurements. A model of the user's own is named as 'module:Class'.
+waits for the weights and a large one for the arithmetic units (QoServe, ASPLOS 2026). Steps without prompts may have
+coefficients of their own. What the sum cannot explain is kept as quantiles of measured / predicted, from which simulated steps
+draw. `TableModel` (`step_tables`) has a table for each kind of step. `KernelModel` (`kernel_model`) adds kernels that were
+measured on their own. `RooflineModel` is for machines without measurements. A model of the user's own is named as 'module:Class'.
 Everything is seconds. Pure; the simulator, policies and `fit` use it.
 """
 
@@ -39,6 +39,11 @@ MIN_STEPS = 100
 """A calibration needs so many steps; a regime of its own half of them."""
 
 NUM_QUANTILES = 41
+
+MIN_DIFFERENT = 3
+"""So many different numbers of decode rows it takes to tell what a row costs."""
+MIN_GAIN = 0.002
+"""By how much the mean error of a kind of step must become smaller for coefficients of its own."""
 
 
 class StepModel(Protocol):
@@ -124,6 +129,8 @@ class LinearModel:
     deliver_s: float = 0.0
     residual_memory: float = 0.0
     """How alike the residuals of two steps in a row are: the correlation of their normal scores, 0 to less than 1."""
+    decode_regimes: tuple[Regime, ...] = ()
+    """Of steps without prompts, by max_tokens; none: regimes says what they take, too."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.residual_memory < 1:
@@ -132,7 +139,7 @@ class LinearModel:
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
     ) -> float:
-        for regime in self.regimes:
+        for regime in self.regimes if p or not self.decode_regimes else self.decode_regimes:
             if p + d <= regime.max_tokens:
                 break
         c0, c1, c2, c3, c4, c5 = regime.coefficients
@@ -140,7 +147,7 @@ class LinearModel:
         return found if found > self.floor_s else self.floor_s
 
     def decode_run(self, d: int, context: int, steps: int) -> F64:
-        for regime in self.regimes:
+        for regime in self.decode_regimes or self.regimes:
             if d <= regime.max_tokens:
                 break
         c0, _, c2, c3, _, _ = regime.coefficients
@@ -292,11 +299,17 @@ def preset(name: str) -> AnyModel:
 
 def to_json(model: AnyModel) -> str:
     given = asdict(model)
-    for regime in given.get("regimes", ()):
+    for regime in (*given.get("regimes", ()), *given.get("decode_regimes", ())):
         if regime["max_tokens"] == math.inf:
             regime["max_tokens"] = None
+    if not given.get("decode_regimes", True):
+        del given["decode_regimes"]
     kind = next(name for name, cls in KINDS.items() if isinstance(model, cls))
     return json.dumps({"kind": kind} | given, indent=1)
+
+
+REGIMES = frozenset(("regimes", "decode_regimes"))
+"""What in the JSON of a linear model is a list of regimes."""
 
 
 def from_json(text: str) -> AnyModel:
@@ -315,20 +328,20 @@ def from_json(text: str) -> AnyModel:
             raise ConfigError(f"step-time model: {name!r} is not known{nearest_name(name, known)}")
     try:
         # JSON has no infinity: the last regime has null for it.
-        if "regimes" in given:
-            given["regimes"] = tuple(
+        for name in REGIMES & given.keys():
+            given[name] = tuple(
                 Regime(math.inf if r["max_tokens"] is None else float(r["max_tokens"]), tuple(r["coefficients"]))
-                for r in given["regimes"]
+                for r in given[name]
             )
-            if not given["regimes"]:
-                raise ConfigError("step-time model: at least one regime is needed")
+        if "regimes" in given and not given["regimes"]:
+            raise ConfigError("step-time model: at least one regime is needed")
         parts = PARTS.get(cls, {})
         for name, read in parts.items():
             if given.get(name) is not None:
                 given[name] = read(given[name])
         given["residuals"] = tuple(map(float, given.get("residuals", ())))
         for name in known:
-            is_number = name not in ("name", "regimes", "residuals", *parts)
+            is_number = name not in ("name", "residuals", *REGIMES, *parts)
             if is_number and not math.isfinite(given.get(name, 0.0)):
                 raise ConfigError(f"step-time model: {name}={given[name]!r} must be a number of seconds")
         model: AnyModel = cls(**given)
@@ -478,8 +491,25 @@ def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> F
 
 
 def fit_coefficients(features: F64, taken: F64, name: str = "fitted") -> LinearModel:
-    """Of steps with these features ([num_steps, 6]) and seconds, however few they are; without overheads and residuals."""
-    return LinearModel(_two_regimes(features, taken), name, floor_s=float(taken.min()) / 2)
+    """Of steps with these features ([num_steps, 6]) and seconds, however few they are; without overheads and residuals.
+
+    Steps without prompts get coefficients of their own where one sum is wrong for a kind of step. That is so if the error of
+    either kind becomes smaller by a tenth, and by MIN_GAIN. There must be enough steps of both kinds, and they must differ.
+    """
+    regimes, _ = _two_regimes(features, taken)
+    shared = LinearModel(regimes, name, floor_s=float(taken.min()) / 2)
+    has_prompt = features[:, 1] > 0
+    kinds = (has_prompt, ~has_prompt)
+    is_known = np.unique(features[~has_prompt, 2]).size >= MIN_DIFFERENT
+    if not is_known or min(int(rows.sum()) for rows in kinds) < MIN_STEPS // 2:
+        return shared
+    off = np.abs(predict(shared, features) / taken - 1)
+    (prompt, prompt_error), (decode, decode_error) = (_two_regimes(features[rows], taken[rows]) for rows in kinds)
+    for rows, error in zip(kinds, (prompt_error, decode_error), strict=True):
+        before = float(off[rows].sum())
+        if error < 0.9 * before and before - error > MIN_GAIN * int(rows.sum()):
+            return replace(shared, regimes=prompt, decode_regimes=decode)
+    return shared
 
 
 def _residuals(taken: F64, predicted: F64) -> tuple[float, ...]:
@@ -507,9 +537,9 @@ def _unseen(features: F64) -> list[str]:
     found = []
     if not p.any():
         found.append("no step had prompt tokens: what they cost is not known")
-    elif np.unique(p).size < 3:
+    elif np.unique(p).size < MIN_DIFFERENT:
         found.append("prompt tokens came in fewer than 3 different numbers: what they cost is hardly known")
-    if np.unique(d).size < 3:
+    if np.unique(d).size < MIN_DIFFERENT:
         found.append("decode rows came in fewer than 3 different numbers: what they cost is hardly known")
     return found
 
@@ -518,12 +548,12 @@ def predict(model: StepModel, features: F64) -> F64:
     return np.array([model.seconds(*row[1:]) for row in features.tolist()])
 
 
-def _two_regimes(features: F64, taken: F64) -> tuple[Regime, ...]:
-    """One regime, or two split where it helps most, if that makes the error at least a tenth smaller."""
+def _two_regimes(features: F64, taken: F64) -> tuple[tuple[Regime, ...], float]:
+    """One regime, or two split where it helps most, if that makes the error at least a tenth smaller; and that error, summed."""
     num_tokens = features[:, 1] + features[:, 2]
     coefficients, error = _least_relative(features, taken)
     best: tuple[Regime, ...] = (Regime(math.inf, coefficients),)
-    limit = 0.9 * error
+    limit, least = 0.9 * error, error
     for split in np.unique(np.quantile(num_tokens, np.linspace(0.1, 0.9, 17))).tolist():
         small = num_tokens <= split
         if min(int(small.sum()), int((~small).sum())) < MIN_STEPS // 2:
@@ -531,9 +561,9 @@ def _two_regimes(features: F64, taken: F64) -> tuple[Regime, ...]:
         low, low_error = _least_relative(features[small], taken[small])
         high, high_error = _least_relative(features[~small], taken[~small])
         if low_error + high_error < limit:
-            limit = low_error + high_error
+            limit = least = low_error + high_error
             best = (Regime(split, low), Regime(math.inf, high))
-    return best
+    return best, least
 
 
 def _least_relative(features: F64, taken: F64) -> tuple[tuple[float, ...], float]:

@@ -29,6 +29,8 @@ from actorllm.slo.workload import Workload
 
 LATENCIES = ("ttft", "tpot", "e2e")
 QUANTILES = (0.1, 0.5, 0.9)
+MAX_RUNS = 60
+"""Simulations of a fit."""
 
 
 def steps_of(entries: Iterable[Entry], scheduler: Scheduler) -> MeasuredSteps:
@@ -77,7 +79,7 @@ def fit_to_run(
     rows: NDArray[np.bool_],
     *,
     policy: str = "fcfs",
-    max_runs: int = 60,
+    max_runs: int = MAX_RUNS,
 ) -> RunFit:
     """Move the coefficients of `start` that are not zero until the simulated run is like the measured one on `rows`.
 
@@ -87,18 +89,16 @@ def fit_to_run(
     if not rows.any():
         raise ConfigError("none of the requests to fit to was finished in the measured run")
     others = ~rows & (measured.outcome == FINISHED)
-    initial = np.array([regime.coefficients for regime in start.regimes])
+    every = (*start.regimes, *start.decode_regimes)
+    initial = np.array([regime.coefficients for regime in every])
     is_moved = initial > 0
 
     def model_of(point: F64) -> LinearModel:
         moved = initial.copy()
         moved[is_moved] *= np.exp(point)
-        return replace(
-            start,
-            regimes=tuple(
-                Regime(regime.max_tokens, tuple(c)) for regime, c in zip(start.regimes, moved.tolist(), strict=True)
-            ),
-        )
+        found = tuple(Regime(regime.max_tokens, tuple(c)) for regime, c in zip(every, moved.tolist(), strict=True))
+        num = len(start.regimes)
+        return replace(start, regimes=found[:num], decode_regimes=found[num:])
 
     def run(point: F64) -> RunTimeline:
         return simulate(workload, shape, model_of(point), policy=policy).timeline
@@ -127,6 +127,23 @@ def fit_to_run(
         }
 
     return RunFit(model_of(point), off(rows), off(others), num_runs + 1)
+
+
+def guess(workload: Workload, measured: RunTimeline, name: str = "fitted") -> LinearModel:
+    """Where `fit_to_run` may begin if nothing else is known: short gaps are steps, quick first tokens are prompts.
+
+    A decode row and all that it attends to take a hundredth of a step each. Raises ConfigError when no request was finished.
+    """
+    done = measured.outcome == FINISHED
+    if not done.any():
+        raise ConfigError("no request was finished in the measured run")
+    per_token = float(np.quantile(measured.ttft[done] / workload.num_prompt[done], 0.05))
+    several = done & (measured.num_output > 1)
+    step = float(np.quantile(measured.tpot[several] if several.any() else measured.ttft[done], 0.05))
+    step = max(step, 1e-6)
+    context = float((workload.num_prompt + workload.num_output / 2)[done].mean())
+    coefficients = (step, max(per_token, 1e-9), step / 100, step / 100 / context, 0.0, 0.0)
+    return LinearModel((Regime(math.inf, coefficients),), name)
 
 
 def nelder_mead(function: Callable[[F64], float], start: F64, size: float, max_calls: int) -> tuple[F64, int]:

@@ -933,6 +933,12 @@ class TokenLog:
         self._first_step.append(first_step)
         self._count.append(stop - first_step)
 
+    def take_ends(self) -> F64:
+        """The ends of all steps. The log has no steps afterwards: those of a long run take a hundred megabytes."""
+        ends: F64 = np.array(self.step_ends, np.float64)
+        self.step_ends = array("d")
+        return ends
+
     def columns(self) -> tuple[I32, I64, I32]:
         """Request, first step and count of every span so far."""
         stop = len(self.step_ends)
@@ -1367,13 +1373,13 @@ class _Sender:
         self._outcomes = outcomes
         self._view_interval_s = view_interval_s
         self._submit_s = submit_s
-        self._make = _submits(workload)
         self._patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
         self._class_ids = workload.class_ids.tolist()
         self._num_prompt = workload.num_prompt.tolist()
         self._num_output = workload.num_output.tolist()
         asked = workload.max_tokens
         self._lengths = self._num_output if asked is None else np.minimum(workload.num_output, asked).tolist()
+        self._make = _submits(workload, self._num_prompt, self._num_output)
         self._slos = [kind.slo for kind in workload.classes]
         # A router looks at hashes also where engines do not.
         needs_hashes = has_prefixes or len(replicas) > 1
@@ -1596,10 +1602,14 @@ def _run_closed_loop(
     return np.array(sent, np.intp), np.array(arrival, np.float64)
 
 
-def _submits(workload: Workload) -> Callable[[int, float, int, U8, str | None], Submit]:
-    """Makes the message of a request. Prompts are zeros: only their number and, if any, their block hashes matter."""
+def _submits(
+    workload: Workload, num_prompt: list[int], num_output: list[int]
+) -> Callable[[int, float, int, U8, str | None], Submit]:
+    """Makes the message of a request. Prompts are zeros: only their number and, if any, their block hashes matter.
+
+    num_prompt, num_output: of the workload, which the caller has as lists.
+    """
     zeros = np.zeros(int(workload.num_prompt.max(initial=1)), np.int32)
-    num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
     max_tokens = num_output if workload.max_tokens is None else workload.max_tokens.tolist()
     stop_token_ids = () if workload.max_tokens is None else (END_OF_TEXT,)
     class_ids, kinds = workload.class_ids.tolist(), workload.classes
@@ -1661,9 +1671,9 @@ def _collect(
         np.concatenate([count for _, _, count in columns]),
     )
     # What the client sees: the steps end earlier, by the time that their tokens are on the way.
-    ends = [np.array(replica.tokens.step_ends, np.float64) for replica in replicas]
+    ends = [replica.tokens.take_ends() for replica in replicas]
     if ways is None:
-        step_ends = tuple(one + model.deliver_s for one, model in zip(ends, models, strict=True))
+        step_ends = tuple(np.add(one, model.deliver_s, out=one) for one, model in zip(ends, models, strict=True))
     else:
         step_ends = tuple(ways[0].delivered(one, rng) for one, rng in zip(ends, ways[1], strict=True))
     if has_moved:

@@ -9,6 +9,7 @@ each step is predicted by a model that was fitted without it. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -80,6 +81,16 @@ def errors_by_kind(features: F64, measured: F64, predicted: F64) -> dict[StepKin
 
 def _mape(measured: F64, predicted: F64) -> float:
     return float((np.abs(predicted - measured) / measured).mean())
+
+
+def repeatability(log: MeasuredSteps) -> float:
+    """Median relative difference of decode steps in a row with the same number of rows: what no model can predict.
+
+    NaN: there are none.
+    """
+    taken = log.ended - log.started
+    alike = (log.p[1:] == 0) & (log.p[:-1] == 0) & (log.d[1:] == log.d[:-1]) & (taken[1:] > 0) & (taken[:-1] > 0)
+    return float(np.median(np.abs(taken[1:] / taken[:-1] - 1)[alike])) if alike.any() else math.nan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,5 +179,6 @@ __all__ = (
     "errors_by_kind",
     "errors_by_size",
     "fit_recording",
+    "repeatability",
     "told_by_size",
 )

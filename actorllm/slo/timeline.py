@@ -10,7 +10,7 @@ Times are seconds of the run's own clock, which begins at 0. NaN: did not happen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,26 +138,21 @@ class RunTimeline:
 
         mine: of these requests; None: of all.
 
-        Requests that decode together share the gaps of their steps, so this is by steps and not by tokens. Of a long run
-        they are rounded to microseconds, or there would be as many values as steps.
+        Requests that decode together share the gaps of their steps, so this is by steps and not by tokens. Of a run with many
+        steps, those of all replicas together, they are rounded to microseconds, or there would be as many values as steps.
         """
         spans = self.spans if mine is None else self.spans.of(mine)
         values: list[F64] = []
         counts: list[I64] = []
-        for replica, ends in enumerate(self.step_ends):
-            there = spans.replica == replica
-            first, count = spans.first_step[there], spans.count[there]
-            covering = np.zeros(ends.size + 1, np.int32)  # how many requests have a gap that ends with this step
-            np.add.at(covering, first + 1, 1)
-            np.add.at(covering, first + count, -1)
-            np.cumsum(covering, out=covering)
-            if ends.size > MANY_STEPS:
-                found = _rounded_gaps(ends, covering)
-            else:
+        if sum(ends.size for ends in self.step_ends) > MANY_STEPS:
+            rounded = _rounded_gaps(self._covered(spans))
+            values.append(rounded[0])
+            counts.append(rounded[1])
+        else:
+            for ends, covering in self._covered(spans):
                 has_any = covering[1 : ends.size] > 0
-                found = np.diff(ends)[has_any], covering[1 : ends.size][has_any].astype(np.int64)
-            values.append(found[0])
-            counts.append(found[1])
+                values.append(np.diff(ends)[has_any])
+                counts.append(covering[1 : ends.size][has_any].astype(np.int64))
         again = np.flatnonzero(spans.request[1:] == spans.request[:-1])  # from one span of a request to its next
         if again.size:
             between = [
@@ -171,22 +166,34 @@ class RunTimeline:
             return np.zeros(0), np.zeros(0, np.int64)
         return np.concatenate(values), np.concatenate(counts)
 
+    def _covered(self, spans: Spans) -> Iterator[tuple[F64, I32]]:
+        """Of each replica, when its steps end and how many requests have a gap that ends with each of them."""
+        for replica, ends in enumerate(self.step_ends):
+            there = spans.replica == replica
+            first, count = spans.first_step[there], spans.count[there]
+            covering = np.zeros(ends.size + 1, np.int32)
+            np.add.at(covering, first + 1, 1)
+            np.add.at(covering, first + count, -1)
+            np.cumsum(covering, out=covering)
+            yield ends, covering
 
-def _rounded_gaps(ends: F64, covering: I32) -> tuple[F64, I64]:
+
+def _rounded_gaps(covered: Iterable[tuple[F64, I32]]) -> tuple[F64, I64]:
     """As in `gaps`, from the ends of steps and how many gaps end with each; those below LONG_GAP_S rounded, block by block."""
     by_microsecond = np.zeros(int(LONG_GAP_S * 1e6) + 1, np.int64)
     long: list[F64] = []
     long_counts: list[I64] = []
-    for start in range(1, ends.size, MANY_STEPS):
-        stop = min(start + MANY_STEPS, ends.size)
-        count = covering[start:stop]
-        gap = np.diff(ends[start - 1 : stop])[count > 0]
-        count = count[count > 0]
-        is_short = gap <= LONG_GAP_S
-        found = np.bincount(np.rint(gap[is_short] * 1e6).astype(np.int64), count[is_short])
-        by_microsecond[: found.size] += found.astype(np.int64)
-        long.append(gap[~is_short])
-        long_counts.append(count[~is_short].astype(np.int64))
+    for ends, covering in covered:
+        for start in range(1, ends.size, MANY_STEPS):
+            stop = min(start + MANY_STEPS, ends.size)
+            count = covering[start:stop]
+            gap = np.diff(ends[start - 1 : stop])[count > 0]
+            count = count[count > 0]
+            is_short = gap <= LONG_GAP_S
+            found = np.bincount(np.rint(gap[is_short] * 1e6).astype(np.int64), count[is_short])
+            by_microsecond[: found.size] += found.astype(np.int64)
+            long.append(gap[~is_short])
+            long_counts.append(count[~is_short].astype(np.int64))
     occurring = np.flatnonzero(by_microsecond)
     values = np.concatenate((occurring / 1e6, *long))
     return values, np.concatenate((by_microsecond[occurring], *long_counts))

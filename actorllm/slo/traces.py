@@ -5,11 +5,17 @@
     burstgpt  Timestamp,...,Request tokens,Response tokens,...    HPMLL/BurstGPT (seconds)
     mooncake  {"timestamp": ms, "input_length", "output_length", "hash_ids"}      kvcache-ai/Mooncake, blocks of 512 tokens
     timed     the same keys with seconds and blocks of 16 tokens, as `vllm bench serve --dataset-name timed_trace` reads
+    tracelab  rounds of coding agents: session_id, input_tokens_total, output_tokens, timing_events      uw-syfi/TraceLab
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
+
+A file that ends in .gz is unpacked while it is read. Qwen-Bailian's traces are `timed`.
 
 Rows of the JSON formats with the same session_id are turns of a session, in the order of the file. The first one has a timestamp.
 Each later one has delay, the time from the end of the turn before it, in the unit of timestamps. Its input_length is what is new,
 since its prompt begins with all that was said (NVIDIA's AIPerf reads the same).
+
+Rounds of `tracelab` are turns, too. A round waits for its tools, or for its user, since the last event of the round before it. Its
+prompt is told whole. Where that is shorter than the one before, the context was compacted, and a session of its own begins.
 
 Rows of the JSON formats may also carry slo: seconds per token, or an object with the fields of SLO. They may carry type_info,
 tenant, priority, is_latency_sensitive and patience (seconds), too. block_tokens is needed where a hash id does not stand for as
@@ -22,8 +28,11 @@ from __future__ import annotations
 
 import ast
 import csv
+import gzip
+import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -50,9 +59,14 @@ MAX_TIME = 1e18
 MAX_SHOWN = 40
 """Characters of a value that a message shows."""
 
-FORMATS = ("azure", "vidur", "burstgpt", "mooncake", "timed", "servegen")
+MAX_LINE = 1 << 24
+"""Characters of a line: a packed file may unpack to one without an end."""
+
+FORMATS = ("azure", "vidur", "burstgpt", "mooncake", "timed", "tracelab", "servegen")
 MOONCAKE_BLOCK_TOKENS = 512
 TIMED_BLOCK_TOKENS = 16
+ROUND_INPUTS = ("user_message", "tool_result")
+"""Events of TraceLab that say what a round was asked; all others are of its answer."""
 
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 """200 synthetic requests with shared prefixes and two classes, made by `workload.synthetic`: to try things on."""
@@ -106,6 +120,8 @@ class _Row:
     session: str | None = None
     delay: float | None = None
     """Since the turn before it ended; None: it has a timestamp."""
+    is_whole: bool = False
+    """num_prompt of a later turn counts what was said before, too."""
 
 
 def load_trace(
@@ -133,16 +149,15 @@ def load_trace(
         return draw_servegen(path, **drawn)
     if drawn:
         raise ConfigError(f"{path} is replayed as it is; {', '.join(drawn)} are for ServeGen folders")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
-    lines = text.split("\n")  # splitlines() would also split where JSON may have one of its other ends of line
-    if format is None:
+    lines = _lines_of(path)
+    if format is None:  # the first line shows it, and is read again below
+        lines, again = itertools.tee(lines)
         format = _seen_format(lines, path)
+        lines = again
     report = TraceReport(str(path), "mooncake" if format == "json" else format)
+    # Times of the JSON formats differ by their unit, which is known when their hash ids have told them apart.
     if format in ("json", "mooncake", "timed"):
-        found = list(_json_rows(lines, report))
+        found = list(_json_rows(lines, report, _turn_reader()))
         if format == "json" and block_tokens is None:
             report.format = _json_format(found, path)
         is_timed = report.format == "timed"
@@ -153,9 +168,27 @@ def load_trace(
                 row.delay *= unit
         usual = TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS
         block_tokens = _block_tokens(found, block_tokens, usual, path)
+    elif format == "tracelab":
+        found = list(_json_rows(lines, report, _round_reader()))
     else:
         found = list(_csv_rows(lines, format, seconds_per_unit or 1.0, report))
     return Trace(_workload_of(found, block_tokens or 1, path, report), report)
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    """Without their ends. Raises ConfigError where the file cannot be read."""
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig") as file
+        ):
+            while line := file.readline(MAX_LINE):  # which splits at no other ends of line that JSON may have
+                if len(line) == MAX_LINE:
+                    raise ConfigError(f"trace {str(path)!r} cannot be read: a line has {MAX_LINE} characters or more")
+                yield line.removesuffix("\n")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
 
 
 def _block_tokens(rows: list[_Row], wanted: int | None, usual: int, path: Path) -> int:
@@ -189,10 +222,10 @@ def _json_format(rows: list[_Row], path: Path) -> str:
     )
 
 
-def _seen_format(lines: list[str], path: Path) -> str:
+def _seen_format(lines: Iterable[str], path: Path) -> str:
     first = next((line.strip() for line in lines if line.strip()), "")
     if first.startswith("{"):
-        return "json"
+        return "tracelab" if '"input_tokens_total"' in first and '"timing_events"' in first else "json"
     header = [name.strip() for name in first.split(",")]
     for name, columns in _CSV_COLUMNS.items():
         if set(columns) <= set(header):
@@ -205,7 +238,7 @@ def _seen_format(lines: list[str], path: Path) -> str:
 # Comma separated values --------------------------------------------------------------------------------------------------
 
 
-def _azure_time(text: str) -> float:
+def _time_of(text: str) -> float:
     when = datetime.fromisoformat(text)
     return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
 
@@ -218,7 +251,7 @@ _CSV_COLUMNS = {
 """Columns of arrival, prompt tokens and output tokens."""
 
 
-def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -> Iterator[_Row]:
+def _csv_rows(lines: Iterable[str], format: str, unit: float, report: TraceReport) -> Iterator[_Row]:
     names = _CSV_COLUMNS[format]
     reader = csv.reader(lines)
     try:
@@ -229,7 +262,7 @@ def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -
         raise ConfigError(f"trace {report.path!r} has no column {missing[0]!r}{nearest_name(missing[0], header)}")
     when, prompt, output = (header.index(name) for name in names)
     label = header.index("Log Type") if "Log Type" in header else -1
-    read_time: Callable[[str], float] = _azure_time if format == "azure" else lambda text: float(text) * unit
+    read_time: Callable[[str], float] = _time_of if format == "azure" else lambda text: float(text) * unit
     while True:
         try:
             cells = next(reader)
@@ -290,15 +323,14 @@ def _shown(value: Any) -> str:
 # JSON lines --------------------------------------------------------------------------------------------------------------
 
 
-def _json_rows(lines: list[str], report: TraceReport) -> Iterator[_Row]:
-    """With arrivals in the unit of the file."""
-    sessions: set[str] = set()
+def _json_rows(lines: Iterable[str], report: TraceReport, read: Callable[[Any], _Row]) -> Iterator[_Row]:
+    """With arrivals in the unit of the file. read: makes a row of an object of JSON."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         report.num_rows += 1
         try:
-            row = _json_row(json.loads(line), sessions)
+            row = read(json.loads(line))
         except json.JSONDecodeError as error:
             report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
         except RecursionError:
@@ -306,9 +338,19 @@ def _json_rows(lines: list[str], report: TraceReport) -> Iterator[_Row]:
         except (ValueError, KeyError, TypeError) as error:
             report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
         else:
-            if row.session is not None:
-                sessions.add(row.session)
             yield row
+
+
+def _turn_reader() -> Callable[[Any], _Row]:
+    sessions: set[str] = set()
+
+    def read(given: Any) -> _Row:
+        row = _json_row(given, sessions)
+        if row.session is not None:
+            sessions.add(row.session)
+        return row
+
+    return read
 
 
 def _json_row(given: Any, sessions: Collection[str]) -> _Row:
@@ -346,6 +388,51 @@ def _json_row(given: Any, sessions: Collection[str]) -> _Row:
         session,
         _finite(float(when), name) if is_later else None,
     )
+
+
+def _round_reader() -> Callable[[Any], _Row]:
+    newest: dict[str, tuple[float, int]] = {}  # by session, when its newest round ended, and the prompt of that
+
+    def read(given: Any) -> _Row:
+        if not isinstance(given, dict):
+            raise ValueError(f"an object expected, got {type(given).__name__}")
+        session, provider, user = (given.get(name) for name in ("session_id", "provider", "user"))
+        if not isinstance(session, str):
+            raise ValueError(f"session_id={_shown(session)} must be a string")
+        size, num_output = (_count(given[name], name) for name in ("input_tokens_total", "output_tokens"))
+        asked, ended = _times_of_round(given["timing_events"])
+        free_at, before = newest.get(session, (math.nan, size + 1))
+        is_later = size >= before
+        newest[session] = (ended, size)
+        return _Row(
+            0.0 if is_later else asked,
+            size,
+            num_output,
+            kind=(provider if isinstance(provider, str) else None, None, False, 0, None),
+            tenant=user if isinstance(user, str) else None,
+            session=session,
+            delay=max(0.0, asked - free_at) if is_later else None,
+            is_whole=True,
+        )
+
+    return read
+
+
+def _times_of_round(events: Any) -> tuple[float, float]:
+    """Seconds: when all was there that the round was asked, and when the last part of its answer came."""
+    if not isinstance(events, list) or not events:
+        raise ValueError(f"timing_events={_shown(events)} must be a list of events, at least one")
+    asked = ended = math.nan
+    for event in events:
+        if not isinstance(event, dict):
+            raise ValueError(f"timing_events has {_shown(event)}, which must be an object")
+        at = _finite(_time_of(event["timestamp"]), "timestamp")
+        if event["event_type"] not in ROUND_INPUTS:
+            ended = at if math.isnan(ended) else max(ended, at)
+        elif math.isnan(ended):
+            asked = at if math.isnan(asked) else max(asked, at)
+    asked = ended if math.isnan(asked) else asked
+    return asked, asked if math.isnan(ended) else max(asked, ended)
 
 
 def _kind_of(given: dict[str, Any]) -> Kind:
@@ -414,7 +501,7 @@ def _turns_of(rows: list[_Row]) -> Turns | None:
         if row.delay is not None and row.session is not None:
             before = rows[newest[row.session]]
             parents[-1].append(newest[row.session])
-            row.num_prompt += before.num_prompt + before.num_output
+            row.num_prompt += 0 if row.is_whole else before.num_prompt + before.num_output
         if row.session is not None:
             newest[row.session] = number
     return Turns.of(parents, [row.delay or 0.0 for row in rows])

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -464,22 +464,48 @@ def share_prefixes(
     return replace(workload, prefixes=Prefixes(np.where(is_shared, shared, own), starts, block_tokens))
 
 
-def assign_classes(workload: Workload, mix: Iterable[tuple[RequestClass, float]], seed: int = 0) -> Workload:
-    """Give every request a class, drawn independently with these shares (they are normalized)."""
+Share: TypeAlias = float | tuple[float, ...]
+"""Of a class in a mix; several: one for each of so many equal parts of the time in which requests arrive."""
+
+
+def assign_classes(workload: Workload, mix: Iterable[tuple[RequestClass, Share]], seed: int = 0) -> Workload:
+    """Give every request a class, drawn independently with these shares (they are normalized).
+
+    Raises InvalidParameterError for shares that are not positive, and for classes with different numbers of them.
+    """
     pairs = list(mix)
     if not pairs:
         raise InvalidParameterError("a mix of classes needs at least one class")
     names = [kind.name for kind, _ in pairs]
     if len(set(names)) < len(names):
         raise InvalidParameterError(f"a mix names a class twice: {', '.join(names)}")
-    for kind, share in pairs:
-        _check_positive(f"share of class {kind.name!r}", share)
-    shares = np.array([share for _, share in pairs])
+    parts = _parts_of(pairs)
     # One uniform number per request: a larger share of one class moves as few requests as can be.
     drawn = seed_stream(seed, "classes").random(len(workload))
-    ids = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], drawn, side="right")
+    at = workload.arrival - workload.arrival[:1]
+    part = np.clip((at / (float(at.max(initial=0.0)) or 1.0) * len(parts)).astype(np.int64), 0, len(parts) - 1)
+    ids = np.zeros(len(workload), np.int32)
+    for number, shares in enumerate(parts):
+        mine = part == number
+        ids[mine] = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], drawn[mine], side="right")
     classes = tuple(kind for kind, _ in pairs)
-    return replace(workload, class_ids=ids.astype(np.int32), classes=classes, own_promises=None)
+    return replace(workload, class_ids=ids, classes=classes, own_promises=None)
+
+
+def _parts_of(pairs: Sequence[tuple[RequestClass, Share]]) -> list[F64]:
+    """For each part of the time the shares of all classes; a class with one share has it in all of them."""
+    most = max((len(share) for _, share in pairs if isinstance(share, tuple)), default=1)
+    columns = []
+    for kind, share in pairs:
+        own = share if isinstance(share, tuple) else (share,) * most
+        if len(own) != most:
+            raise InvalidParameterError(
+                f"a mix: class {kind.name!r} has {len(own)} shares and another one {most}; give each class one share, or as many"
+            )
+        for one in own:
+            _check_positive(f"share of class {kind.name!r}", one)
+        columns.append(own)
+    return [np.array(shares) for shares in zip(*columns, strict=True)]
 
 
 def classes_of(
@@ -530,14 +556,16 @@ _TTFT = re.compile(r"(?P<fixed>[^+]+)(?:\+p/(?P<rate>.+))?")
 MIX_KEYS = ("ttft", "tpot", "e2e", "priority", "patience", "sensitive")
 
 
-def parse_mix(text: str) -> list[tuple[RequestClass, float]]:
+def parse_mix(text: str) -> list[tuple[RequestClass, Share]]:
     """Classes as one writes them on a command line: name:share[:key=value,...], separated by blanks.
 
     `ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120` has half of the requests latency sensitive, with half a second and one
     for every 4000 prompt tokens until the first token. Keys: ttft, tpot, e2e and patience in seconds, priority, and
     sensitive (0 or 1; without it, a class that has a ttft or a tpot is).
+
+    `ls:0.8/0.2 be:0.2/0.8` has another mix in the second half of the time than in the first; any number of parts will do.
     """
-    found: list[tuple[RequestClass, float]] = []
+    found: list[tuple[RequestClass, Share]] = []
     for entry in text.split():
         name, _, rest = entry.partition(":")
         share, _, settings = rest.partition(":")
@@ -561,9 +589,11 @@ def parse_mix(text: str) -> list[tuple[RequestClass, float]]:
             priority=int(values.get("priority", 0)),
             patience=values.get("patience"),
         )
-        found.append((kind, _number(entry, "share", share)))
+        shares = tuple(_number(entry, "share", part) for part in share.split("/"))
+        found.append((kind, shares if len(shares) > 1 else shares[0]))
     if not found:
         raise InvalidParameterError("a mix of classes needs at least one class: name:share[:key=value,...]")
+    _parts_of(found)
     return found
 
 

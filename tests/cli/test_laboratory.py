@@ -14,9 +14,10 @@ import pytest
 from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import read_recording
 from actorllm.api.llm import LLM
-from actorllm.cli.laboratory import ScenarioOptions
+from actorllm.cli.laboratory import ScenarioOptions, progress
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit
+from actorllm.slo.experiments import Point, Scenario, Variant
 from actorllm.slo.experiments import point as point_module
 from actorllm.types.params import SamplingParams
 
@@ -466,3 +467,18 @@ def test_a_policy_that_raises_is_told_and_the_others_are_reported(
     told = capsys.readouterr()
     assert "failed: bad_luck:Last at 2 requests/s, seed 0: RuntimeError: bad luck" in told.err
     assert "bad luck" in (tmp_path / "page.html").read_text()
+
+
+def test_a_search_claims_no_share_of_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many there will be is decided by what was found; of a grid all are known."""
+    point = Point(scenario=Scenario(num_requests=5), variant=Variant.parse("fcfs@512"), rate=2.0)
+    told = []
+    for is_search in (True, False):
+        with progress(is_search=is_search) as tell:
+            tell(1, 4, point)
+        told.append(capsys.readouterr().err)
+    assert "at least 3 to come" in told[0]
+    assert "%" not in told[0]
+    assert "25%" in told[1]
+    assert "1/4" in told[1]
+    assert all("fcfs@512 at 2 requests/s, seed 0" in text for text in told)

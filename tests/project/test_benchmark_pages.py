@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,7 @@ def test_a_comparison_of_nothing_is_not_met() -> None:
     assert docs.verdict({"pairs apart": 6, "ranked alike": 5, "target": "all", "met": False}) == "**missed**"
     assert fidelity.verdict_on_ranking(0, 0, 3) == "not tested"
     assert fidelity.verdict_on_ranking(11, 11, 3) == "not tested", "too few pairs lie apart"
-    assert fidelity.verdict_on_ranking(12, 12, 1) == "not tested", "one live run has no band"
+    assert fidelity.verdict_on_ranking(12, 12, 1) == "not tested", "one round shows nothing"
     assert fidelity.verdict_on_ranking(12, 12, 3) is True
     assert fidelity.verdict_on_ranking(20, 19, 3) is True, "a tau of 0.9"
     assert fidelity.verdict_on_ranking(12, 11, 3) is False
@@ -93,6 +94,35 @@ def test_within_noise_is_not_met() -> None:
     assert fidelity.verdict(0.13, 0.08, 0.126) == "within noise"
     assert fidelity.verdict(0.30, 0.08, 0.126) is False
     assert fidelity.verdict(0.30, 0.08, 0.4) == "too noisy"
+
+
+def test_policies_lie_apart_by_what_differs_within_rounds() -> None:
+    """The machine is twice as fast in one round as in another, and one policy is a tenth faster than the other in each of them."""
+    slow, fast = [100.0, 210.0, 160.0, 120.0], [90.0, 188.0, 145.0, 107.0]
+    seen = fidelity.differences("mean TTFT, ms", slow, fast)
+    assert fidelity.lie_apart(seen)
+    assert fidelity.lie_apart(-seen)
+    assert not fidelity.lie_apart(seen[:1]), "one round shows nothing"
+    assert not fidelity.lie_apart(fidelity.differences("mean TTFT, ms", slow, slow))
+    assert not fidelity.lie_apart(fidelity.differences("mean TTFT, ms", slow, [90.0, 230.0, 150.0, 125.0]))
+    assert fidelity.lie_apart(fidelity.differences("good by deadline", [0.9, 0.8], [0.5, 0.4])), (
+        "the same in each round"
+    )
+    assert not fidelity.lie_apart(fidelity.differences("good by deadline", [0.9, 0.8], [0.5, 0.7]))
+
+
+def test_the_mean_of_a_kind_of_step_is_judged_beside_single_steps() -> None:
+    """Steps that vary by half are told well in the mean; a machine that was slower in one run is noise."""
+    rng = np.random.default_rng(1)
+    told = [np.full(4000, 0.004)] * 2
+    varied = [0.004 * rng.uniform(0.5, 1.5, 4000) for _ in range(2)]
+    row = fidelity.mean_row("decode steps", varied, told)
+    assert (row["met"], row["target"]) == (True, "≤ 8%")
+    assert row["live 1"] == pytest.approx(4.0, rel=0.03)
+    assert fidelity.mean_row("decode steps", [1.3 * run for run in varied], told)["met"] is False
+    assert fidelity.mean_row("decode steps", [varied[0], 1.22 * varied[1]], told)["met"] == "within noise"
+    model = fidelity.LinearModel((), residuals=(0.5, 1.0, 2.5))
+    assert fidelity.drawn_mean(model) == pytest.approx(1.25), "as values between the quantiles are drawn"
 
 
 def git(folder: Path, *words: str) -> str:

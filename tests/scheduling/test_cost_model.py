@@ -113,6 +113,33 @@ def test_a_fit_finds_both_regimes_and_says_how_well_it_predicts() -> None:
     assert from_json(to_json(found.model)) == found.model
 
 
+def log_by_kind(num: int, rows: int, seed: int = 1) -> MeasuredSteps:
+    """Steps of up to so many decode rows; those with prompts take 6 ms more and their rows cost less, as with other kernels."""
+    rng = np.random.default_rng(seed)
+    p = np.where(np.arange(num) % 3 == 0, rng.integers(1, 400, num), 0).astype(float)
+    d = rng.integers(1, rows + 1, num).astype(float)
+    nothing = np.zeros(num)
+    taken = np.where(p > 0, 8e-3 + 3e-5 * p + 1e-5 * d, 2e-3 + 1e-4 * d) * np.exp(0.02 * rng.standard_normal(num))
+    ended = np.cumsum(taken)
+    return MeasuredSteps(p, d, 100 * d, nothing, p * p / 2, ended - taken, ended - taken, ended)
+
+
+def test_steps_without_prompts_have_coefficients_of_their_own_where_one_sum_is_wrong() -> None:
+    found = fit(log_by_kind(2000, 60))
+    model = found.model
+    assert model.decode_regimes
+    off = np.abs(found.predicted / found.measured - 1)
+    has_prompt = found.features[:, 1] > 0
+    assert off[has_prompt].mean() < 0.02, "the noise alone is 1.6 %"
+    assert off[~has_prompt].mean() < 0.02
+    assert from_json(to_json(model)) == model
+    single = [model.seconds(0, 8, 900 + 8 * step) for step in range(20)]
+    assert model.decode_run(8, 900, 20).tolist() == single, "to the bit"
+    assert model.seconds(0, 8, 800) == pytest.approx(2.8e-3, rel=0.02)
+    assert model.seconds(200, 8, 800, 0, 20_000) == pytest.approx(14.1e-3, rel=0.02)
+    assert not fit(log_by_kind(2000, 2)).model.decode_regimes, "what a row costs is not known of two numbers of rows"
+
+
 def test_a_fit_does_not_follow_outliers() -> None:
     log = make_log(2000, 0.01)
     log.ended[::50] += 0.5  # a host that was busy with something else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from actorllm.slo.metrics import (
     percentiles,
 )
 from actorllm.slo.objectives import Promises
-from actorllm.slo.timeline import ABORTED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
+from actorllm.slo.timeline import ABORTED, FINISHED, UNFINISHED, RunTimeline, Spans, timeline_of_streams
 from actorllm.types.objective import SLO, RequestClass
 
 
@@ -62,6 +63,28 @@ def test_gaps_of_a_long_run_are_rounded_and_none_is_lost(monkeypatch: pytest.Mon
     rounded = np.repeat(values, counts)
     assert values.size < exact.size or counts.max() == 1
     assert np.sort(rounded) == pytest.approx(np.sort(exact), abs=5.1e-7)
+
+
+def test_gaps_of_many_replicas_are_rounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has few steps, and all of them have many: there is one table of gaps, and not one for each."""
+    rng = np.random.default_rng(4)
+    streams = [[np.cumsum(rng.integers(1, 20, 30)) / 1000 + 1e-7 * number for _ in range(9)] for number in range(4)]
+    parts = [timeline_of_streams(np.zeros(9), np.ones(9, np.int32), one) for one in streams]
+    spans = [one.spans for one in parts]
+    every = Spans.sorted(
+        np.concatenate([one.request + 9 * number for number, one in enumerate(spans)]),
+        np.repeat(np.arange(4, dtype=np.int32), 9),
+        np.concatenate([one.first_step for one in spans]),
+        np.concatenate([one.count for one in spans]),
+    )
+    timeline = replace(parts[0], spans=every, step_ends=tuple(one.step_ends[0] for one in parts))
+    exact = np.repeat(*timeline.gaps())
+    assert exact.size == 4 * 9 * 29
+    monkeypatch.setattr("actorllm.slo.timeline.MANY_STEPS", 1000)
+    assert all(ends.size < 1000 for ends in timeline.step_ends)
+    values, counts = timeline.gaps()
+    assert values.size <= 19 < np.unique(exact).size
+    assert np.sort(np.repeat(values, counts)) == pytest.approx(np.sort(exact), abs=5.1e-7)
 
 
 def test_the_two_readings_differ_where_they_should() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from actorllm import cli
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import LinearModel, Regime, load_model, preset, to_json
+from actorllm.slo.calibration import guess
 from actorllm.slo.measured_runs import read_run
 from actorllm.slo.prediction import predict_run
 from actorllm.slo.report import bench_json
@@ -162,3 +164,50 @@ def test_a_report_of_guidellm_is_read(is_new: bool, tmp_path: Path) -> None:
             read_run(path)
     with pytest.raises(ConfigError, match="no request with tokens and times"):
         read_run(f"{file}#0")
+
+
+def test_step_times_are_fitted_to_a_run(
+    of_requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is known but when requests came and went, and the limits of the engine."""
+    monkeypatch.setattr("actorllm.slo.calibration.MAX_RUNS", 24)
+    model = tmp_path / "fitted.json"
+    assert cli.main(["calibrate", "--run", str(of_requests), *ENGINE, "--output", str(model), "--name", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert "120, of them 24 held out, 1 left out" in out
+    assert re.search(r"ttft +[+-]\d+\.\d% +[+-]\d+\.\d%", out)
+    found = load_model(str(model))
+    assert found.name == "mine"
+    measured = read_run(of_requests)
+    before = predict_run(measured, SHAPE, guess(measured.workload, measured.timeline))
+    after = predict_run(measured, SHAPE, found)
+    off = [sum(abs(figure.error) for figure in one.figures) for one in (before, after)]
+    assert off[1] < 0.5 * off[0]
+    assert off[1] < 0.6, "six figures, each within a tenth"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--run", "run.jsonl"], "say how many KV blocks its engine had, with --num-blocks"),
+        (["--run", "run.jsonl", "--num-blocks", "9"], "9 blocks of 16 hold less than max_model_len=32768"),
+        (["--run", "run.jsonl", "--num-blocks", "9000", "--dtype", "float32"], "another engine: dtype cannot be given"),
+        (
+            ["--run", "run.jsonl", "--num-blocks", "9000", "--max-model-len", "auto"],
+            "'auto' must be a number of tokens",
+        ),
+        (["--run", "run.jsonl", "--num-blocks", "9000"], "'run.jsonl' cannot be read"),
+        (["--run", "run.jsonl", "--recording", "run.bin"], "leave out recording, profile and plot"),
+        (["--num-blocks", "9000"], "num-blocks=9000 is of the engine of a run: give --run, too"),
+    ],
+)
+def test_a_run_that_cannot_be_fitted_to_is_named(
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["calibrate", *options]) == 2
+    assert told in capsys.readouterr().err

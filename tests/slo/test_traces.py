@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.scheduling.cost_model import preset
+from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.traces import SAMPLE, load_trace, write_trace
 from actorllm.slo.workload import Workload, assign_classes, parse_mix, sample
 from actorllm.types.objective import SLO, RequestClass
@@ -387,3 +391,66 @@ def test_clients_of_servegen_are_drawn_from(tmp_path: Path) -> None:
         load_trace(folder, start=600, stop=1200)
     with pytest.raises(ConfigError, match="as a ServeGen folder has"):
         load_trace(tmp_path / "empty", "servegen")
+
+
+def round_of(session: str, asked: list[float], answered: list[float], size: int, num_output: int) -> dict[str, object]:
+    """A row of TraceLab: when what it was asked came, and when the parts of its answer did; in seconds."""
+    kinds = [("tool_result" if size > 1000 else "user_message", at) for at in asked]
+    events = [*kinds, *(("reasoning", at) for at in answered)]
+    return {
+        "provider": session.partition(":")[0],
+        "session_id": session,
+        "input_tokens_total": size,
+        "output_tokens": num_output,
+        "timing_events": [
+            {"event_type": kind, "timestamp": datetime.fromtimestamp(1_780_000_000 + at, UTC).isoformat()}
+            for kind, at in events
+        ],
+    }
+
+
+def test_rounds_of_agents_are_turns(tmp_path: Path) -> None:
+    """A round waits for its tools since the round before it; one whose context was compacted begins a session of its own."""
+    rows = [
+        round_of("claude:a", [0.0], [4.0, 5.0], 1000, 100),
+        round_of("codex:b", [3.0], [4.0], 700, 20) | {"user": "user_1"},
+        round_of("claude:a", [5.5, 7.0], [9.0], 1500, 50),
+        round_of("claude:a", [9.5], [9.9], 1600, 0),
+        round_of("claude:a", [20.0], [21.0], 400, 10),
+        round_of("claude:a", [20.5], [22.0], 450, 10),
+        round_of("codex:b", [], [], 800, 20),
+    ]
+    file = tmp_path / "rounds.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    trace = load_trace(file)
+    assert (trace.report.format, trace.report.num_rows) == ("tracelab", 7)
+    assert dict(trace.report.problems) == {
+        4: "output_tokens=0 must be a whole number of tokens, at least 1",
+        7: "timing_events=[] must be a list of events, at least one",
+    }
+    workload = trace.workload
+    assert workload.arrival == pytest.approx([0.0, 2.0, 3.0, 20.0, 20.0])
+    assert workload.num_prompt.tolist() == [1000, 1500, 700, 400, 450], "told whole"
+    assert [workload.kind(row).name for row in range(5)] == ["claude", "claude", "codex", "claude", "claude"]
+    assert workload.turns is not None
+    assert [workload.turns.parents_of(row) for row in range(5)] == [[], [0], [], [], [3]]
+    assert workload.turns.think_s[1] == pytest.approx(2.0), "from the end of the answer to the last of its tools"
+    assert workload.turns.think_s[4] == 0.0, "asked before the answer was over"
+    run = simulate(workload, EngineShape(num_blocks=2000, max_model_len=4096), preset("a100-llama-3-8b"))
+    assert run.evaluate().summary["completed"] == 5
+    assert run.timeline.num_cached.sum() > 1000, "a round finds what was said before"
+
+
+def test_a_packed_trace_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "trace.jsonl.gz"
+    row = json.dumps({"timestamp": 0, "input_length": 99, "output_length": 2}) + "\n"
+    whole = gzip.compress((row * 50).encode())
+    for broken in (whole[:-9], b"no gzip", whole[:20] + b"x" + whole[21:]):
+        file.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"trace\.jsonl\.gz' cannot be read"):
+            load_trace(file)
+    file.write_bytes(whole)
+    assert len(load_trace(file).workload) == 50
+    monkeypatch.setattr("actorllm.slo.traces.MAX_LINE", len(row) - 1)
+    with pytest.raises(ConfigError, match=f"a line has {len(row) - 1} characters or more"):
+        load_trace(file)

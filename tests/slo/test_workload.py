@@ -25,6 +25,7 @@ from actorllm.slo.workload import (
     poisson_arrivals,
     resampled_lengths,
     sample,
+    seed_stream,
     share_prefixes,
     synthetic,
 )
@@ -92,6 +93,8 @@ def test_a_mix_is_read_as_it_is_written() -> None:
         ("ls:0:tpot=1", "share='0' must be a positive number"),
         ("ls:1:ttft=0.5+p/0", "ttft='0' must be a positive number"),
         ("ls:1:tpot=-1", "SLO tpot=-1.0"),
+        ("ls:1/2 be:1/2/3", "class 'ls' has 2 shares and another one 3"),
+        ("ls:1/0", "share='0' must be a positive number"),
         ("", "at least one class"),
     ],
 )
@@ -106,6 +109,21 @@ def test_a_mix_needs_classes_with_shares_and_names() -> None:
         assign_classes(workload, [(RequestClass("a"), 1), (RequestClass("a"), 1)])
     with pytest.raises(InvalidParameterError, match="share of class 'a'=-1"):
         assign_classes(workload, [(RequestClass("a"), -1)])
+
+
+def test_a_mix_may_change_in_time() -> None:
+    """Three parts of the time, however the requests are spread over it; one share is that of all parts."""
+    at = np.sort(seed_stream(3, "at").random(6000) ** 2) * 90 + 5
+    at[0], at[-1] = 5.0, 95.0
+    workload = make_workload(at, fixed_lengths(6000, 10, 5))
+    mix = parse_mix("day:8/1/1 night:1/1/8 always:1")
+    assert [share for _, share in mix] == [(8, 1, 1), (1, 1, 8), 1]
+    found = assign_classes(workload, mix, seed=2)
+    for part, wanted in enumerate(([0.8, 0.1, 0.1], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.8, 0.1])):
+        mine = found.class_ids[(at >= 5 + 30 * part) & (at < 35 + 30 * part)]
+        assert np.bincount(mine, minlength=3) / mine.size == pytest.approx(wanted, abs=0.05)
+    constant = assign_classes(workload, parse_mix("day:2/2 night:1/1"), seed=2)
+    assert np.array_equal(constant.class_ids, assign_classes(workload, parse_mix("day:2 night:1"), seed=2).class_ids)
 
 
 def test_prompts_of_a_group_have_equal_block_hashes_up_to_the_border() -> None:

@@ -264,7 +264,7 @@ class Sweep:
 
     scenario: Scenario
     variants: Sequence[Variant]
-    seeds: Sequence[int] = tuple(range(8))
+    seeds: Sequence[int] = tuple(range(12))
     """Of fewer, bands are too narrow where requests come in bursts (`bench/slo_statistics.py`)."""
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from actorllm.scheduling.cost_model import Fit, MeasuredSteps, fit
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.slo.calibration import steps_of
 from actorllm.slo.live.replay import Delays
+from actorllm.slo.step_fit import repeatability
 from actorllm.slo.workload import seed_stream
 
 if TYPE_CHECKING:
@@ -107,13 +108,8 @@ class Calibration:
 
     @property
     def repeatability(self) -> float:
-        """Median relative difference of decode steps in a row with the same number of rows: what no model can predict.
-
-        NaN: there are none.
-        """
-        log, taken = self.log, self.log.ended - self.log.started
-        alike = (log.p[1:] == 0) & (log.p[:-1] == 0) & (log.d[1:] == log.d[:-1]) & (taken[1:] > 0) & (taken[:-1] > 0)
-        return float(np.median(np.abs(taken[1:] / taken[:-1] - 1)[alike])) if alike.any() else math.nan
+        """As `step_fit.repeatability`, of all its steps."""
+        return repeatability(self.log)
 
 
 def read_recorded(path: str | Path) -> tuple[MeasuredSteps, Delays]:

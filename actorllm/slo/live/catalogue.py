@@ -46,6 +46,10 @@ _MOONCAKE = "https://raw.githubusercontent.com/kvcache-ai/Mooncake"
 _MOONCAKE_CONVERSATION = f"{_MOONCAKE}/a2a4b18ac537fd798d50e6e9f57031ce86419a37/FAST25-release/traces"
 _MOONCAKE_SYNTHETIC = f"{_MOONCAKE}/3cca71daccf2a7afb8fe3f0295358f70e3a69fdb/FAST25-release/traces"
 _BURSTGPT = "https://github.com/HPMLL/BurstGPT/releases/download/v1.1"
+_QWEN_TREE = "alibaba-edu/qwen-bailian-usagetraces-anon/5f7439c51ec248a0c585f7d90a41a6f57773b912"
+_QWEN = f"https://media.githubusercontent.com/media/{_QWEN_TREE}"
+"""Where the files themselves are: the repository has pointers to them."""
+_TRACELAB = "https://github.com/uw-syfi/TraceLab/releases/download/v2026-06-08-syfi-trace"
 
 TRACES = {
     trace.name: trace
@@ -105,6 +109,36 @@ TRACES = {
             f"{_BURSTGPT}/BurstGPT_2.csv",
             "CC-BY-4.0",
             "BurstGPT, second two months: 3.9 million requests",
+        ),
+        PublicTrace(
+            "qwen-bailian-chat",
+            f"{_QWEN}/qwen_traceA_blksz_16.jsonl",
+            "Apache-2.0",
+            "Qwen-Bailian (ATC 2025): two hours of chats with people, with prefixes in blocks of 16 tokens",
+        ),
+        PublicTrace(
+            "qwen-bailian-api",
+            f"{_QWEN}/qwen_traceB_blksz_16.jsonl",
+            "Apache-2.0",
+            "Qwen-Bailian (ATC 2025): two hours of calls by programs, likewise",
+        ),
+        PublicTrace(
+            "qwen-bailian-coder",
+            f"{_QWEN}/qwen_coder_blksz_16.jsonl",
+            "Apache-2.0",
+            "Qwen-Bailian: a model that writes programs, likewise",
+        ),
+        PublicTrace(
+            "qwen-bailian-thinking",
+            f"{_QWEN}/qwen_thinking_blksz_16.jsonl",
+            "Apache-2.0",
+            "Qwen-Bailian: a model that reasons before it answers, likewise",
+        ),
+        PublicTrace(
+            "tracelab",
+            f"{_TRACELAB}/syfi_coding_trace.jsonl.gz",
+            "CC-BY-4.0",
+            "TraceLab (arXiv 2606.30560): 357,161 rounds of coding agents in some 4,300 sessions, with tool calls",
         ),
     )
 }

@@ -159,6 +159,10 @@ def test_what_is_listed_can_be_checked() -> None:
         assert (trace.sha256 is None) == (trace.size is None)
     with pytest.raises(ConfigError, match="did you mean 'azure23-conv'"):
         public_trace("azure23-con")
+    sources = ("azure24", "burstgpt", "qwen-bailian", "tracelab")
+    assert all(any(name.startswith(source) for name in TRACES) for source in sources), (
+        "public ones of which no file was held"
+    )
 
 
 @pytest.mark.parametrize(
