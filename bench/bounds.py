@@ -283,7 +283,6 @@ BOUNDS = (
         (
             "kvcache.prefix_index: PrefixIndex._runs",
             "kvcache.block_pool: BlockPool._queue",
-            "kvcache.block_pool: BlockPool._unlabelled",
             "kvcache.manager: KVCacheManager._emptied",
             "kvcache.window_group: WindowGroup._pairs",
             "kvcache.window_group: WindowGroup._behind",
