@@ -183,6 +183,8 @@ class PayingDrafts:
     def __init__(self, speculation: Speculation) -> None:
         most, steps, drafts = speculation.num_speculative_tokens, speculation.step_costs, speculation.draft_costs
         self._steps, self._drafts = steps, drafts
+        self.has_passes = bool(drafts)
+        """A draft model computes, for all rows of a step at about the cost of one."""
         self._table: list[list[int]] = []
         """By the index of the row bound and by acceptance; 0: none pays."""
         for rows in ROW_BOUNDS:

@@ -184,7 +184,7 @@ class Speculator:
     def _keep_what_pays(self, paying: PayingDrafts, slots: I32, wanted: I32) -> None:
         """Lower the number of drafts to what pays, and to one or none for rows whose drafts are mostly wrong.
 
-        Such rows try one now and then, all of them in one step: a pass of a draft model costs about the same for all.
+        Such rows try one now and then: with a draft model all of them in one step, as a pass costs about the same for all.
 
         Arguments:
             slots: of the rows, [num_rows].
@@ -199,9 +199,10 @@ class Speculator:
         if paid and not paying.is_worth(len(slots), wanted[paid].tolist(), acceptances):
             wanted[:] = 0
         others = [row for row in able if not wanted[row]]
-        if any(not able[row].rest for row in others):
-            for row in others:
-                wanted[row], able[row].is_trial = 1, True
+        due = [row for row in others if not able[row].rest]
+        for row in others if due and paying.has_passes else due:
+            wanted[row], able[row].is_trial = 1, True
+            able[row].rest = able[row].pause  # also where nothing is guessed; `observe` sets it anew
 
     def _guess(self, batch: PersistentBatch, slots: I32, rows: NDArray[np.intp], wanted: I32) -> list[list[int]]:
         """The drafter's, of these rows."""
