@@ -66,7 +66,7 @@ class StepTime:
     MIN_STEPS = 20
     SCALE = (1.0, 1e-3, 1e-2, 1e-5)
     MAX_COVARIANCE = 1e6
-    """Beyond it nothing is forgotten: what is not excited must not blow up."""
+    """What the variance of a weight tends to that no step tells anything of."""
 
     def __init__(self, forgetting: float = 0.995) -> None:
         self._forgetting = forgetting
@@ -89,11 +89,17 @@ class StepTime:
         rate = max(1 - forgetting, 1 / self.num_steps)
         self._rates = [mean + rate * (now - mean) for mean, now in zip(self._rates, row, strict=True)]
         # s * t is t * s to the last bit, so that the matrix stays symmetric.
-        forgets = max(covariance[at][at] for at in range(4)) < self.MAX_COVARIANCE
-        scale = 1 / forgetting if forgets else 1.0
-        self._covariance = [
-            [(value - s * t / norm) * scale for value, t in zip(line, spread, strict=True)]
+        covariance = [
+            [(value - s * t / norm) / forgetting for value, t in zip(line, spread, strict=True)]
             for line, s in zip(covariance, spread, strict=True)
+        ]
+        # What no step tells apart is forgotten as well, and would grow without bound. Each step therefore counts as a very
+        # inexact observation of one of the weights, which agrees with what is known of it.
+        line = covariance[self.num_steps % 4]
+        norm = self.MAX_COVARIANCE / (4 * max(1 - forgetting, 1e-6)) + line[self.num_steps % 4]
+        self._covariance = [
+            [value - s * t / norm for value, t in zip(values, line, strict=True)]
+            for values, s in zip(covariance, line, strict=True)
         ]
 
     @property

@@ -457,6 +457,15 @@ def test_of_rows_that_are_always_as_many_nothing_absurd_is_learned(seed: int) ->
             assert 0.0035 < learned.seconds(0, 16, 16 * 100) < 0.008
 
 
+@pytest.mark.parametrize("p", [0, 300])
+def test_what_steps_take_is_followed_however_long_nothing_has_told_rows_and_steps_apart(p: int) -> None:
+    learned = StepTime()
+    for slower in (1.0, 2.0):
+        for at in range(5000 if slower == 1.0 else 1000):
+            learned.observe(p * (at % 2), 32, 32 * (20 + at % 180), slower * (0.006 + 5e-5 * p * (at % 2)))
+    assert learned.seconds(0, 32, 32 * 100) == pytest.approx(0.012, rel=0.05)
+
+
 class Mine(KeyPolicy):
     name = "mine"
 
