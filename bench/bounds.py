@@ -225,6 +225,7 @@ BOUNDS = (
             "supervision.blame.scheduler_deaths: DeathRecord.begun",
             "supervision.blame.scheduler_deaths: DeathRecord.proven",
             "supervision.blame.scheduler_probes: SchedulerProbes.not_begun",
+            "supervision.blame.scheduler_probes: SchedulerProbes._left",
             "supervision.blame.scheduler_probes: SchedulerProbes._isolated",
         ),
         "requests that kill processes",

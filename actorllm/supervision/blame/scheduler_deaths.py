@@ -119,15 +119,17 @@ def note_death(
     for record in suspects:
         record.num_deaths += 1
     is_single = probe is not None and probe.size == 1
-    for record in named:
-        is_suspect = record in suspects
-        if probes_alone and is_suspect and (is_single or record in were_suspects):
+    # A suspect that was named and had to wait for a slot may begin while another search names others.
+    begun_again = [record for record in suspects if record in were_suspects and record.begun] if probes_alone else []
+    for record in dict.fromkeys([*named, *begun_again]):
+        is_suspect, is_named = record in suspects, record in named
+        if probes_alone and is_suspect and ((is_single and is_named) or record in were_suspects):
             record.fail(1, is_alone=True)
         elif (
             probe is not None and not probes_alone
         ):  # those that are no suspects, too: no group of these may be as large again
             record.fail(probe.size, is_single and is_suspect)
-        record.was_alone |= probe is not None and probe.is_alone and is_suspect
+        record.was_alone |= probe is not None and probe.is_alone and is_suspect and is_named
     for record in records.values():
         record.begun.clear()
         record.proven.clear()

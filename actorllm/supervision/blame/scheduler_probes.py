@@ -58,6 +58,8 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         self._drop_output = drop_output
         self._isolated: list[tuple[Key, Submit]] = []
         """The sequences of the request that was probed alone last."""
+        self._left: dict[Key, RequestKey] = {}
+        """Members of groups of the search that is over, which had not had a token by then."""
         self._had_to_wait = False
         """For the end of a search for the request that the workers die of."""
         self._is_checked = False
@@ -138,7 +140,11 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         self.begin()
         self.begins_at = now() + patience_s
         if not was_on:
-            self._tell(())
+            found = ((key, self._scheduler.sequence(key)) for key in self._left)
+            waiting = {key for key, sequence in found if sequence is not None and sequence.slot < 0}
+            self._pending = {key: one for key, one in self._left.items() if key in waiting}
+            self._left = {}
+            self._tell(self._pending)
 
     def next_requests(self) -> list[tuple[Key, Submit]]:
         """What to take on now: the next probe group when nothing is to be expected of the last one, at the end the others.
@@ -164,7 +170,7 @@ class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
         self._first_step = self._scheduler.ledger.next_step
         self._tell(self._pending)
         if not self.is_on:
-            self._pending.clear()
+            self._left, self._pending = self._pending, {}
         return group or self.take_all()
 
     def _is_alone_again(self) -> bool:

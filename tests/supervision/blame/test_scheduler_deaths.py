@@ -433,6 +433,26 @@ def test_one_that_waits_for_a_slot_while_others_are_probed_costs_two_deaths(
     assert lives.num_deaths == 2
 
 
+@pytest.mark.parametrize("num_turns", [2, 6, 12])
+@pytest.mark.parametrize("moment", [STARTS, HAS_A_TOKEN])
+def test_one_that_waits_for_a_slot_while_other_suspects_come_costs_two_deaths(
+    make_lives: Callable[..., Lives], moment: int, num_turns: int
+) -> None:
+    """The search for which it was named is over, and that for the others names them alone."""
+    lives = make_lives(is_replica=True, max_num_seqs=4)
+    for _ in range(3):
+        lives.submit(0, prompt_of(lives), 100)
+    for _ in range(3):
+        lives.turn()
+    lives.adopt(0, [([5, moment if number == 3 else GOOD, 200 + number], 12, 1) for number in range(4)])
+    for _ in range(num_turns):
+        lives.turn()
+    lives.adopt(0, [([5, GOOD, 300], 12, 1)])
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths == 2
+
+
 @pytest.mark.parametrize("is_replica", [True, False])
 def test_a_scheduler_that_is_killed_before_there_are_workers_blames_no_request(
     make_lives: Callable[..., Lives], is_replica: bool
