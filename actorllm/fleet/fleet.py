@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
 
+RELEASE_TIMEOUT_S = 30.0
+"""For Ray to give back where a removed replica ran."""
 SUSPECTS_TIMEOUT_S = 3.0
 """How long programs wait at most, after a death, for the scheduler that is to take their suspects."""
 
@@ -450,7 +452,7 @@ class Fleet:
             with anyio.CancelScope(shield=True):  # a caller that waits no more leaves no replica half removed
                 for number in sorted(self._replicas)[num_replicas:]:
                     await self._remove(self._replicas[number])
-                await self._divide_cores(num_replicas)
+            await self._divide_cores(num_replicas)
         return added
 
     async def _ask_for_room(self, num_replicas: int) -> None:
@@ -511,9 +513,10 @@ class Fleet:
         replica.request_stop(self._stop_timeout_s)
         if replica.events is not None:
             await replica.events.has_ended.wait()
-        if self._placement is not None and replica.is_remote:
-            await to_thread.run_sync(self._placement.release, replica.number, abandon_on_cancel=True)
         del self._replicas[replica.number]
+        if self._placement is not None and replica.is_remote:
+            with anyio.move_on_after(RELEASE_TIMEOUT_S):
+                await to_thread.run_sync(self._placement.release, replica.number, abandon_on_cancel=True)
 
     async def drain(self, number: int, is_draining: bool = True) -> None:
         """Let a replica take no new requests, and move its streams; False: it takes requests again.
