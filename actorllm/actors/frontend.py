@@ -614,7 +614,7 @@ class FrontendActor(Actor):
         vectors = self._vectors(outputs) if outputs.vector_rows.size else {}
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
-            self._recover(rids)
+            self._recover(rids if not late else [rid for row, rid in enumerate(rids) if row not in late])
         if self.observer is not None:
             self.observer.see(outputs, ends, self._journal)
         if self._num_losses and (tokens or vectors):
