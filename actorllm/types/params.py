@@ -457,8 +457,15 @@ class SettledParams(SamplingParams):
     __slots__ = ()
 
     def checked_copy(self) -> SamplingParams:
-        """Itself: a check of a hundred thousand ids takes milliseconds, and a body may have thousands of prompts."""
-        return self
+        """Itself: a check of a hundred thousand ids takes milliseconds, and a body may have thousands of prompts.
+
+        Code of the application is given `extra_args`, and may change them: each request has its own.
+        """
+        if self.extra_args is None:
+            return self
+        made = copy.copy(self)
+        made.extra_args = copy.deepcopy(self.extra_args)
+        return made
 
 
 def settled(params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,7 @@ from actorllm.errors import InvalidParameterError
 from actorllm.messages import Submit, pack, unpack
 from actorllm.messages.untrusted import check_foreign
 from actorllm.types.logits_processors.travel import NOT_CARRIED, decode_params, decode_rows, encode_params, encode_rows
-from actorllm.types.params import MAX_EXTRA_ARGS
+from actorllm.types.params import MAX_EXTRA_ARGS, settled
 
 GOOD = {"a": 1, "b": [1.5, None, True, {"c": "é"}], "big": 2**63}
 
@@ -93,3 +93,13 @@ def test_a_message_carries_it_and_one_of_a_strange_program_is_looked_at() -> Non
         message = replace(submit, processor_params=np.frombuffer(wrong, np.uint8))
         with pytest.raises(ValueError, match="processor_params"):
             check_foreign(message, 10)
+
+
+def test_what_was_checked_once_for_many_requests_has_extra_args_for_each() -> None:
+    once = settled(SamplingParams(extra_args={"a": [1]}))
+    first, second = once.checked_copy(), once.checked_copy()
+    assert first.extra_args is not None
+    first.extra_args["b"] = first.extra_args.pop("a")
+    assert second.extra_args == once.extra_args == {"a": [1]}
+    plain = settled(SamplingParams())
+    assert plain.checked_copy() is plain
