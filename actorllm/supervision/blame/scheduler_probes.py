@@ -19,7 +19,7 @@ from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.sequence import Key, RequestKey, Sequence, State
 from actorllm.supervision.blame.scheduler_deaths import SchedulerBisection
 from actorllm.types.outputs import FinishReason
 
