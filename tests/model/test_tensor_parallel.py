@@ -202,6 +202,7 @@ def test_the_other_ranks_wait_long_for_a_model_that_the_first_one_reads(
     monkeypatch.setattr(torch.distributed, "isend", lambda _, to, group: told.append(to))
     monkeypatch.setattr(torch.distributed, "irecv", lambda _, by, group: told.append(by) or Sent())
     monkeypatch.setattr(DraftModel, "load", load)
+    monkeypatch.setattr(Ranks, "agree", lambda _, found: found)  # about how to compute, which is another wait
     drafts = {"method": "draft_model", "model": str(model_folder(tmp_path)), "num_speculative_tokens": 3}
     config = EngineConfig.from_arguments(tmp_path, **arguments(tensor_parallel_size=2, speculative_config=drafts))
     for rank in range(2):
