@@ -19,6 +19,8 @@ import actorllm
 from actorllm import LLM, AsyncLLM, EmbedsPrompt, LLMEngine, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, InvalidPromptError
+from tests.model.hf.decoders import prompt as token_ids
+from tests.model.hf.decoders import save
 
 STORYTELLER = Path(actorllm.__file__).parent / "bundled" / "storyteller"
 WIDTH = 256
@@ -356,3 +358,19 @@ def test_embeddings_beyond_what_a_message_carries_are_refused(
     assert output.finished
     with pytest.raises(InvalidPromptError, match=r"of 11264 bytes .* may carry \(10240\): shorten them to 10 tokens"):
         llm.generate({"prompt_embeds": table[:11]}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"), [("granite-hybrid", {"embedding_multiplier": 12.0}), ("recurrent-gemma", {})]
+)
+def test_rows_are_scaled_as_those_of_ids_where_the_model_scales_both(
+    tmp_path: Path, name: str, differences: dict[str, Any]
+) -> None:
+    rows = save(name, tmp_path, max_position_embeddings=256, **differences).get_input_embeddings().weight.detach()
+    ids = token_ids(3, 40)
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 128, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), enable_prompt_embeds=True, topology="inline", **options) as llm:
+        expected, found = (
+            streams(llm, [prompt], GREEDY) for prompt in ({"prompt_token_ids": ids}, {"prompt_embeds": rows[ids]})
+        )
+    assert found == expected

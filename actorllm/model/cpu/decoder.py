@@ -53,6 +53,7 @@ SWITCHES = frozenset(
         "norms_outputs",
         "activation='gelu_tanh'",
         "embedding_scale",
+        "scales_given_rows",
         "experts",
         "has_sinks",
         "latent",
@@ -459,8 +460,15 @@ class Decoder:
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
         if self._stage.is_first:
-            x = self.embed(torch.from_numpy(inputs.token_ids))
-            if inputs.embedded is not None:
+            token_ids = torch.from_numpy(inputs.token_ids)
+            if inputs.embedded is None:
+                x = self.embed(token_ids)
+            elif self.config.scales_given_rows:
+                x = self._looked_up(token_ids)
+                place_rows(x, inputs)
+                x.mul_(self._embedding_scale)
+            else:
+                x = self.embed(token_ids)
                 place_rows(x, inputs)
         else:
             x = self._stage.receive(inputs.step, len(inputs.token_ids), self.config.hidden_size, self.dtype)
@@ -485,14 +493,17 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size]; an id is embedded by the rank that holds it."""
-        if self.ranks.size == 1:
-            rows = torch.embedding(self.embedding, token_ids)
-        else:
-            local = token_ids - self._vocab_part.start
-            is_elsewhere = (local < 0) | (local >= len(self.embedding))
-            rows = torch.embedding(self.embedding, local.masked_fill(is_elsewhere, 0))
-            rows = self.ranks.sum_(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+        rows = self._looked_up(token_ids)
         return rows if self._embedding_scale == 1 else rows.mul_(self._embedding_scale)
+
+    def _looked_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Before any scale."""
+        if self.ranks.size == 1:
+            return torch.embedding(self.embedding, token_ids)
+        local = token_ids - self._vocab_part.start
+        is_elsewhere = (local < 0) | (local >= len(self.embedding))
+        rows = torch.embedding(self.embedding, local.masked_fill(is_elsewhere, 0))
+        return self.ranks.sum_(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The final hidden states of some rows, [num_rows, hidden_size]."""

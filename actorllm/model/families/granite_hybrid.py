@@ -73,6 +73,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         rotates=position == "rope",
         attention_scale=number(hf, "attention_multiplier"),
         embedding_scale=number(hf, "embedding_multiplier"),
+        scales_given_rows=True,
         residual_scale=number(hf, "residual_multiplier"),
         logits_scale=1 / scaling,
         experts=experts,

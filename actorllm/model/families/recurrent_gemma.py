@@ -63,6 +63,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         windows=(positive(hf, "attention_window_size"),) * num_layers,
         # A constant of the model that its authors keep in bfloat16.
         embedding_scale=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
+        scales_given_rows=True,
         logits_cap=number(hf, "logits_soft_cap", least=1e-3),
         recurrent=RgLruShape(
             num_channels=positive(hf, "lru_width", hidden_size),
