@@ -187,6 +187,8 @@ class DecoderConfig:
     """What attention and MLP add to the residual stream goes through a norm."""
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     embedding_scale: float = 1.0
+    scales_given_rows: bool = False
+    """Embeddings that a prompt brings are multiplied by embedding_scale, as those of its ids are."""
     residual_scale: float = 1.0
     """Of what mixer and MLP add to the residual stream."""
     logits_scale: float = 1.0
@@ -395,9 +397,16 @@ def windows_by_layer_type(num_layers: int, window: int | None, types: Any) -> tu
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def qwen_window(hf: Mapping[str, Any]) -> int | None:
+    """Of the layers of Qwen2 and Qwen3 that have one; a size of null is none, although the default is 4096."""
+    if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
+        return None
+    return positive(hf, "sliding_window", 4096)
+
+
 def qwen_windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Sliding windows of Qwen2 and Qwen3: off unless use_sliding_window, and then from layer max_window_layers on."""
-    window = positive(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else None
+    window = qwen_window(hf)
     types = hf.get("layer_types")
     if types is None:
         first = hf.get("max_window_layers", 28)

@@ -8,7 +8,7 @@ from typing import Any
 
 from actorllm.errors import CorruptModelError
 from actorllm.model.families import qwen3
-from actorllm.model.families.decoder_config import DecoderConfig, positive
+from actorllm.model.families.decoder_config import DecoderConfig, positive, qwen_window
 from actorllm.model.families.expert_shape import expert_shape
 
 
@@ -22,6 +22,6 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
     experts = expert_shape(hf, count, "moe_intermediate_size", layers=layers)
     # Other than in the dense models, a window is that of every layer.
-    window = positive(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else None
+    window = qwen_window(hf)
     config = qwen3.decoder_config({key: value for key, value in hf.items() if key != "layer_types"})
     return replace(config, windows=(window,) * num_layers, experts=experts if any(layers) else None)

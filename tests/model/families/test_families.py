@@ -19,7 +19,7 @@ from actorllm.model.cuda.decoder import DeviceDecoder
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
-from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
+from actorllm.model.families.decoder_config import DecoderConfig, TensorNames, qwen_window
 from actorllm.model.families.recurrent_shapes import convolution_state
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
@@ -557,3 +557,9 @@ def test_a_checkpoint_with_a_tensor_too_few_is_corrupt(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CorruptModelError, match=name):
         cpu_driver(tmp_path)
+
+
+def test_a_window_of_null_is_none_and_no_window_has_the_default() -> None:
+    assert qwen_window({"use_sliding_window": True, "sliding_window": None}) is None
+    assert qwen_window({"use_sliding_window": True}) == 4096
+    assert qwen_window({"sliding_window": 64}) is None
