@@ -92,6 +92,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: np.zeros((2, 9), np.float32), "float32 (2, 9) is no recording"),
     (lambda: np.zeros(9, np.int16), "int16 (9,) is no recording"),
     (lambda: (sound(1), 0.5), "the rate 0.5"),
+    (lambda: (sound(1), float("nan")), "the rate nan"),
+    (lambda: (sound(1), float("inf")), "the rate inf"),
     (lambda: (sound(1), 500_000), "a rate of 500000"),
     (lambda: np.zeros(0, np.float32), "more than 0"),
     (lambda: sound(1, 2.5), "2.5 s"),

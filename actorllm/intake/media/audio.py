@@ -66,7 +66,7 @@ def _checked(array: Any, rate: Any, place: str) -> tuple[NDArray[np.float32], in
         raise InvalidPromptError(
             f"{place}: {shape} is no recording; give floats [num_samples], alone or with their rate"
         )
-    if isinstance(rate, bool) or not isinstance(rate, int | float | np.integer | np.floating) or rate != int(rate):
+    if isinstance(rate, bool) or not isinstance(rate, int | float | np.integer | np.floating) or rate % 1:
         raise InvalidPromptError(f"{place}: the rate {rate!r:.40} must be an integer, in samples of a second")
     return array.astype(np.float32), int(rate)
 
