@@ -153,8 +153,8 @@ async def merge_async_iterators(*iterators: AsyncIterator[T]) -> AsyncGenerator[
                     await own.send(error)
         finally:
             with anyio.CancelScope(shield=True):
-                if isinstance(iterator, AsyncGenerator):
-                    await iterator.aclose()
+                if (aclose := getattr(iterator, "aclose", None)) is not None:  # streams of `generate` are no generators
+                    await aclose()
             ended[number].set()
 
     with send:

@@ -94,6 +94,26 @@ async def test_iterators_are_merged(anyio_backend: str) -> None:
         async for _ in merged:
             break
     assert sorted(closed) == [0, 1, 2, 3, 4]
+
+    class Stream:
+        """As `generate` returns them: closed by `aclose`, and no generator."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __aiter__(self) -> AsyncIterator[int]:
+            return self
+
+        async def __anext__(self) -> int:
+            return self.number
+
+        async def aclose(self) -> None:
+            closed.append(self.number)
+
+    async with aclosing(merge_async_iterators(Stream(5), Stream(6))) as merged:
+        async for _ in merged:
+            break
+    assert sorted(closed) == [0, 1, 2, 3, 4, 5, 6]
     assert [item async for item in merge_async_iterators()] == []
 
 
