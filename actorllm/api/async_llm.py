@@ -655,6 +655,7 @@ class AsyncLLM:
         check_idle_arguments(reset_connector=reset_connector)
         if self._engine.is_new:
             return True
+        await self.start()
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
 
@@ -718,6 +719,7 @@ class AsyncLLM:
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         if not self._engine.is_new:
+            await self.start()
             await HostLoop.current().result_of(self._engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
@@ -872,6 +874,7 @@ class AsyncLLM:
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         if not self._engine.is_new:
+            await self.start()
             await HostLoop.current().result_of(self._engine.ask_scheduler("resume_generation"))
 
     async def is_paused(self) -> bool:
@@ -882,6 +885,7 @@ class AsyncLLM:
         """
         if self._engine.is_new:
             return False
+        await self.start()
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
 
     async def update_weights_from_disk(

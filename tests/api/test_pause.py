@@ -147,3 +147,17 @@ async def test_a_pause_among_the_sequences_of_a_request() -> None:
         await llm.resume_generation()
         tokens = {o.index: o.token_ids for output in [o async for o in again] for o in output.outputs}
         assert [tokens[index] for index in range(3)] == expected
+
+
+@pytest.mark.anyio
+async def test_what_is_asked_while_the_model_loads_waits_for_it() -> None:
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
+    try:
+        stream = llm.generate(PROMPT, params(4))  # which starts the engine
+        assert not await llm.is_paused()
+        assert await llm.reset_prefix_cache()
+        await llm.resume_generation()
+        await llm.wake_up()
+        assert len([output async for output in stream][-1].outputs[0].token_ids) == 4
+    finally:
+        llm.shutdown()
