@@ -261,7 +261,8 @@ class LLMEngine(BlockingDoor):
         if stepper is not None:
             if self._streams:
                 stepper.step()
-                self._engine.note_step()
+                if stepper.is_alive:  # else the streams tell how it ended
+                    self._engine.note_step()
             self._host.run_pending()
             return self._take()
         outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []

@@ -174,6 +174,8 @@ class Stepper:
 
         Waits only for a scheduling policy that has asked to be woken later, or for a deadline; not beyond `until`.
         """
+        if not self.is_alive:
+            return False
         with interrupts_held():
             try:
                 is_done = self._step()
@@ -187,10 +189,15 @@ class Stepper:
         return is_done
 
     def drain(self, until: float) -> bool:
-        """Step until every request has ended. What is left at `until` (monotonic seconds) is aborted, and it is False."""
+        """Step until every request has ended. What is left at `until` (monotonic seconds) is aborted, and it is False.
+
+        False as well if the engine ends meanwhile, and every request with it.
+        """
         self.run_pending()
-        while self._frontend.has_work and now() < until:
+        while self.failure is None and self._frontend.has_work and now() < until:
             self.step(until)
+        if self.failure is not None:
+            return False
         if not self._frontend.has_work:
             return True
         self._frontend.abort_all()

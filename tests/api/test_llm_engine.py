@@ -21,6 +21,7 @@ from actorllm import (
     RequestOutputKind,
     SamplingParams,
 )
+from actorllm.clock import now
 from actorllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -231,4 +232,38 @@ def test_the_death_of_a_process_is_raised_by_step() -> None:
     assert engine.step() == []
     with pytest.raises(EngineDeadError):
         engine.check_health()
+    engine.shutdown()
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, engine: LLMEngine) -> None:
+    """Its scheduler raises in the next step."""
+
+    def fail() -> None:
+        raise RuntimeError("so it was asked")
+
+    stepper = engine._engine.stepper
+    assert stepper is not None
+    monkeypatch.setattr(stepper._scheduler, "turn", fail)
+
+
+def test_the_death_of_an_engine_that_steps_itself_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLMEngine("storyteller", topology="inline", num_threads=1)
+    engine.add_request("x", PROMPTS[0], short(1000))
+    engine.step()
+    broken(monkeypatch, engine)
+    with pytest.raises(EngineDeadError, match="so it was asked"):
+        run(engine)
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    engine.shutdown()
+
+
+def test_a_drain_during_which_the_engine_dies_has_ended_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLMEngine("storyteller", topology="inline", num_threads=1)
+    engine.add_request("x", PROMPTS[0], short(1000))
+    engine.step()
+    broken(monkeypatch, engine)
+    stepper = engine._engine.stepper
+    assert stepper is not None
+    assert stepper.drain(now() + 5) is False
     engine.shutdown()
