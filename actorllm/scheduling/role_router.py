@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
+from actorllm.scheduling.router import HASH_BYTES, ReplicaView, Routable, Router, Seconds
 
 DECAY = 0.9
 """What an observed hand-off counts for after another one."""
@@ -80,7 +80,9 @@ class RoleRouter:
     def pays(self, request: Routable, prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView]) -> bool:
         """Whether all requests together wait for less if this one is handed off."""
         num_blocks = request.num_prompt // decode[0].block_size
-        if not num_blocks or len(request.block_hashes) < num_blocks:  # nothing could be told from other blocks
+        if (
+            not num_blocks or len(request.block_hashes) // HASH_BYTES < num_blocks
+        ):  # nothing could be told from other blocks
             return False
         has_times = None not in [view.step_seconds for view in (*prefill, *decode)]
         here = min(self._cost(request, view, has_times) for view in decode)
