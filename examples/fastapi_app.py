@@ -37,8 +37,8 @@ class Story(BaseModel):
 @app.post("/story")
 async def story(body: Story, request: Request) -> StreamingResponse:
     params = SamplingParams(max_tokens=body.max_tokens, output_kind=RequestOutputKind.DELTA)
-    stream = request.app.state.llm.generate(body.prompt, params)
     try:
+        stream = request.app.state.llm.generate(body.prompt, params)  # raises at once where too many wait
         first = await anext(stream)  # what is wrong with the request is known before the status is sent
     except EngineOverloaded as error:
         raise HTTPException(429, str(error)) from error
