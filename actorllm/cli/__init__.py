@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if arguments is None else list(arguments)
         given = with_config(spelled_out(words) if words[:1] and words[0] in BUILDERS else words)
         result = app(given, result_action="return_value", exit_on_error=True)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except ModuleNotFoundError as error:
         if error.name != "cyclopts":
             raise
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, EngineError | TransportError | RequestFailedError | DownloadError) else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # what reads has seen enough; Python would try once more to write what is left, and say so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return result if isinstance(result, int) else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actorllm.cli.options import EngineFlags, GenerationRun, SamplingOptions
-from actorllm.errors import ConfigError, RequestError, RequestFailedError, nearest_name
+from actorllm.errors import ConfigError, InvalidPromptError, RequestError, RequestFailedError, nearest_name
 
 if TYPE_CHECKING:
     from actorllm.client.engine import Engine
@@ -106,6 +106,10 @@ def _talk(talk: Talk) -> None:
             line = input(prompt).strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise InvalidPromptError(
+                f"the message is not valid {error.encoding}; this terminal may use another encoding"
+            ) from error
         match line:
             case "":
                 pass

@@ -114,3 +114,11 @@ def test_a_model_without_a_template(terminal: Terminal, tmp_path: Path) -> None:
             shutil.copy(file, tmp_path)
     assert terminal.run("--once", "Once", "--model", str(tmp_path)) == 2
     assert "give one with chat_template=" in terminal.err[0]
+
+
+def test_a_message_that_is_no_text_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert cli.main(["chat", *QUICK]) == 2
+    assert "the message is not valid utf-8" in capsys.readouterr().err

@@ -245,6 +245,16 @@ def test_info_of_a_model_that_cannot_be_served(tmp_path: Path, capfd: pytest.Cap
     assert "UnsupportedModelError: architecture 'RwkvForCausalLM' is not supported" in capfd.readouterr().err
 
 
+def test_a_reader_that_leaves_early_is_no_failure() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "actorllm.cli", "info", "storyteller"]
+    result = programs.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=50, env=environment)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_the_package_is_the_command() -> None:
     command = [sys.executable, "-m", "actorllm", "--version"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True, env=ENVIRONMENT)
