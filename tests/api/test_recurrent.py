@@ -164,5 +164,5 @@ def test_hybrids(name: str, tmp_path: Path) -> None:
 
 
 def test_states_that_do_not_fit_are_refused_with_the_number_that_does(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_num_seqs=512: .* bytes of 1,000,000; set max_num_seqs=\d+ or less"):
-        LLM(str(folder), **INLINE, max_num_seqs=512, kv_cache_memory_bytes=1_000_000)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=512: .* bytes of 100,000; set max_num_seqs=\d+ or less"):
+        LLM(str(folder), **INLINE, max_num_seqs=512, kv_cache_memory_bytes=100_000)
