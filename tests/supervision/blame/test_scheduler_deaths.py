@@ -415,17 +415,23 @@ def test_one_that_kills_schedulers_and_one_that_kills_workers_cost_two_deaths_ea
     assert [isinstance(caller.error, RequestFailedError) for caller in callers] == [token != GOOD for token in order]
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-@pytest.mark.parametrize("moment", [STARTS, HAS_A_TOKEN, KILLS_WORKERS])
-def test_one_that_waits_for_a_slot_while_others_are_probed_costs_two_deaths(
-    make_lives: Callable[..., Lives], moment: int, place: int
-) -> None:
-    """Beside later groups, and when the search is over: three requests have three of the four slots for long."""
+def with_one_free_slot(make_lives: Callable[..., Lives]) -> Lives:
+    """A replica of four slots, three of which requests have for long."""
     lives = make_lives(is_replica=True, max_num_seqs=4)
     for _ in range(3):
         lives.submit(0, prompt_of(lives), 100)
     for _ in range(3):
         lives.turn()
+    return lives
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+@pytest.mark.parametrize("moment", [STARTS, HAS_A_TOKEN, KILLS_WORKERS])
+def test_one_that_waits_for_a_slot_while_others_are_probed_costs_two_deaths(
+    make_lives: Callable[..., Lives], moment: int, place: int
+) -> None:
+    """Beside later groups, and when the search is over."""
+    lives = with_one_free_slot(make_lives)
     tokens = [moment if number == place else GOOD for number in range(8)]
     lives.adopt(0, [([5, token, 200 + number], 12, 1) for number, token in enumerate(tokens)])
     lives.rest()
@@ -439,11 +445,7 @@ def test_one_that_waits_for_a_slot_while_other_suspects_come_costs_two_deaths(
     make_lives: Callable[..., Lives], moment: int, num_turns: int
 ) -> None:
     """The search for which it was named is over, and that for the others names them alone."""
-    lives = make_lives(is_replica=True, max_num_seqs=4)
-    for _ in range(3):
-        lives.submit(0, prompt_of(lives), 100)
-    for _ in range(3):
-        lives.turn()
+    lives = with_one_free_slot(make_lives)
     lives.adopt(0, [([5, moment if number == 3 else GOOD, 200 + number], 12, 1) for number in range(4)])
     for _ in range(num_turns):
         lives.turn()
