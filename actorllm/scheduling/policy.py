@@ -63,6 +63,8 @@ class StepDone(NamedTuple):
     ended: float
     drafted: I32 = NO_I32
     """Drafts of each row that it checked; empty: none."""
+    counts: I32 = NO_I32
+    """Tokens that each row gave, those behind the end of a request included; empty: one each."""
 
     @property
     def num_drafted(self) -> int:

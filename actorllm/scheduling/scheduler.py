@@ -837,6 +837,7 @@ class Scheduler:
                 result.started,
                 result.ended,
                 result.num_drafted,
+                result.counts,
             ),
             self,
         )

@@ -14,7 +14,7 @@ from tests.hostile.bystander import bystander
 
 
 def fake(tenant: str, slot: int) -> Any:
-    return SimpleNamespace(tenant=tenant, policy_state={}, slot=slot, num_preemptions=0, num_prompt=5)
+    return SimpleNamespace(tenant=tenant, policy_state={}, slot=slot, num_preemptions=0, num_prompt=5, num_remaining=5)
 
 
 def test_a_hundred_thousand_tenants_leave_no_trace() -> None:

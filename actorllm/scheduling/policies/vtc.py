@@ -1,9 +1,9 @@
 """Virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): fair to tenants.
 
 Every tenant has a counter of the service it got: `per_prompt` for a prompt token when it is admitted, `per_output` for each
-output token. The tenant that got least is served next. A tenant that comes back after a pause starts at the least counter of
-the active ones. Where none is active, it starts at the counter of the last that was. So no tenant saves up service. Requests
-without a tenant share one. `weights`: a tenant of weight 2 may have twice as much.
+output token. A prompt that several sequences share counts once. The tenant that got least is served next. A tenant that comes
+back after a pause starts at the least counter of the active ones. Where none is active, it starts at the counter of the last that
+was. So no tenant saves up service. Requests without a tenant share one. `weights`: a tenant of weight 2 may have twice as much.
 
 Clients write the names of tenants, so no step costs by the number of them, and idle tenants are forgotten:
 
@@ -88,12 +88,14 @@ class Vtc(KeyPolicy):
             self._tenant_of = np.zeros(view.limits.max_seqs, np.intp)
         tenant = sequence.tenant
         number = self._tenant_of[sequence.slot] = self._number(tenant)
-        if not sequence.num_preemptions:  # computing again is no service to the tenant
+        # Computing again is no service to the tenant, and a fork takes over what its sibling has computed.
+        if not sequence.num_preemptions and sequence.num_remaining:
             self._served[number] += self.per_prompt * sequence.num_prompt / self.weights.get(tenant, 1.0)
 
     def on_step(self, done: StepDone, view: View) -> None:
         tenants = self._tenant_of[done.slots]
-        np.add.at(self._served, tenants, self._per_token[tenants])
+        per_token = self._per_token[tenants]
+        np.add.at(self._served, tenants, per_token * done.counts if done.counts.size else per_token)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         if "vtc" in sequence.policy_state:  # else it was blocked to its end

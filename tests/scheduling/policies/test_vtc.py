@@ -128,5 +128,35 @@ def test_vtc_step_does_not_depend_on_how_many_tenants_there_were() -> None:
     assert {int(n): float(policy._served[n] - before[n]) for n in changed} == {7: 2.0, 9: 4.0}
 
 
+def counter_of(policy: Vtc, tenant: str) -> float:
+    return float(policy._served[policy._numbers[tenant]])
+
+
+def test_vtc_counts_every_token_of_a_row_with_drafts(build_engine: BuildEngine) -> None:
+    """Each step has three right drafts and the token behind them."""
+    policy = Vtc()
+    engine = build_engine(
+        policy=KeyPlanner(policy), depth=1, block_size=16, max_model_len=64, num_lookahead_tokens=3,
+        draft_ranges=((1, 100, 3),),
+    )  # fmt: skip
+    engine.worker.drafts_per_row = lambda slot, index: (3, 3)
+    engine.submit(1, [1] * 5, max_tokens=13, ignore_eos=True, tenant="a")
+    while len(engine.streams[1]) < 9:
+        engine.launch()
+        engine.complete()
+    assert len(engine.streams[1]) == 9, "one with the prompt, and two steps of four"
+    assert counter_of(policy, "a") == 5 + 2 * 9
+
+
+def test_vtc_counts_a_prompt_that_sequences_share_once(build_engine: BuildEngine) -> None:
+    policy = Vtc()
+    engine = build_engine(policy=KeyPlanner(policy), depth=1)
+    engine.submit_several(1, 3, range(12), max_tokens=5, ignore_eos=True, tenant="a")
+    engine.run()
+    assert engine.scheduler.statistics().num_forks == 2
+    assert counter_of(policy, "a") == 12 + 3 * 2 * 5
+
+
 def fake(tenant: str, slot: int = -1, num_prompt: int = 3) -> Any:
-    return SimpleNamespace(tenant=tenant, policy_state={}, slot=slot, num_preemptions=0, num_prompt=num_prompt)
+    return SimpleNamespace(tenant=tenant, policy_state={}, slot=slot, num_preemptions=0, num_prompt=num_prompt,
+                           num_remaining=num_prompt)  # fmt: skip
