@@ -268,8 +268,10 @@ class KeyPolicy:
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         """Whether a waiting request may displace a running one, when slots, blocks or tokens are out.
 
-        Asked for the request that is next in line. A displaced one keeps its tokens, waits again, and finds what it has
-        computed in the prefix cache while that lasts. Must not be true of a pair both ways round, or they take turns.
+        Asked for the request that is next in line. If it is true of no running one, it is asked again in the next step if
+        `key_horizon` is finite, and else once another request has been admitted. A displaced one keeps its tokens, waits
+        again, and finds what it has computed in the prefix cache while that lasts. Must not be true of a pair both ways
+        round, or they take turns.
         """
         return False
 

@@ -362,7 +362,7 @@ class KeyPlanner:
         if not self._can_displace or self._hopeless is sequence:
             return []
         less_urgent = [s for s in view.running() if self.policy.preempt_for(sequence, s, view)]
-        # Its key will not change by time, so it is not asked again for this request until another one is admitted.
+        # Nothing changes by time alone, so it is not asked again for this request until another one is admitted.
         if not less_urgent and self.policy.key_horizon(sequence, view) == math.inf:
             self._hopeless = sequence
         allowed = [s for s in less_urgent if s not in decision.preempt and not room.has(s)]

@@ -32,6 +32,7 @@ class UniBoost(KeyPolicy):
 
     name = "uniboost"
     ignores_decode_steps = True  # they tell nothing of the rate of prompts
+    keys_grow = True  # that is, they stay as they are
     gamma = 0.05
     window = 512
     """So many answers are remembered."""
@@ -72,6 +73,9 @@ class UniBoost(KeyPolicy):
             place = sequence.num_preemptions, sequence.arrival - self.boost(tokens)
             sequence.policy_state["boosted"] = place
         return (place[1],)
+
+    def key_horizon(self, sequence: Sequence, view: View) -> float:
+        return view.now  # whether a running one gives way to it changes with every token of that
 
     def _place(self, sequence: Sequence, view: View) -> float:
         """In the order, by what is left of it now."""

@@ -207,6 +207,27 @@ def test_uniboost_displaces_for_memory_and_once(build_engine: BuildEngine) -> No
         assert {end.reason for end in engine.ends.values()} == {"length"}
 
 
+def test_uniboost_displaces_who_turns_out_to_be_long(build_engine: BuildEngine) -> None:
+    """Most answers have three tokens, a few have 39. While the running one may end soon, it is not displaced."""
+    policy = type("Tuned", (UniBoost,), {"gamma": 0.1})()
+    policy._sorted = [3] * 50 + [39] * 2
+    engine = build_engine(policy=KeyPlanner(policy), max_num_seqs=1, depth=1)
+
+    def step_at_once() -> None:
+        policy._tokens_per_s = 1e6  # what is lost counts nothing
+        step(engine)
+
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True)
+    step_at_once()
+    engine.submit(2, [2] * 5, max_tokens=3, ignore_eos=True, arrival=engine.now)
+    step_at_once()
+    assert engine.scheduler.statistics().num_preemptions == 0
+    for _ in range(3):
+        step_at_once()
+    assert engine.scheduler.statistics().num_preemptions == 1, "no other request came or went meanwhile"
+    assert order(engine) == [2, 1]
+
+
 # Andes: the reader that has enough to read makes room for one that has nothing ----------------------------------------------
 
 
