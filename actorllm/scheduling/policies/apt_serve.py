@@ -30,17 +30,27 @@ class AptServe(KeyPolicy):
 
     def __init__(self) -> None:
         self._num = 0
-        self._arrivals = 0.0
-        """Their number and the sum of their arrivals: of the waiting requests that are worth something."""
+        self._starts = 0.0
+        """Their number, and the sum of the times since when: of the waiting requests that are worth something."""
         self._late: list[tuple[float, int, Sequence]] = []
         """Heap of the times at which they stop being so."""
         self._step_s = 0.02
         """Of the last steps without prompts: for so long a running request is pending in each."""
 
+    @staticmethod
+    def _since(sequence: Sequence, view: View) -> float:
+        """From when on it is pending. A preempted request had its last token when it lost its slot, and so about now."""
+        if not sequence.num_preemptions:  # one that a scheduler before this one had served came here when that died
+            return sequence.queued if sequence.submit.output.size else sequence.arrival
+        since = sequence.policy_state.get("pending since")
+        if not isinstance(since, tuple) or since[0] != sequence.num_preemptions:
+            since = sequence.policy_state["pending since"] = sequence.num_preemptions, view.now
+        return float(since[1])
+
     def key(self, sequence: Sequence, view: View) -> SortKey:
         is_late = view.now >= last_due(sequence)
         blocks = view.admission_blocks(sequence) if sequence.slot < 0 else view.kv.num_blocks.item(sequence.slot)
-        return (is_late, -(view.now - sequence.arrival) / max(1, blocks), sequence.arrival)
+        return (is_late, -(view.now - self._since(sequence, view)) / max(1, blocks), sequence.arrival)
 
     def key_horizon(self, sequence: Sequence, view: View) -> float:
         return view.now + self.refresh_s
@@ -51,8 +61,8 @@ class AptServe(KeyPolicy):
     def budget(self, view: View) -> Budget:
         while self._late and self._late[0][0] <= view.now:
             self._drop(heapq.heappop(self._late)[-1])
-        waiting = self._num * view.now - self._arrivals
-        waiting += sum(view.now - s.arrival for s in view.prefilling)
+        waiting = self._num * view.now - self._starts
+        waiting += sum(view.now - self._since(s, view) for s in view.prefilling)
         num_decode = view.decode_slots.size
         has_prompts = waiting >= num_decode * self._step_s
         return Budget(view.limits.max_tokens if has_prompts else num_decode, view.limits.prefill_chunk)
@@ -60,17 +70,18 @@ class AptServe(KeyPolicy):
     def _take(self, sequence: Sequence, view: View) -> None:
         due = last_due(sequence)
         if view.now < due:
-            sequence.policy_state["pending"] = True
+            since = sequence.policy_state["pending"] = self._since(sequence, view)
             self._num += 1
-            self._arrivals += sequence.arrival
+            self._starts += since
             if due < math.inf:
                 heapq.heappush(self._late, (due, sequence.arrival_index, sequence))
 
     def _drop(self, sequence: Sequence) -> None:
-        if not sequence.policy_state.pop("pending", None):
+        since = sequence.policy_state.pop("pending", None)
+        if not isinstance(since, int | float):
             return
         self._num -= 1
-        self._arrivals = self._arrivals - sequence.arrival if self._num else 0.0
+        self._starts = self._starts - since if self._num else 0.0
         if len(self._late) > 2 * self._num + NUM_STALE:  # what a client may promise is years away
             self._late = [entry for entry in self._late if "pending" in entry[-1].policy_state]
             heapq.heapify(self._late)

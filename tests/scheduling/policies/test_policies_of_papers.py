@@ -285,6 +285,20 @@ def test_who_waited_longest_for_its_memory_is_next(
     assert order(engine) == expected
 
 
+def test_who_has_run_is_pending_since_its_last_token(build_engine: BuildEngine) -> None:
+    """The first one came 9 s before it lost its slot, with a token then; the second one has waited for a second."""
+    engine = build_engine(policy=KeyPlanner(AptServe()), max_num_seqs=1, depth=1)
+    engine.submit(1, [1], max_tokens=5, ignore_eos=True)
+    step(engine)
+    engine.now = 9.0
+    step(engine)
+    engine.submit(2, [2], max_tokens=2, ignore_eos=True, arrival=engine.now - 1.0)
+    engine.scheduler._table.preempt_all()
+    assert order(engine) == [2, 1]
+    policy: Any = engine.scheduler.policy
+    assert (policy.policy._num, policy.policy._starts) == (0, 0)
+
+
 def test_prompts_wait_while_the_decode_is_worth_more(build_engine: BuildEngine) -> None:
     policy = AptServe()
     engine = build_engine(policy=KeyPlanner(policy), depth=1)
@@ -301,7 +315,7 @@ def test_prompts_wait_while_the_decode_is_worth_more(build_engine: BuildEngine) 
     assert waited == 4, "three running requests are pending for 20 ms a step each, the waiting one for 60 ms by then"
     engine.run()
     assert policy._num == 0
-    assert policy._arrivals == 0
+    assert policy._starts == 0
 
 
 # SlidingServe: the largest set of those at risk, and pairs of steps -------------------------------------------------------
