@@ -21,7 +21,7 @@ from actorllm.scheduling.deadlines import last_due
 from actorllm.scheduling.on_time import most_on_time
 from actorllm.scheduling.policies.qoserve import QoServe
 from actorllm.scheduling.policy import Admit, Budget, SortKey, View
-from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_time import Predicts
 
 AT_RISK, NORMAL, HOPELESS = 0, 1, 2
@@ -38,8 +38,8 @@ class SlidingServe(QoServe):
 
     def __init__(self, step_time: Predicts | None = None) -> None:
         super().__init__(step_time)
-        self._at_risk: list[Sequence] = []
-        """Waiting requests whose key said so."""
+        self._at_risk: dict[Sequence, None] = {}
+        """Waiting requests whose key said so, in the order in which it did."""
         self._left_behind: set[Sequence] = set()
 
     def _level(self, sequence: Sequence, view: View) -> int:
@@ -52,13 +52,14 @@ class SlidingServe(QoServe):
     def key(self, sequence: Sequence, view: View) -> SortKey:
         level = self._level(sequence, view)
         if level == AT_RISK:
-            if sequence.slot < 0 and not sequence.policy_state.get("at risk"):
-                sequence.policy_state["at risk"] = True
-                self._at_risk.append(sequence)
+            if sequence.slot < 0:
+                self._at_risk[sequence] = None
             return (level, self.due(sequence))
         return (level, self.due(sequence) + self.alpha * view.remaining(sequence))
 
     def key_horizon(self, sequence: Sequence, view: View) -> float:
+        if sequence in self._left_behind:  # that is decided anew in each step
+            return math.nextafter(view.now, math.inf)
         left = self._last_chance(sequence, view.remaining(sequence))
         if left - self.risk_s > view.now:
             return left - self.risk_s
@@ -91,9 +92,9 @@ class SlidingServe(QoServe):
         return chosen[0]
 
     def _rescue(self, view: View) -> None:
-        waiting = [s for s in self._at_risk if s.state is State.WAITING and last_due(s) > view.now]
-        if len(waiting) != len(self._at_risk):
-            self._at_risk = waiting
+        for sequence in [s for s in self._at_risk if last_due(s) <= view.now]:
+            del self._at_risk[sequence]
+        waiting = list(self._at_risk)
         self._left_behind = set()
         if len(waiting) < 2:
             return
@@ -106,3 +107,11 @@ class SlidingServe(QoServe):
 
     def admit(self, sequence: Sequence, view: View) -> Admit:
         return Admit.SKIP if sequence in self._left_behind else Admit.ADMIT
+
+    def on_admit(self, sequence: Sequence, view: View) -> None:
+        super().on_admit(sequence, view)
+        self._at_risk.pop(sequence, None)
+
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self._at_risk.pop(sequence, None)
+        self._left_behind.discard(sequence)

@@ -345,6 +345,47 @@ def test_of_those_at_risk_the_most_are_saved(
     assert in_time >= num_in_time if cls is SlidingServe else in_time <= num_in_time
 
 
+def at_risk(build_engine: BuildEngine, **knobs: Any) -> Any:
+    """An engine of 12 tokens a step, whose policy takes it for one of 500 tokens a second."""
+    knobs = {"risk_s": 0.05, "relegates": False, "is_dynamic": False, "strict": True} | knobs
+    policy = type("Tuned", (SlidingServe,), knobs)(Linear())
+    policy._tokens_per_s = 500.0
+    return build_engine(
+        policy=KeyPlanner(policy), depth=1, max_num_batched_tokens=12, max_num_seqs=4, enable_prefix_caching=False
+    )
+
+
+def test_who_was_left_behind_has_its_level_again(build_engine: BuildEngine) -> None:
+    """The first two cannot both be on time. Once the second has started, the first goes before one that is not at risk."""
+    engine = at_risk(build_engine)
+    policy: Any = engine.scheduler.policy
+    engine.submit(1, [1] * 36, max_tokens=1, slo=[0.1, None, None, 0.0])
+    engine.submit(2, [2] * 10, max_tokens=2, ignore_eos=True, slo=[0.04, None, None, 0.0])
+    step(engine)
+    assert len(engine.streams[2]) == 1
+    assert {s.key[1] for s in engine.scheduler.running()} == {2}
+    engine.submit(3, [3] * 10, max_tokens=2, ignore_eos=True, slo=[0.112, None, None, 0.0])
+    policy.policy._tokens_per_s = 500.0
+    step(engine)
+    assert {s.key[1] for s in engine.scheduler.running() if s in engine.scheduler.prefilling} == {1}
+    assert not engine.streams[3]
+
+
+def test_who_was_preempted_is_at_risk_again(build_engine: BuildEngine) -> None:
+    engine = at_risk(build_engine, risk_s=10.0)
+    policy: Any = engine.scheduler.policy
+    for rid in (1, 2):
+        engine.submit(rid, [rid] * 5, max_tokens=9, ignore_eos=True, slo=[None, None, 1.0, 0.0])
+    assert {s.key[1] for s in policy.policy._at_risk} == {1, 2}
+    step(engine)
+    assert len(engine.scheduler.running()) == 2
+    assert not policy.policy._at_risk
+    engine.scheduler._table.preempt_all()
+    assert {s.key[1] for s in policy.policy._at_risk} == {1, 2}, "they are looked at together again"
+    engine.abort(1, 2)
+    assert not policy.policy._at_risk, "nothing is kept of requests that have ended"
+
+
 class Recorded(SlidingServe):
     """Keeps what it knew when it chose the size of a step."""
 
