@@ -43,7 +43,7 @@ def last_due(sequence: Sequence) -> float:
     if submit.slo is None:
         return math.inf
     ttft, _, e2e, _ = submit.slo
-    if ttft is not None and sequence.known.size == sequence.num_prompt:
+    if ttft is not None and sequence.first_token is None and sequence.known.size == sequence.num_prompt:
         return first_due(sequence)
     return math.inf if e2e is None else submit.arrival + e2e
 

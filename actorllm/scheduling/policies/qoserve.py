@@ -65,7 +65,7 @@ class QoServe(KeyPolicy):
         return Budget(self._pace.largest(view, float(until)), view.limits.prefill_chunk)
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
-        last_chance = self._last_chance(sequence, sequence.num_prompt)
+        last_chance = self._last_chance(sequence, sequence.num_remaining)  # what is cached takes no time
         sequence.policy_state["relegated"] = self.relegates and view.now >= last_chance
         self._deadlines.on_admit(sequence, view)
 

@@ -299,6 +299,39 @@ def test_qoserve_relegates_who_cannot_make_it(build_engine: BuildEngine) -> None
 
 
 @pytest.mark.parametrize("cls", [Cohost, QoServe])
+def test_a_prompt_that_is_mostly_cached_can_be_in_time(build_engine: BuildEngine, cls: type[QoServe]) -> None:
+    """Of 39 tokens at 100 tokens/s only 7 are not cached: due in 0.2 s, it is not given up when it starts."""
+    policy = type("Fixed", (cls,), {"is_dynamic": False, "strict": True})(Linear())
+    engine = build_engine(policy=KeyPlanner(policy), depth=1, max_num_batched_tokens=4)
+    engine.submit(1, range(33), max_tokens=1)
+    engine.run()
+
+    def step() -> None:
+        policy._tokens_per_s = 100.0
+        engine.launch()
+        engine.complete()
+
+    promise: dict[str, Any] = {"arrival": engine.now, "is_latency_sensitive": True, "max_tokens": 1}
+    engine.submit(2, range(39), slo=[0.2, None, None, 0.0], **promise)
+    step()
+    assert engine.scheduler.sequence((0, 2)).num_cached_tokens == 32
+    engine.submit(3, range(50, 58), slo=[10.0, None, None, 0.0], **promise)
+    assert order(engine) == [1, 2, 3], "one that was given up would have come last"
+
+
+@pytest.mark.parametrize("cls", [Cohost, QoServe])
+def test_who_has_its_first_token_did_not_miss_it(build_engine: BuildEngine, cls: type[QoServe]) -> None:
+    """A policy that comes later, when that token is long due, does not take the request for one that was given up."""
+    engine = build_engine(policy=load_policy("fcfs"), depth=1)
+    engine.submit(1, [1], max_tokens=20, ignore_eos=True, is_latency_sensitive=True, slo=[1.0, 1.0, None, 0.0])
+    engine.launch()
+    engine.complete()
+    engine.now = 5.0
+    engine.scheduler.change_policy(cls.name, None, engine.now)
+    assert engine.scheduler.sequence((0, 1)).policy_state["relegated"] is False
+
+
+@pytest.mark.parametrize("cls", [Cohost, QoServe])
 def test_a_promise_per_token_alone_is_not_hopeless(build_engine: BuildEngine, cls: type[QoServe]) -> None:
     engine = build_engine(policy=KeyPlanner(cls(Linear())), max_num_seqs=1)
     engine.submit(1, [1], max_tokens=1)
