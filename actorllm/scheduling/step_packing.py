@@ -20,6 +20,9 @@ from actorllm.scheduling.waiting_order import NUM_STALE, WaitingLines
 ADMIT = Admit.ADMIT
 """Asked of every admission. Python finds a member of an enum by a search for its name, at each use."""
 
+ANNOUNCED_TO = "announced to"
+"""In `Sequence.policy_state`: the mark of the planner whose policy has heard of the request, which may be one before this."""
+
 MAX_PASSED = 16
 """How many long prompts that wait a step passes over to find a short one behind them."""
 
@@ -189,6 +192,8 @@ class KeyPlanner:
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
         self._order = WaitingLines(policy)
+        self._mark = object()
+        """By which it knows the requests that its policy has heard of."""
         self._aside: list[Sequence] = []
         self._num_ended = 0
         """Since those that wait no more were cleaned out."""
@@ -384,9 +389,10 @@ class KeyPlanner:
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
         self._order.push(sequence, view)
-        if sequence.num_preemptions:
+        if sequence.num_preemptions and sequence.policy_state.get(ANNOUNCED_TO) is self._mark:
             self.policy.on_preempt(sequence, view)
         else:
+            sequence.policy_state[ANNOUNCED_TO] = self._mark
             self.policy.on_arrival(sequence, view)
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
@@ -408,6 +414,7 @@ class KeyPlanner:
     def on_fork(self, sequence: Sequence, view: View) -> None:
         """For the order it is as if it had arrived now."""
         self._hopeless = None
+        sequence.policy_state[ANNOUNCED_TO] = self._mark
         self.policy.on_arrival(sequence, view)
         self.policy.on_admit(sequence, view)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from actorllm.errors import ConfigError
 from actorllm.messages import pack
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.policy import POLICIES
+from actorllm.scheduling.policy import POLICIES, KeyPolicy
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from tests.scheduling.conftest import Engine, reference_stream
 
@@ -84,6 +86,48 @@ def test_the_new_policy_orders_what_waits() -> None:
     engine.scheduler.change_policy("priority", None, engine.now)
     engine.run()
     assert list(engine.ends) == [1, 3, 2]
+
+
+def test_a_preempted_request_arrives_at_the_new_policy(build_engine: Callable[..., Any]) -> None:
+    """And only after another preemption is it one that was preempted."""
+    heard: list[str] = []
+
+    class Listening(KeyPolicy):
+        def on_arrival(self, sequence: Any, view: Any) -> None:
+            heard.append("arrival")
+
+        def on_admit(self, sequence: Any, view: Any) -> None:
+            heard.append("admission")
+
+        def on_preempt(self, sequence: Any, view: Any) -> None:
+            heard.append("preemption")
+
+    engine = build_engine(build_policy=lambda *names: KeyPlanner(Listening()))
+    engine.submit(1, [1] * 8, max_tokens=9, ignore_eos=True)
+    engine.launch()
+    drain(engine)
+    engine.scheduler._table.preempt_all()
+    for _ in range(2):
+        engine.scheduler.change_policy("listening", None, engine.now)
+    assert heard == ["arrival", "arrival"]
+    engine.launch()
+    drain(engine)
+    engine.scheduler._table.preempt_all()
+    engine.run()
+    assert heard == ["arrival", "arrival", "admission", "preemption", "admission"]
+
+
+def test_a_tenant_whose_request_was_preempted_is_active_for_a_new_vtc() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.submit(1, [1] * 8, max_tokens=9, ignore_eos=True, tenant="a")
+    engine.launch()
+    drain(engine)
+    engine.scheduler._table.preempt_all()
+    engine.scheduler.change_policy("vtc", None, engine.now)
+    planner: Any = engine.scheduler.policy
+    assert planner.policy.num_tenants == 1
+    engine.run()
+    assert not planner.policy._alive.any()
 
 
 def test_what_cannot_be_built_changes_nothing() -> None:
