@@ -92,7 +92,7 @@ class Sequence:
     first_token: float | None = None
     """When it came, be it from a scheduler before this one (`Submit.first_token`)."""
     last_token: float | None = None
-    """When its newest one came."""
+    """When its last token came, once it has ended."""
     num_preemptions: int = 0
     """How often it has given its blocks back."""
     num_cached_tokens: int = 0
