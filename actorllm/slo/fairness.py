@@ -5,9 +5,11 @@ Service is counted as VTC does (OSDI 2024): one for each prompt token when the f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.messages import F64
 from actorllm.slo.metrics import OUTPUT_WEIGHT, jain_of_tenants, service
@@ -25,6 +27,7 @@ class Fairness:
     requests: tuple[int, ...]
     service: tuple[float, ...]
     queue_p99_s: tuple[float, ...]
+    """From the arrival to the first step, or to the end of a request that had none; NaN: it is known of no request."""
     jain: float
     """Of what each got of what it asked for: demands differ."""
     gap: float
@@ -43,28 +46,37 @@ def fairness_of(timeline: RunTimeline, workload: Workload) -> Fairness | None:
     requests = np.bincount(ids, minlength=num)
     edges = np.linspace(timeline.arrival[0], timeline.arrival[-1], NUM_WINDOWS + 1)
     got = np.stack([np.interp(edges, *_service_over_time(timeline, ids == i)) for i in range(num)])
-    starts = np.where(np.isfinite(timeline.scheduled), timeline.scheduled, np.inf)
-    waits = np.zeros((num, NUM_WINDOWS), np.bool_)
-    for i in range(num):
-        arrival, started = timeline.arrival[ids == i], np.sort(starts[ids == i])
-        queue = np.searchsorted(arrival, edges, "right") - np.searchsorted(started, edges, "right")
-        waits[i] = (queue[1:] > 0) & (queue[:-1] > 0)
+    # A request that never starts waits until it ends. Of a run that was watched from outside, only first tokens are known.
+    until = np.fmin(np.fmin(timeline.scheduled, timeline.first_token), timeline.end)
+    until = np.where(np.isfinite(until), until, np.inf)
+    waits = np.stack([_waits_throughout(timeline.arrival[ids == i], until[ids == i], edges) for i in range(num)])
     gaps = [
         float(np.ptp((got[:, w + 1] - got[:, w])[waits[:, w]]))
         for w in range(NUM_WINDOWS)
         if int(waits[:, w].sum()) > 1
     ]
-    queued = timeline.scheduled - timeline.arrival
+    has_started = np.isfinite(timeline.first_token)
+    queued = np.where(has_started, timeline.scheduled, np.fmin(timeline.scheduled, timeline.end)) - timeline.arrival
     late = [queued[(ids == i) & np.isfinite(queued)] for i in range(num)]
     return Fairness(
         workload.tenants,
         tuple(requests.tolist()),
         tuple(served.tolist()),
-        tuple(float(np.quantile(values, 0.99)) if values.size else 0.0 for values in late),
+        tuple(float(np.quantile(values, 0.99)) if values.size else math.nan for values in late),
         jain_of_tenants(timeline, ids, workload.num_output),
         max(gaps, default=0.0),
         len(gaps),
     )
+
+
+def _waits_throughout(arrival: F64, until: F64, edges: F64) -> NDArray[np.bool_]:
+    """[num_windows]: whether there was a request of a tenant at every moment between two edges that waited to start."""
+    times = np.concatenate((arrival, until))
+    change = np.repeat((1, -1), arrival.size)
+    order = np.lexsort((-change, times))  # one that comes as another starts leaves no gap
+    queue = np.concatenate(([0], np.cumsum(change[order])))
+    at = np.searchsorted(times[order], edges, "right")
+    return np.array([queue[at[w] : at[w + 1] + 1].min() > 0 for w in range(edges.size - 1)])
 
 
 def _service_over_time(timeline: RunTimeline, mine: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[F64, F64]:

@@ -383,7 +383,7 @@ def fairness_section(found: Sequence[tuple[str, Fairness]]) -> Section:
     rows = []
     for label, fair in found:
         served = ", ".join(
-            f"{name}: {number(service / 1000)}k ({number(queue)} s)"
+            f"{name}: {number(service / 1000)}k ({'–' if math.isnan(queue) else number(queue) + ' s'})"
             for name, service, queue in zip(fair.tenants, fair.service, fair.queue_p99_s, strict=True)
         )
         gap = number(fair.gap) if fair.num_windows else "no tenant waited beside another"
