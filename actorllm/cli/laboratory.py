@@ -316,7 +316,7 @@ def report(
     timeline
         Of a recording: write a Chrome trace of requests and steps to this file (open it in Perfetto).
     shadow
-        Of a recording: also say what another policy would have done with its requests (NAME, or module:Class).
+        Of a recording: also say what another policy would have done with its requests: NAME[+admission], or module:Class.
     """
     from actorllm.actors.record_file import is_recording
     from actorllm.slo.experiments import SweepResults, read_results

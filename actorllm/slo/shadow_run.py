@@ -14,12 +14,14 @@ from actorllm.slo.simulator import EngineShape, simulate
 
 
 def shadow_notes(run: RecordedRun, config: EngineConfig, policy: str) -> list[str]:
-    """Raises ConfigError if there is no such policy, or if the recording has too few steps."""
+    """policy: the other one, NAME or NAME+ADMISSION. Raises ConfigError if there is none, or if the recording has too few steps."""
     if run.model is None:
         raise ConfigError(
             f"shadow={policy!r} needs step times, and the recording has too few steps for them; record a longer run"
         )
     shape, own = EngineShape.of(config), config.scheduler
+    scheduling, _, admission = policy.partition("+")
+    mine = own.policy if own.admission is None else f"{own.policy}+{own.admission}"
     workload = run.workload
     measured = evaluate(
         run.timeline,
@@ -30,11 +32,11 @@ def shadow_notes(run: RecordedRun, config: EngineConfig, policy: str) -> list[st
         wanted=workload.num_output,
     )
     simulated = simulate(workload, shape, run.model, policy=own.policy, admission=own.admission)
-    other = simulate(workload, shape, run.model, policy=policy)
+    other = simulate(workload, shape, run.model, policy=scheduling, admission=admission or None)
     sooner = other.timeline.scheduled - simulated.timeline.scheduled
     notes = [
-        f"Measured under {own.policy!r}: {_told(measured)}.",
-        f"Simulated under {own.policy!r}: {_told(simulated.evaluate())}. The difference is the error of the simulation.",
+        f"Measured under {mine!r}: {_told(measured)}.",
+        f"Simulated under {mine!r}: {_told(simulated.evaluate())}. The difference is the error of the simulation.",
         f"Simulated under {policy!r}: {_told(other.evaluate())}.",
         f"It starts {int((sooner < -1e-3).sum())} requests sooner and {int((sooner > 1e-3).sum())} later, "
         f"with {int(other.timeline.num_preemptions.sum())} preemptions instead of "

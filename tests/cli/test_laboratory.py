@@ -210,12 +210,14 @@ def test_a_replay_that_is_not_what_happened_is_told_of(
 
 def test_a_recording_is_reported_beside_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "run.bin", tmp_path / "page.html"
-    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), max_num_seqs=2) as llm:
+    with LLM(
+        "storyteller", topology="inline", num_threads=1, record=str(file), max_num_seqs=2, admission_policy="worst-case"
+    ) as llm:
         params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(16)]
         llm.generate(["Once upon a time " * (1 + seed % 5) for seed in range(16)], params)
-    run("report", str(file), "--output", str(page), "--shadow", "srpf")
+    run("report", str(file), "--output", str(page), "--shadow", "srpf+past-future")
     out, html = capsys.readouterr().out, page.read_text()
-    for told in ("Measured under ", "Simulated under ", "requests sooner and "):
+    for told in ("Measured under ", "Simulated under ", "requests sooner and ", "fcfs+worst-case", "srpf+past-future"):
         assert told in out
         assert told in html
     assert cli.main(["report", str(file), "--output", str(page), "--shadow", "srpg"]) != 0
