@@ -983,6 +983,12 @@ class SimulatedRun:
     num_handed_off: int = 0
     """Requests whose prompt another replica computed than the one that decoded, with roles."""
 
+    def __repr__(self) -> str:
+        """Short: a notebook shows what its last line gives."""
+        num_finished = int((self.timeline.outcome == FINISHED).sum())
+        warnings = f", {len(self.warnings)} warnings" if self.warnings else ""
+        return f"<SimulatedRun: {num_finished} of {len(self.timeline)} requests finished, {self.num_steps} steps{warnings}>"
+
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
         workload = self.workload

@@ -161,6 +161,7 @@ def test_nothing_to_do_is_no_error() -> None:
     run = simulate(make_workload(np.zeros(0), fixed_lengths(0, 1, 1)), SHAPE, every_step(1.0))
     assert run.num_steps == 0
     assert run.evaluate().summary["completed"] == 0
+    assert repr(run) == "<SimulatedRun: 0 of 0 requests finished, 0 steps>"
 
 
 # The same by whichever path ----------------------------------------------------------------------------------------------

@@ -99,6 +99,10 @@ class SweepResults:
         for record in sorted(self.records, key=lambda r: int(r["seed"])):
             self._index.setdefault((record["variant"]["label"], record["rate"], record["scale"]), []).append(record)
 
+    def __repr__(self) -> str:
+        """Short: a notebook shows what its last line gives."""
+        return f"<SweepResults: {len(self.records)} points of {', '.join(self.labels())}; {self.describe()}>"
+
     def describe(self) -> str:
         """In a line, for people. Seeds may have left out different numbers of requests: with the fewest that were there."""
         there = [record["summary"]["actorllm_overall"]["requests"] for record in self.records]

@@ -69,6 +69,13 @@ def test_a_point_is_golden(results: SweepResults) -> None:
     assert summary["p99_tpot_ms"] == pytest.approx(37.2731, rel=1e-5)
 
 
+def test_a_notebook_shows_a_line_of_results(results: SweepResults) -> None:
+    told = repr(results)
+    assert told.startswith(f"<SweepResults: {len(results.records)} points of ")
+    assert results.describe() in told
+    assert len(told) < 400, "and not all records"
+
+
 def test_seeds_give_other_requests_and_rates_the_same_ones() -> None:
     def workload(rate: float, seed: int, variant: Variant = FCFS) -> Any:
         return Point(scenario=Scenario(num_requests=90), variant=variant, rate=rate, seed=seed).workload()
