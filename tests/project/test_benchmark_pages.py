@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -158,3 +160,20 @@ def test_the_page_says_of_which_code_a_result_is() -> None:
     assert docs.circumstances({"environment": environment}) == "2030-01-02, Abacus, 3 cores, commit 0123456789ab."
     environment["dirty"] = True
     assert "commit 0123456789ab with changes." in docs.circumstances({"environment": environment})
+
+
+def test_what_is_said_of_claims_is_what_was_measured() -> None:
+    """The table of claims in docs/slo_advanced.md has a word for each verdict of the table in docs/benchmarks.md."""
+    rows = json.loads((ROOT / "bench" / "results" / "policies.json").read_text())["claims"]
+    words = {"yes", "no", "less", "more", "within the band", "not told apart", "not tested"}
+    page = (ROOT / "docs" / "slo_advanced.md").read_text().split("## What papers claim\n")[1].split("\n## ")[0]
+    told = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    held = 0
+    for name, _, claim, measured in told:
+        verdicts = {row["reproduced"] for row in rows if claim.strip('"') in row["sentence"]}
+        if not verdicts:
+            continue
+        held += 1
+        beginnings = {part.strip() for part in re.split("[,;:]| on | than | for | from ", measured)}
+        assert verdicts == words & beginnings, f"{name}: {measured!r}"
+    assert held >= 8

@@ -5,7 +5,7 @@ This is the one part of the laboratory that starts processes and writes files.
 """
 
 from actorllm.slo.experiments.bands import Aggregate, Band
-from actorllm.slo.experiments.comparison import Standing, Sustained, standing, sustained
+from actorllm.slo.experiments.comparison import Standing, Sustained, standing, sustained, sustained_ratio
 from actorllm.slo.experiments.point import Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError
 from actorllm.slo.experiments.search import Ladder
@@ -29,4 +29,5 @@ __all__ = (
     "read_results",
     "standing",
     "sustained",
+    "sustained_ratio",
 )

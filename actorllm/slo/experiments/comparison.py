@@ -45,6 +45,11 @@ class Sustained:
         return self.least > 0
 
     @property
+    def as_rival(self) -> float:
+        """What others are compared with: the known rate, or else the lowest one that was tried. It may sustain nearly that."""
+        return self.least if self.is_known else self.most
+
+    @property
     def band(self) -> Band:
         return band_of(self.least, self.least_draws, self.most_draws)
 
@@ -95,6 +100,22 @@ def is_better(one: Sustained, other: Sustained) -> bool:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(one.least_draws > 0, one.least_draws / other.most_draws, 0.0)
     return float(np.quantile(ratios, (1 - CONFIDENCE) / 2, method="lower")) > 1
+
+
+def sustained_ratio(one: Sustained, other: Sustained) -> Band | None:
+    """How many times what `other` sustains, with paired draws; None: the rate of one of them is not known.
+
+    If the rate of `other` alone is unknown, it is below the lowest one that was tried. The ratio to that one is a lower bound.
+    """
+    if not one.is_known:
+        return None
+    least = one.least_draws / other.most_draws
+    if not other.is_known:
+        low = float(np.quantile(least, (1 - CONFIDENCE) / 2, method="lower"))
+        value = one.least / other.most
+        return Band(value, min(low, value), value, high_is_open=True)
+    with np.errstate(divide="ignore"):
+        return band_of(one.least / other.least, least, one.most_draws / other.least_draws)
 
 
 def standing(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actorllm.slo.experiments.comparison import Standing, Sustained, attainment_difference, standing
-from actorllm.slo.experiments.sweep import SweepResults, ratio_band
+from actorllm.slo.experiments.comparison import Standing, Sustained, attainment_difference, standing, sustained_ratio
+from actorllm.slo.experiments.sweep import SweepResults
 from actorllm.slo.report.charts import number, percent
 from actorllm.types.objective import READINGS, Reading
 
@@ -22,8 +22,10 @@ def lead(results: SweepResults, rate: float, baseline: str) -> list[str]:
     rate: the one told of if no highest rates were searched for. baseline: the label that a sole winner is compared with.
     """
     labels = [label for label in results.labels() if results.rates(label)]
-    if not results.targets or not labels:
-        return [_at_rate(results, labels, rate, reading) for reading in READINGS] if labels else []
+    if not labels:
+        return []
+    if not results.targets:
+        return [_at_rate(results, labels, rate, reading) for reading in READINGS] + _growing(results, labels, rate)
     # The strictest target that some variant attains is told in both readings; if there is none, the strictest of all.
     found = [(t, [standing(results, labels, t, r) for r in READINGS]) for t in results.targets]
     target, standings = next((one for one in found if any(one[1])), found[0])
@@ -65,9 +67,7 @@ def _of(results: SweepResults, one: Standing, target: float, reading: Reading, b
             text += f"; {_names(one.worse)} {'serves' if len(one.worse) == 1 else 'serve'} less"
     else:
         text = f"By {READS[reading]}, {best.label} serves the most: {_up_to(best)} requests/s {of_worst}"
-        ratio = ratio_band(results, best.label, baseline, target, reading) if best.label != baseline else None
-        if ratio is not None and best.grows_from is None and not _grows(one, baseline):
-            text += f", {number(ratio.value)} times as much as {baseline} [{', '.join(ratio.ends(number))}]"
+        text += _times(one, baseline)
     told = [text + "."]
     told += [
         f"Of {each.label}, rates from {number(each.grows_from)} requests/s on do not count: the backlog grows there."
@@ -81,8 +81,13 @@ def _of(results: SweepResults, one: Standing, target: float, reading: Reading, b
     return told
 
 
-def _grows(one: Standing, label: str) -> bool:
-    return any(each.label == label and each.grows_from is not None for each in (*one.equal, *one.worse))
+def _times(one: Standing, baseline: str) -> str:
+    """How many times as much as the baseline a sole winner serves; nothing if their rates are not known well enough."""
+    base = next((each for each in one.worse if each.label == baseline and each.is_known), None)
+    if base is None or one.best.grows_from is not None or base.grows_from is not None:
+        return ""
+    ratio = sustained_ratio(one.best, base)
+    return f", {number(ratio.value)} times as much as {baseline} [{', '.join(ratio.ends(number))}]" if ratio else ""
 
 
 def _up_to(one: Sustained) -> str:
@@ -108,10 +113,22 @@ def _at_rate(results: SweepResults, labels: Sequence[str], rate: float, reading:
     return f"{about}{figures}{rest} of the promises to the worst class are not told apart."
 
 
+def _growing(results: SweepResults, labels: Sequence[str], rate: float) -> list[str]:
+    """Which variants cannot take that rate: what they keep at it is no finding."""
+    found = [label for label in labels if rate in results.rates(label) and results.verdict(label, rate)[0] == "growing"]
+    if not found:
+        return []
+    return [f"At that rate the backlog of {_listed(found)} grows: what a run keeps then depends on how long it is."]
+
+
 def _names(found: Sequence[Sustained]) -> str:
-    names = [one.label for one in found[:MAX_NAMED]]
-    if len(found) > MAX_NAMED:
-        names.append(f"{len(found) - MAX_NAMED} more")
+    return _listed([one.label for one in found])
+
+
+def _listed(labels: Sequence[str]) -> str:
+    names = list(labels[:MAX_NAMED])
+    if len(labels) > MAX_NAMED:
+        names.append(f"{len(labels) - MAX_NAMED} more")
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -13,9 +13,9 @@ from markupsafe import Markup
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import AGGREGATES, Aggregate, Band
-from actorllm.slo.experiments.comparison import standing, sustained
+from actorllm.slo.experiments.comparison import standing, sustained, sustained_ratio
 from actorllm.slo.experiments.point import Point, watched_run
-from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults, ratio_band
+from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.report.charts import ChartLine, Range, Series, legend, lines, number, percent, ranges
@@ -85,7 +85,7 @@ def _baseline(results: SweepResults) -> str:
 
     def best(label: str) -> float:
         found = sustained(results, label, target, "deadline")
-        return found.least if found else 0.0
+        return found.as_rival if found else 0.0
 
     return max(plain, key=best)
 
@@ -131,11 +131,11 @@ def rates_section(results: SweepResults) -> Section:
     section.figure(ranges(rows, "maximum rates", "requests per second"))
     section.add(_rate_table(results, targets[:2], ("worst",)))
     section.add(
-        f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates; its bands pair the same '
-        f'requests. <span class="growing">▲</span> the backlog grew at that rate, <span class="short">○</span> the run was '
-        f"too short to tell. &lt; and &gt;: the band ends beyond the rates that were simulated; &lt; alone: the target is "
-        f"not kept at the lowest rate that was tried. Bold: not shown to be worse than another one by the paired bands, with "
-        f"the rates left out at which the backlog grew.</p>"
+        f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates, without rates at which a backlog '
+        f'grew; its bands pair the same requests. <span class="growing">▲</span> the backlog grew at that rate, '
+        f'<span class="short">○</span> the run was too short to tell. &lt; and &gt;: the band ends beyond the rates that were '
+        f"simulated; &lt; alone: the target is not kept at the lowest rate that was tried. Bold: not shown to be worse than "
+        f"another one by the paired bands, with the rates left out at which the backlog grew.</p>"
     )
     more = _rate_table(results, targets, AGGREGATES)
     section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
@@ -174,12 +174,22 @@ def _rate_table(results: SweepResults, targets: Sequence[float], aggregates: Seq
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
             text = f"<b>{text}</b>" if label in best[column] else text
             cells.append(f"{text}<br>{_small(one.band)}")
-        ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
-        cells.append("" if ratio is None else f"{ratio.value:.2f}<br>{_small(ratio)}")
+        cells.append(_times(results, label, other, targets[0]))
         rows.append(cells)
     names = [f"{'' if len(aggregates) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
     head = ["requests/s", *names, f"times {other}"]
     return table(head, rows)
+
+
+def _times(results: SweepResults, label: str, other: str, target: float) -> str:
+    """How many times the rate that `other` sustains; rates at which a backlog grows do not count, as in the lead."""
+    mine, theirs = (sustained(results, one, target, "deadline") for one in (label, other))
+    ratio = None if label == other or mine is None or theirs is None else sustained_ratio(mine, theirs)
+    if ratio is None or mine is None or theirs is None:
+        return ""
+    is_growing = mine.grows_from is not None or theirs.grows_from is not None
+    mark = f' <span class="growing">{MARKS["growing"]}</span>' if is_growing else ""
+    return f"{'' if theirs.is_known else '&gt; '}{ratio.value:.2f}{mark}<br>{_small(ratio)}"
 
 
 def _best(results: SweepResults, target: float, reading: Reading, aggregate: Aggregate) -> set[str]:

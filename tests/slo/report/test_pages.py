@@ -17,9 +17,11 @@ from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
 from actorllm.slo.report.lead import lead
+from actorllm.slo.report.sweep_page import rates_section
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 from actorllm.types.objective import SLO, RequestClass
+from tests.slo.made_results import results_of
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -175,29 +177,12 @@ def test_a_chart_of_nothing_and_of_a_point() -> None:
 
 
 def lead_of(
-    good_of: dict[str, dict[float, tuple[int, int]]],
+    good_of: dict[str, dict[float, tuple[int, ...]]],
     targets: tuple[float, ...],
     growing: tuple[tuple[str, float], ...] = (),
 ) -> str:
-    """good_of: for each label and rate how many of 1,000 requests of a block are good, by seed."""
-    records = [
-        {
-            "variant": {"label": label},
-            "rate": rate,
-            "scale": 1.0,
-            "seed": seed,
-            "blocks": {"n": [[1000]] * 20, "tpot": [[num]] * 20, "deadline": [[num]] * 20},
-            "stationarity": {"verdict": "growing" if (label, rate) in growing else "stationary", "message": ""},
-            "warnings": [],
-        }
-        for label, by_rate in good_of.items()
-        for rate, both in by_rate.items()
-        for seed, num in enumerate(both)
-    ]
-    scenario = Scenario(workload="synthetic", num_requests=20_000)
-    variants = tuple(Variant.parse("fcfs", label) for label in good_of)
-    found = SweepResults(scenario, variants, (0, 1), tuple(records), targets=targets)
-    return " ".join(lead(found, 1.0, next(iter(good_of))))
+    """Compared with the first one."""
+    return " ".join(lead(results_of(good_of, targets, growing), 1.0, next(iter(good_of))))
 
 
 def test_the_lead_names_the_targets_that_were_searched_for() -> None:
@@ -252,12 +237,36 @@ def test_a_rate_at_which_the_backlog_grows_does_not_lead() -> None:
     assert "Of qoserve, rates from 4 requests/s on do not count: the backlog grows there." in told
 
 
+def ratio_cell(good_of: dict[str, dict[float, tuple[int, ...]]], growing: tuple[tuple[str, float], ...] = ()) -> str:
+    """How many times the rate of the baseline, `fcfs`, that of `edf` is, as the page has it."""
+    found = "".join(rates_section(results_of(good_of, (0.9,), growing)).blocks)
+    row = next(row for row in found.split("<tr>") if row.startswith("<td>edf<"))
+    return row.split("<td>")[-1].removesuffix("</td></tr>").split("</td>")[0]
+
+
+def test_ratios_of_the_page_leave_out_what_the_lead_leaves_out() -> None:
+    good_of = {
+        "fcfs": {1.0: (1000, 1000), 2.0: (1000, 1000), 3.0: (0, 0)},
+        "edf": {1.0: (1000, 1000), 2.0: (1000, 1000), 4.0: (1000, 1000), 8.0: (0, 0)},
+    }
+    assert ratio_cell(good_of).startswith("2.10<br>")
+    told = ratio_cell(good_of, (("edf", 4.0),))
+    assert told.startswith('0.95 <span class="growing">▲</span><br>'), "edf sustains 2 at least, and less than 4"
+    assert "1.90" in told
+    good_of["fcfs"] = {3.0: (0, 0), 4.0: (0, 0)}
+    assert ratio_cell(good_of).startswith("&gt; 1.47<br>"), "fcfs may sustain anything below 3"
+
+
 def test_without_a_search_the_lead_is_of_one_rate() -> None:
     good_of = {"fcfs": {1.0: (700, 720)}, "edf": {1.0: (990, 940)}, "vtc": {1.0: (940, 980)}}
     told = lead_of(good_of, ())
     assert "at 1 requests/s (no highest rate was searched for), edf 96.5%, vtc 96% of the promises" in told
     assert "not told apart" in told
-    assert "edf keeps the most promises" in lead_of({x: good_of[x] for x in ("fcfs", "edf")}, ())
+    both = {x: good_of[x] for x in ("fcfs", "edf")}
+    assert "edf keeps the most promises" in lead_of(both, ())
+    assert "backlog" not in lead_of(both, ())
+    growing = lead_of(both, (), (("fcfs", 1.0), ("edf", 1.0)))
+    assert "At that rate the backlog of fcfs and edf grows: what a run keeps then depends on how long it is." in growing
 
 
 def test_no_policy_that_keeps_the_target() -> None:

@@ -1,0 +1,69 @@
+"""What papers claim beside what is measured (`bench/slo_science.py`, `bench/policies.py`): ratios are of rates that are sustained,
+and no rival is taken for worse than it is known to be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slo.made_results import results_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import policies
+import slo_science
+
+MINE = {1.0: (1000, 1000), 2.0: (1000, 1000), 4.0: (0, 0)}
+"""At 90 % it sustains 2.2."""
+
+
+def test_a_rival_that_fails_at_the_lowest_rate_tried_may_sustain_nearly_that() -> None:
+    rivals = {"fcfs 256": {0.5: (1000, 1000), 1.0: (0, 0)}, "fcfs 512": {1.1: (0, 0), 2.0: (0, 0)}}
+    results = results_of({"cohost": MINE, **rivals})
+    assert slo_science.rival(results, list(rivals), 0.9, "deadline") == "fcfs 512", "0.55 is known of the other"
+    (row,) = (one for one in slo_science.ratios_of("code", results) if one["attainment"] == "90% deadline")
+    assert (row["best policy"], row["compared with the best"], row["x"]) == ("cohost", "fcfs 512", "> 2.00 (> 2.00)")
+
+
+def test_rates_at_which_a_backlog_grows_are_left_out_of_a_ratio() -> None:
+    results = results_of({"cohost": MINE, "fcfs 512": {1.0: (1000, 1000), 2.0: (0, 0)}}, growing=(("cohost", 2.0),))
+    found = slo_science.ratio(results, "cohost", "fcfs 512", 0.9, "deadline")
+    assert found.text == "0.91 (0.91 to 1.82), growing rates left out"
+    nothing = results_of({"cohost": {1.0: (0, 0)}, "fcfs 512": {1.0: (1000, 1000), 2.0: (0, 0)}})
+    assert slo_science.ratio(nothing, "cohost", "fcfs 512", 0.9, "deadline").text == "—"
+
+
+@pytest.mark.parametrize(("goal", "met"), [(1.5, True), (2.0, "within the band"), (3.0, False)])
+def test_a_goal_is_met_if_the_low_end_of_the_band_reaches_it(goal: float, met: bool | str) -> None:
+    assert slo_science.is_met(slo_science.Ratio("", 2.1, 1.6, 2.7), goal) == met
+
+
+def test_a_claim_is_held_against_the_band() -> None:
+    verdicts = [
+        slo_science.verdict(slo_science.Ratio(text, value, low, high), 1.5, 2.4)
+        for text, value, low, high in (
+            ("", 2.0, 1.4, 2.6),
+            ("", 1.4, 1.2, 1.6),
+            ("", 1.2, 1.1, 1.4),
+            ("", 3.0, 2.5, 4.0),
+            ("> 2.00", 2.0, 1.8, float("inf")),
+            ("—", 0.0, 0.0, float("inf")),
+        )
+    ]
+    assert verdicts == ["yes", "within the band", "less", "more", "within the band", "not tested"]
+
+
+def test_a_capacity_is_a_rate_at_which_no_backlog_grows() -> None:
+    others = {"a": {1.0: (1000, 1000), 2.0: (0, 0)}, "b": {1.2: (0, 0)}}
+    results = results_of({"x": MINE, "y": {2.0: (0, 0)}, **others}, growing=(("x", 2.0),))
+    assert policies.capacity_ratio(results, "a", "b") == (pytest.approx((1.1 / 1.2, 1.1 / 1.2, float("inf"))), [])
+    assert policies.capacity_ratio(results, "x", "a") == (pytest.approx((1 / 1.1, 1 / 1.1, 2 / 1.1)), ["x"])
+    unknown, _ = policies.capacity_ratio(results, "y", "a")
+    assert policies.verdict_on((1.05, 1.3), unknown) == "not tested"
+    row = policies.told("paper", "sentence", (1.05, 1.3), "ratio", "load", unknown, "nothing")
+    assert (row["here"], row["reproduced"]) == ("not known", "not tested")
+    assert (
+        policies.told("paper", "sentence", (1.05, 1.3), "ratio", "load", (2.2, 2.0, float("inf")), "")["here"]
+        == "> 2.00"
+    )
