@@ -910,7 +910,9 @@ def _batch_invariant(given: dict[str, Any], pooler: Pooler | None, module: LentM
 def _quantization_twin(given: dict[str, Any], device: str) -> bool | None:
     """Raises ConfigError where a second form of the weights is asked for, and no worker makes one."""
     if given["quantization_twin"]:
-        alone: dict[str, Any] = {"data_parallel_size": 1}
+        # On one machine the first of the replicas finds out for all of them.
+        is_elsewhere = device != "cpu" or given["nodes"] or _is_of_ray(given)
+        alone: dict[str, Any] = {"data_parallel_size": 1} if is_elsewhere else {}
         if device == "cpu" and given["tensor_parallel_size"] not in (None, 1):  # on CUDA, ranks agree wherever they are
             alone |= {"nnodes": 1, "is_launched": False}
         for name, value in alone.items():

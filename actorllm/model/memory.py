@@ -25,6 +25,12 @@ def available_bytes() -> int:
     return max(0, min(machine, limit - used + cached))
 
 
+def limit_bytes() -> int:
+    """All that the machine has, or less where a control group limits it."""
+    machine, limit = _field(_PROC / "meminfo", "MemTotal:"), _number(_CGROUP / "memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
 def reset_peak() -> None:
     """Let `peak_bytes` start again from what is in use now."""
     try:

@@ -10,6 +10,7 @@ A scheme is "int8", "int4", "bfloat16", "float16" or "float32". Two are written 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model import memory
 from actorllm.model.cpu.layers import WidenedLinear, linear, widens
+from actorllm.model.cpu.measured_once import measured_once
 from actorllm.model.cpu.thread_count import set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.linear import Form, Linear, LinearWeight
@@ -35,6 +37,7 @@ from actorllm.model.quantization.int4 import Int4, Int4Weights
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import is_exact
 from actorllm.model.registry import Plan
+from actorllm.types.processor import processor_name
 from actorllm.types.quantization import GGUF, PLAIN, ROUNDING
 
 NUM_BYTES = {"int4": 0.625, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -56,6 +59,10 @@ MIN_GAIN = 1.25
 
 MIN_LOSS = 1.1
 """Times as slow: what was asked for and is not used must be, for one row and for prompts. Times vary by less."""
+
+SMALL_BYTES, MOST_LOST = 32 << 20, 2.5
+"""Of a model of at most so many bytes in float32, a step of one row is mostly no products: they may take so many times as long
+there, if products of many rows gain."""
 
 TWIN_SHARE, PLAIN_SHARE = 0.25, 0.5
 """Of the available memory that the second form of weights, and one that is larger than what was asked for, may take."""
@@ -94,9 +101,9 @@ class Scheme:
 def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, ranks: Ranks | None = None) -> Scheme | None:
     """What the configuration says, or what is fastest here; the log says why. None: there is no choice.
 
-    Of tensor parallel ranks on one machine the first one finds out for all. Replicas, stages and ranks elsewhere would each find
-    out for themselves, and perhaps differ: they compute what was asked for. Raises UnsupportedModelError where a second form is
-    asked for that the model cannot have.
+    Of tensor parallel ranks on one machine the first one finds out for all, and of replicas on one machine as well. Stages, and
+    what is elsewhere, would each find out for themselves, and perhaps differ: they compute what was asked for. Raises
+    UnsupportedModelError where a second form is asked for that the model cannot have.
     """
     model, ranks = config.model, ranks or Ranks()
     if model.quantization_twin:
@@ -104,7 +111,7 @@ def choose(config: EngineConfig, plan: Plan, dtype: torch.dtype, ranks: Ranks | 
     if model.scheme is not None:
         return _checked(Scheme.parse(model.scheme), model, plan)
     is_elsewhere = config.is_launched or config.rank_nodes or config.num_machines
-    if config.data_parallel_size > 1 or config.stages or (config.world_size > 1 and is_elsewhere):
+    if config.stages or (config.world_size > 1 and is_elsewhere) or (_is_shared(config) and config.nodes):
         return None
     return _told(None if ranks.rank else _fastest_here(config, plan, dtype), ranks)
 
@@ -133,12 +140,14 @@ def _fastest_here(config: EngineConfig, plan: Plan, dtype: torch.dtype) -> Schem
     before = torch.get_num_threads()
     set_own_num_threads(1)  # what others compute disturbs one thread least
     try:
-        found, told = measured(dtype, form, may_twin=may_twin)
+        found, told = _measured_for(config, dtype, form, may_twin=may_twin, is_small=_is_small(plan))
     finally:
         set_own_num_threads(before)
+    if found is None:
+        return None
     if not is_rounded and model.quantization is not None:  # the weights of a checkpoint stay as they are
         found = Scheme("int4", found.prompt if found.prompt == "int8" else "int4")
-    found = _within_memory(found, model, _number_of_weights(plan))
+    found = _within_memory(found, config, _number_of_weights(plan))
     is_left_out = found.leaves_out(model)
     logger.log(
         logging.WARNING if is_left_out else logging.INFO,
@@ -190,9 +199,35 @@ def _check_twin(model: ModelConfig, plan: Plan) -> None:
         )
 
 
-def _within_memory(found: Scheme, model: ModelConfig, num_weights: int) -> Scheme:
-    """The same, or what takes less memory."""
-    available = memory.available_bytes()
+def _is_small(plan: Plan) -> bool:
+    """Whether the model has at most SMALL_BYTES."""
+    return _has_two_forms(plan) and NUM_BYTES["float32"] * _number_of_weights(plan) <= SMALL_BYTES
+
+
+def _is_shared(config: EngineConfig) -> bool:
+    """Whether other replicas must come to the same answer."""
+    return max(config.data_parallel_size, config.max_replicas) > 1
+
+
+def _measured_for(
+    config: EngineConfig, dtype: torch.dtype, form: Form, *, may_twin: bool, is_small: bool
+) -> tuple[Scheme | None, str]:
+    """As `measured`; for replicas once on a machine. None: they could differ."""
+    if not _is_shared(config):
+        return measured(dtype, form, may_twin=may_twin, is_small=is_small)
+    form_name = form.__name__ if isinstance(form, type) else repr(form)
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    parts = (processor_name(), isa, torch.__version__, dtype, form_name, may_twin, is_small)
+    found = measured_once(
+        " | ".join(map(str, parts)), lambda: str(measured(dtype, form, may_twin=may_twin, is_small=is_small)[0])
+    )
+    return (None if found is None else Scheme.parse(found)), "measured once for all replicas of this machine"
+
+
+def _within_memory(found: Scheme, config: EngineConfig, num_weights: int) -> Scheme:
+    """The same, or what takes less memory. Replicas share all that the machine has: what is free would differ between them."""
+    model, size = config.model, max(config.data_parallel_size, config.max_replicas)
+    available = memory.limit_bytes() // size if _is_shared(config) else memory.available_bytes()
     if found.is_twin and model.quantization_twin is None:
         if num_weights * NUM_BYTES[found.prompt] > TWIN_SHARE * available:
             return Scheme(found.decode, found.decode)
@@ -239,13 +274,14 @@ def product_times(sides: Sequence[Linear], dtype: torch.dtype) -> list[tuple[flo
     return [tuple(times) for times in found]
 
 
-def measured(dtype: torch.dtype, form: Form, *, may_twin: bool) -> tuple[Scheme, str]:
+def measured(dtype: torch.dtype, form: Form, *, may_twin: bool, is_small: bool = False) -> tuple[Scheme, str]:
     """The fastest scheme here, and in words what was found.
 
     Arguments:
         dtype: of the model.
         form: what plain weights are rounded to; `Dense`: they are not.
         may_twin: rows of prompts may have a scheme of their own, which keeps every weight twice.
+        is_small: the model has at most SMALL_BYTES.
     """
     plain = "float32" if widens(dtype) else str(dtype).removeprefix("torch.")
     if form is not Dense and not is_exact():
@@ -269,10 +305,10 @@ def measured(dtype: torch.dtype, form: Form, *, may_twin: bool) -> tuple[Scheme,
         if name != plain
     )
     told = f"times as fast as {plain}, for one row and for prompts: {told}"
-    return _fastest(times, plain, may_twin), told
+    return _fastest(times, plain, may_twin, is_small), told
 
 
-def _fastest(times: dict[str, tuple[float, ...]], plain: str, may_twin: bool) -> Scheme:
+def _fastest(times: dict[str, tuple[float, ...]], plain: str, may_twin: bool, is_small: bool = False) -> Scheme:
     one, many = times[plain]
     if "int4" in times or "int8" in times:
         decode = "int4" if "int4" in times else "int8"
@@ -281,8 +317,9 @@ def _fastest(times: dict[str, tuple[float, ...]], plain: str, may_twin: bool) ->
         is_slower = times[found.decode][0] > MIN_LOSS * one and times[found.prompt][1] > MIN_LOSS * many
         return Scheme(plain, plain) if is_slower else found
     wide = times["float32"]
-    decode = "float32" if one >= MIN_GAIN * wide[0] else plain
     prompt = "float32" if many >= MIN_GAIN * wide[1] else plain
+    most_lost = MOST_LOST if is_small and prompt == "float32" else 1 / MIN_GAIN
+    decode = "float32" if wide[0] <= most_lost * one else plain
     if decode != prompt and not (may_twin and decode == plain):
         decode = prompt = plain
     return Scheme(decode, prompt)

@@ -6,11 +6,11 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from actorllm import __version__
 from actorllm.slo.experiments.point import code_digest
+from actorllm.types.processor import processor_name
 
 PACKAGES = ("numpy", "torch", "transformers")
 
@@ -27,16 +27,6 @@ def stamp() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions,
         "code": code_digest(),
-        "machine": f"{platform.machine()}, {_processor()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {processor_name()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.release()}",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
-    )

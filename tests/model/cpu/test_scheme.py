@@ -100,6 +100,24 @@ def test_the_fastest_is_chosen(times: dict[str, tuple[float, float]], expected: 
                                    may_twin=False))  # fmt: skip
 
 
+@pytest.mark.parametrize(("one", "many", "expected"), [
+    (4, 1, "float32"),
+    (6, 1, "bfloat16+float32"),
+    (1, 2, "bfloat16"),
+    (3, 1.9, "bfloat16"),
+])  # fmt: skip
+def test_a_small_model_is_computed_as_is_fastest_for_many_rows(one: float, many: float, expected: str) -> None:
+    times = {"bfloat16": (2.0, 2.0), "float32": (one, many)}
+    assert str(_fastest(times, "bfloat16", may_twin=True, is_small=True)) == expected
+
+
+def test_models_are_small_by_their_weights() -> None:
+    config = EngineConfig.from_arguments("storyteller", num_threads=1)
+    small = cpu_runner.CpuRunner(config, show_progress=False).model_config
+    assert scheme._is_small(small)
+    assert not scheme._is_small(replace(small, num_layers=64))
+
+
 def chosen(dtype: str = "bfloat16", **arguments: Any) -> Scheme | None:
     """For the bundled model."""
     config = EngineConfig.from_arguments("storyteller", dtype=dtype, num_threads=1, **arguments)
@@ -111,8 +129,31 @@ def test_where_there_is_no_choice_nothing_is_measured(monkeypatch: pytest.Monkey
     monkeypatch.delattr(scheme, "measured")
     assert chosen("float32") is None
     assert chosen(batch_invariant=True) is None
-    assert chosen(quantization="int8", data_parallel_size=2) is None
+    elsewhere = {"nodes": ["10.0.0.2:7040"], "node_key_file": "key"}
+    assert chosen(quantization="int8", data_parallel_size=2, **elsewhere) is None
     assert chosen(quantization="int8", pipeline_parallel_size=2) is None
+
+
+def test_replicas_take_what_the_first_one_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also with other memory to spare, in which they would differ."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = iter(["bfloat16+float32", "float32", "bfloat16"])
+    monkeypatch.setattr(scheme, "measured", lambda *_, **__: (Scheme.parse(next(found)), ""))
+    first = chosen(data_parallel_size=2)
+    monkeypatch.setattr(scheme.memory, "available_bytes", lambda: 0)
+    assert chosen(data_parallel_size=2) == chosen(data_parallel_size=2, max_replicas=4) == first
+    assert str(first) == "bfloat16+float32"
+    assert str(chosen(data_parallel_size=2, quantization="int4")) == "float32", "another key"
+
+
+def test_replicas_that_cannot_tell_each_other_measure_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "actorllm").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delattr(scheme, "measured")
+    assert chosen(quantization="int8", data_parallel_size=2) is None
+    assert "nothing is measured for replicas, which could differ" in caplog.text
 
 
 def test_both_shapes_are_told() -> None:
@@ -223,7 +264,10 @@ def test_a_twin_that_has_no_room_or_is_refused_is_not_made(
     assert scheme_of(quantization_twin=True) == "int4+int8"
 
 
-@pytest.mark.parametrize("more", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2, "nnodes": 2}])
+@pytest.mark.parametrize("more", [
+    {"nodes": ["10.0.0.2:7040"], "node_key_file": "key", "data_parallel_size": 2},
+    {"tensor_parallel_size": 2, "nnodes": 2},
+])  # fmt: skip
 def test_a_twin_is_refused_where_workers_would_each_measure(more: dict[str, Any]) -> None:
     given: dict[str, Any] = {"quantization": "int4", "quantization_twin": True}
     name = list(more)[-1]
@@ -231,7 +275,8 @@ def test_a_twin_is_refused_where_workers_would_each_measure(more: dict[str, Any]
         ConfigError, match=rf"quantization_twin=True is not supported with {name}=2 yet: each worker measures"
     ):
         EngineConfig.from_arguments("storyteller", **given, **more)
-    assert EngineConfig.from_arguments("storyteller", **given, tensor_parallel_size=2).model.quantization_twin
+    for of_one_machine in ("tensor_parallel_size", "data_parallel_size"):
+        assert EngineConfig.from_arguments("storyteller", **given, **{of_one_machine: 2}).model.quantization_twin
 
 
 def test_ranks_compute_what_the_first_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
