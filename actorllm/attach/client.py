@@ -13,6 +13,7 @@ Service (see `engine_thread`), made by AttachedEngine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -196,6 +197,12 @@ class AttachClient:
         if self._control is not None:
             self._control.close()
             self._control = None
+
+    def _send(self, op: str, **fields: Any) -> None:
+        """A frame to the owner; nothing happens if that is gone, or does not read."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                send_frame(self._control, op, **fields)
 
     # What the owner says
 

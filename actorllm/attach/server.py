@@ -192,6 +192,8 @@ class AttachServer:
                     self._waiting.append(visitor)
                 else:
                     self._join(visitor)
+            case "relink" if visitor.is_joined:
+                self._relink(visitor, int(frame["replica"]))
             case "describe":
                 self._describe(visitor)
             case "leave":
@@ -245,14 +247,30 @@ class AttachServer:
             visitor.send("joined", fds, config=self._config().to_json().decode(), number=visitor.number)
             logger.info("process %d joined engine %r as number %d", visitor.peer.pid, self.name, visitor.number)
 
-    def _admit(self, visitor: Visitor, replica: int, supervisor: Supervisor) -> None:
-        spec, link = attached_frontend(visitor.number)
+    def _admit(self, visitor: Visitor, replica: int, supervisor: Supervisor, number: int = 0) -> None:
+        spec, link = attached_frontend(number or visitor.number)
         child = visitor.children[replica] = AttachedChild(spec, visitor, replica, supervisor, self)
         try:
             supervisor.admit(child, link)
         except BaseException:
             visitor.children.pop(replica, None)
             raise
+
+    def _relink(self, visitor: Visitor, replica: int) -> None:
+        """A scheduler has dropped the link of this program, and goes on. To it, what comes by another one is a new program."""
+        child, supervisor = visitor.children.pop(replica, None), self._supervisors().get(replica)
+        if child is not None:
+            child.gone.set()
+            child.supervisor.dismiss(
+                child.spec.name, PeerLostError(f"the attached process {visitor.peer.pid} gets another link")
+            )
+        if supervisor is None:
+            return  # every program gets a link when it runs again
+        self._num_joined += 1
+        try:
+            self._admit(visitor, replica, supervisor, self._num_joined)
+        except (ActorLLMError, OSError) as error:  # it asks again
+            logger.error("process %d gets no link to replica %d: %s", visitor.peer.pid, replica, error)
 
     # What a fleet tells of its replicas
 

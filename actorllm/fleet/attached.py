@@ -43,7 +43,7 @@ from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState, 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a node is called again; twice as long each time."""
+"""Before a node is called again, or the owner asked for another link; twice as long each time."""
 LOSS_GRACE_S = 5.0
 """How long the owner may take to tell of the loss of a replica, behind that of a link (longer than `fleet.SUSPECTS_TIMEOUT_S`)."""
 
@@ -73,6 +73,8 @@ class AttachedReplica:
         self.place: Mapping[str, Any] | None = None
         """On another machine: how its agent is called, while the owner has it there."""
         self.node: JoinedNode | None = None
+        self.pause_s, self.asked_at = FIRST_PAUSE_S, 0.0
+        """Before the owner is asked for another link, and when it last was, in monotonic seconds."""
         self._client = client
         self._find: Callable[[bytes], int] | None = None
         self.frontend = self._new_frontend()
@@ -348,6 +350,19 @@ class FleetAttachClient(AttachClient):
             self._lose(replica, loss)
             if replica.node is not None:
                 replica.node.close()  # it is called again
+            else:
+                await self._ask_for_link(replica, replica.frontend)
+
+    async def _ask_for_link(self, replica: AttachedReplica, frontend: ReplicaFrontend) -> None:
+        """The scheduler goes on, so the owner can make one more. It is asked until there is one, or the owner tells of an end."""
+        if now() - replica.asked_at > LONGEST_PAUSE_S:
+            replica.pause_s = FIRST_PAUSE_S  # the last one has held
+        while True:
+            await anyio.sleep(replica.pause_s)
+            if not replica.is_lost or replica.frontend is not frontend or replica.is_removed:
+                return
+            replica.pause_s, replica.asked_at = min(2 * replica.pause_s, LONGEST_PAUSE_S), now()
+            self._send("relink", replica=replica.number)
 
     def _lose(self, replica: AttachedReplica, error: ActorLLMError) -> None:
         """It is gone for good; what it had goes on elsewhere."""

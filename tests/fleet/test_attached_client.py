@@ -98,3 +98,19 @@ async def test_a_replica_begins_its_next_life_as_the_others_are(before: str | No
         assert asked == ([] if now is None else [("pause_generation", now)])
         assert lost.frontend.is_linked
         assert lost.frontend.pause_mode == now
+
+
+async def test_the_owner_is_asked_for_a_link_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have no memory for one now. Each time it is asked later."""
+    monkeypatch.setattr(attached, "LOSS_GRACE_S", 0.0)
+    monkeypatch.setattr(attached, "FIRST_PAUSE_S", 0.001)
+    async with joined() as client:
+        sent: list[dict[str, Any]] = []
+        client._send = lambda op, **fields: sent.append({"op": op, **fields})  # type: ignore[method-assign]
+        await client._do({**LOST, "error": "it sent nonsense"}, ())
+        await until(lambda: len(sent) == 3)
+        assert sent == [{"op": "relink", "replica": 0}] * 3
+        assert client.replicas[0].pause_s == 0.008
+        client.replicas[0].is_lost = False
+        await anyio.sleep(0.02)
+        assert len(sent) == 3

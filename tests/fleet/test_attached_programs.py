@@ -18,8 +18,10 @@ import actorllm.client.engine_supervisor
 from actorllm import AsyncLLM
 from actorllm.attach.rendezvous import running_engines
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError, ReplicaLostError
+from actorllm.fleet import attached
 from actorllm.fleet.views import views_of
 from actorllm.kvcache.prefix_index import hash_blocks
+from actorllm.messages import Submit
 from actorllm.scheduling.router import Routable, make_router
 from actorllm.supervision.restart import RestartLimits
 from tests.fleet.streams import (
@@ -123,6 +125,29 @@ async def test_a_program_that_joins_later_knows_which_replicas_are_drained(owner
         assert (await llm.stats())["frontend"]["num_routed"] == {1: 4}
         await owner.drain_replica(0, is_draining=False)
         await until(lambda: llm.health().replicas[0].state == "running")
+
+
+@pytest.mark.anyio
+async def test_a_link_that_its_scheduler_has_dropped_is_made_once_more(
+    owner: AsyncLLM, guest: AsyncLLM, undisturbed: dict[str, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has died: the program has both replicas again, and the scheduler believes it no more than before."""
+    monkeypatch.setattr(attached, "LOSS_GRACE_S", 0.05)
+    replica = guest._engine._fleet.replicas[0]  # type: ignore[attr-defined]
+    pids = [(one.pids["scheduler"], one.pids["worker0"]) for one in owner.health().replicas]
+
+    async def spoil() -> None:
+        assert replica.frontend.num_open
+        wrong = Submit(rid=999, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=5, temperature="hot")  # type: ignore[arg-type]
+        guest._engine._thread.call(replica.frontend._scheduler.send_nowait, wrong).result(10)
+
+    for _ in range(2):
+        assert_same(await run_all(guest, 10, spoil), undisturbed)
+        await until(lambda: replica.state == "running" and replica.frontend.is_linked)
+        now = [(one.pids["scheduler"], one.pids["worker0"]) for one in owner.health().replicas]
+        assert now == pids, "nothing was started again"
+        assert_same(await run_all(guest, data_parallel_rank=0), undisturbed)
+    assert moved(guest)
 
 
 @pytest.mark.anyio
