@@ -63,6 +63,8 @@ class AttachedReplica:
         self.number = number
         self.limits = limits_of(client.config, number)
         self.is_draining = False
+        self.is_leaving = False
+        """Its node is told to end."""
         self.is_removed = False
         self.is_lost = True
         """It has no link, and may get one when it is made anew."""
@@ -96,6 +98,7 @@ class AttachedReplica:
         if pause_mode is not None:
             self.frontend.assume_paused(pause_mode)
         self.is_lost = True
+        self.is_leaving = False
         self.last_failure = str(error)
         self._client.dispatcher.forget(self.number)
         self._client.dispatcher.move_lost(self, entries, now(), error)
@@ -119,13 +122,13 @@ class AttachedReplica:
 
     @property
     def takes_requests(self) -> bool:
-        return not (self.is_draining or self.is_removed or self.is_lost)
+        return not (self.is_draining or self.is_leaving or self.is_removed or self.is_lost)
 
     @property
     def state(self) -> ReplicaState:
         if self.is_lost:
             return "lost"
-        if self.is_draining:
+        if self.is_draining or self.is_leaving:
             return "draining"
         return "running" if self.frontend.is_linked else "recovering"
 
@@ -297,7 +300,8 @@ class FleetAttachClient(AttachClient):
                 if child is not None:  # noqa: B023 - this turn of the loop is over when another one begins
                     child.install(link)  # noqa: B023
 
-            node = replica.node = JoinedNode(place, on_link, partial(self._note_lost_link, replica))
+            lost, leaving = partial(self._note_lost_link, replica), partial(self._leave_replica, replica)
+            node = replica.node = JoinedNode(place, on_link, lost, leaving)
             try:
                 await node.join()
                 if replica.place is place:
@@ -321,6 +325,12 @@ class FleetAttachClient(AttachClient):
                 logger.warning("replica %d is called again in %g s: %s", replica.number, pause_s, error)
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _leave_replica(self, replica: AttachedReplica) -> None:
+        """Its node ends: what this program has there goes on elsewhere, and nothing of it is suspected."""
+        replica.is_leaving = True
+        if self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=None)
 
     async def _child_of(self, replica: AttachedReplica) -> OwnerChild:
         """What runs its frontend; started if it was lost."""

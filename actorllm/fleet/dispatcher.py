@@ -598,6 +598,8 @@ class Dispatcher:
                 target.frontend.adopt_paced(tightest_first, partial(self._room_at, target))
             else:
                 target.frontend.adopt(tightest_first, lost_at)
+            self._show_sent(target)
+        self._show_sent(source)
         self.num_moved += len(entries)
         logger.warning(
             "%d sequences of replica %d go on elsewhere: %s",

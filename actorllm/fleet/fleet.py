@@ -278,8 +278,8 @@ class Fleet:
                 self._note_ready(replica)
                 if self.attached is not None and isinstance(replica.supervisor, Supervisor):
                     self.attached.admit_all(replica.number, replica.supervisor)
-                elif self.attached is not None:
-                    self.attached.tell("remote", replica=replica.number, place=self.places()[replica.number])
+                elif self.attached is not None and (place := self.places().get(replica.number)) is not None:
+                    self.attached.tell("remote", replica=replica.number, place=place)
                 if self.attached is not None and replica.is_draining:  # of programs that joined while it was lost
                     self.attached.tell("draining", replica=replica.number, is_draining=True)
 

@@ -28,6 +28,7 @@ class JoinedNode:
         place: what the owner told of it.
         on_link: hears of each link that a scheduler there makes.
         on_lost: hears of a link that is lost, as a frame of the owner's tells it.
+        on_leaving: hears that the node is told to end: what is there should move.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class JoinedNode:
         place: Mapping[str, Any],
         on_link: Callable[[StreamLink], object],
         on_lost: Callable[[dict[str, Any]], object],
+        on_leaving: Callable[[], object],
     ) -> None:
         self.error: ActorLLMError | None = None
         """Why it is over."""
         self._place = place
-        self._on_link, self._on_lost = on_link, on_lost
+        self._on_link, self._on_lost, self._on_leaving = on_link, on_lost, on_leaving
         self._stream: NodeStream | None = None
         self._link: StreamLink | None = None
         self._changed = anyio.Event()
@@ -119,7 +121,7 @@ class JoinedNode:
                 case "lost":
                     self._on_lost(frame)
                 case "leaving":
-                    pass  # the owner moves what it has, and tells where the rest may go
+                    self._on_leaving()
                 case "ended":
                     cls = own_class(str(frame["type_name"])) or EngineStartError
                     self._end(cls(f"node {self._place['address']}: {frame['message']}"))

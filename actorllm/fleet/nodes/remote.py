@@ -57,6 +57,8 @@ T = TypeVar("T")
 LEAVE_TIMEOUT_S = 20.0
 """How long the requests of a node that is told to end may take to move, or to end. With the stop behind it that is less than the
 30 s after which Kubernetes and clouds kill."""
+LOOK_S = 0.05
+"""Between two looks at what other programs have on a node that is told to end."""
 
 
 class RemoteReplica:
@@ -232,10 +234,19 @@ class RemoteReplica:
         logger.warning("%s is told to end; replica %d moves its requests", self._where, self.config.replica)
         self._on_leaving()
         with contextlib.suppress(EngineShutdownError), anyio.move_on_after(LEAVE_TIMEOUT_S):
-            await self._unless_stopped(self._frontend.wait_until_idle)
+            await self._unless_stopped(self._wait_until_idle)
         if self._is_stop_requested:
             return
         self._lose(EngineDeadError(f"{self._where} was told to end"))
+
+    async def _wait_until_idle(self) -> None:
+        """Of all programs. What those have that joined is on the board; they are told by the node, and move it themselves."""
+        await self._frontend.wait_until_idle()
+        while self._board.has_others and self._end is None:
+            load = self._board.journals_of_others(0)[self.config.replica]
+            if not load.num_waiting + load.num_running:
+                return
+            await anyio.sleep(LOOK_S)
 
     async def _stop(self) -> None:
         stream = self._stream
@@ -362,8 +373,14 @@ class RemoteReplica:
 
     @property
     def place(self) -> dict[str, Any] | None:
-        """What a program of the same user needs to call the agent itself (`joined_node`), while the replica runs."""
-        if self._phase != "running" or self._end is not None or self._located is None or self._ready is None:
+        """What a program of the same user needs to call the agent itself (`joined_node`), while the replica runs and stays."""
+        if (
+            self._phase != "running"
+            or self._is_leaving
+            or self._end is not None
+            or self._located is None
+            or self._ready is None
+        ):
             return None
         ca_file = self.config.node_ca_file
         return {
