@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -135,6 +136,7 @@ class FakeRay:
 
     def __init__(self, cores: float) -> None:
         self.groups: list[list[dict[str, float]]] = []
+        self.strategies: list[str] = []
         self.removed: list[Any] = []
         self.asked: list[list[dict[str, float]]] = []
         self.killed: list[Any] = []
@@ -151,6 +153,7 @@ class FakeRay:
 
     def _group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         self.groups.append(bundles)
+        self.strategies.append(strategy)
         return FakeGroup(len(self.groups) - 1, len(bundles), self.has_room)
 
     def is_initialized(self) -> bool:
@@ -411,3 +414,45 @@ def test_no_cluster_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) ->
     placement = RayPlacement(EngineConfig.from_arguments("storyteller", ray_address="10.0.0.1:6379", **ENGINE))
     with pytest.raises(ConfigError, match=r"no cluster of Ray is found at ray_address='10.0.0.1:6379': Could not find"):
         placement.locate(0)
+
+
+@pytest.mark.parametrize(("given", "strategy"), [({}, "SPREAD"), ({"placement": "pack"}, "PACK")])
+def test_an_agent_is_an_actor_that_ray_does_not_start_again(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], strategy: str
+) -> None:
+    """It has its bundle, whatever the address of the node. Ray's own sign of its death is heard."""
+    ray, options, wait = FakeRay(cores=8.0), list[dict[str, Any]](), Future[None]()
+    agent = SimpleNamespace(
+        listen=SimpleNamespace(remote=lambda: ("10.0.0.1", 7000)),
+        wait=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: wait)),
+    )
+
+    def options_of(**asked: Any) -> Any:
+        options.append(asked)
+        return SimpleNamespace(remote=lambda key, environment: agent)
+
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=options_of), raising=False)
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **where: where)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    sizes = {"data_parallel_size": 2, "num_threads": 2, "resources_per_replica": {"fast_disk": 1}}
+    placement = RayPlacement(EngineConfig.from_arguments("storyteller", **{**ENGINE, **sizes, **given}))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8.0, "fast_disk": 4.0}}])
+    located = placement.locate(1)
+    assert (ray.groups, ray.strategies) == ([[{"CPU": 2.0, "fast_disk": 1.0}] * 2], [strategy])
+    (asked,) = options
+    assert (asked["num_cpus"], asked["num_gpus"], asked["resources"]) == (2.0, 0.0, {"fast_disk": 1.0})
+    assert (asked["max_restarts"], asked["max_task_retries"]) == (0, 0)
+    assert asked["scheduling_strategy"]["placement_group_bundle_index"] == 1
+    told: list[str] = []
+    assert located.watch is not None
+    located.watch(told.append)
+    wait.set_exception(ConnectionError("its node is gone"))
+    assert told == ["Ray tells of its death: ConnectionError"]
+    placement.close()
+
+
+def test_a_single_replica_may_be_placed_by_ray() -> None:
+    given = {"dtype": "float32", "distributed_executor_backend": "ray"}
+    config = EngineConfig.from_arguments("storyteller", **given)
+    assert (config.nodes, config.data_parallel_size, config.is_fleet) == ((RAY,), 1, True)
