@@ -461,6 +461,7 @@ def test_a_request_that_comes_back_ignores_the_end_of_its_first_stay() -> None:
     say([7], 2, [])
     say([], 3, [END])
     assert not mailbox.deltas
+    assert first.frontend._num_late == 3, "and what it has sent too late is counted"
     say([8], 0, [END])
     assert [delta.tokens for _, delta in mailbox.deltas] == [[8]]
     assert first.frontend.num_open == 0

@@ -92,6 +92,18 @@ def test_replicas_share_cores_memory_and_gpus(tmp_path: Path) -> None:
     assert EngineConfig.from_json(own.to_json()) == own
 
 
+def test_replicas_are_here_first_and_then_on_one_node_after_the_other() -> None:
+    """Those of a node share its cores and its memory, as those of this machine do."""
+    given = {"nodes": ["a:1", "b:1"], "node_key_file": "k", "gpu_memory_utilization": 0.6}
+    config = config_of(data_parallel_size=5, data_parallel_size_local=1, data_parallel_address="10.0.0.1", **given)
+    parts = [replica_config(config, number, 5, "/nowhere") for number in range(5)]
+    assert [part.node for part in parts] == [None, "a:1", "b:1", "a:1", "b:1"]
+    assert [part.cpu_share for part in parts] == [1.0, 0.5, 0.5, 0.5, 0.5]
+    assert [part.cache.memory_utilization for part in parts] == [0.6, 0.3, 0.3, 0.3, 0.3]
+    assert [part.first_device for part in parts] == [0, 0, 0, 1, 1]
+    assert config_of(nnodes=3, **given).data_parallel_size == 2, "each node has one, unless it is said"
+
+
 @pytest.mark.parametrize(
     ("first", "known", "wanted"), [(0, None, "0,1"), (2, None, "2,3"), (2, "7,5,GPU-a,3", "GPU-a,3"), (0, "4,6", "4,6")]
 )

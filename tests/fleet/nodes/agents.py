@@ -34,7 +34,8 @@ class Agent:
     def __init__(
         self, key: str, options: Sequence[str] = (), prefix: Sequence[str] = (), host: str = "127.0.0.1"
     ) -> None:
-        self.address = f"{host}:{free_port()}"
+        """host: or the path of a unix socket."""
+        self.address = host if host.startswith("/") else f"{host}:{free_port()}"
         self._command = [
             *prefix,
             sys.executable,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import torch
 
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import AttachError, ConfigError, ModelNotFoundError
@@ -234,9 +236,10 @@ async def test_routers_know_the_load_and_the_cache_of_a_node(fleet: AsyncLLM) ->
 
 
 @pytest.mark.anyio
-async def test_an_owner_that_goes_leaves_nothing_and_the_agent_listens(agents: list[Agent], folder: Path) -> None:
+async def test_an_owner_that_goes_leaves_nothing_and_the_agent_listens(folder: Path) -> None:
+    """It listens on a unix socket here."""
     key = key_file(folder)
-    one = Agent(key)
+    one = Agent(key, host=str(folder / "agent.socket"))
     try:
         for _ in range(2):
             llm = AsyncLLM("storyteller", nodes=[one.address], node_key_file=key, **ENGINE)
@@ -250,9 +253,36 @@ async def test_an_owner_that_goes_leaves_nothing_and_the_agent_listens(agents: l
         one.close()
 
 
+@pytest.mark.slow(reason="a replica here, and one that fails to start")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="all that this processor has is the same"
+)
+@pytest.mark.anyio
+async def test_a_node_that_computes_in_another_way_is_refused(folder: Path) -> None:
+    """As an older processor would. The tokens of a stream that moves there might be others."""
+    key = key_file(folder)
+    one = Agent(key, prefix=("env", "ATEN_CPU_CAPABILITY=default"))
+    sizes = {"data_parallel_size": 2, "data_parallel_size_local": 1, "ready_replicas": 2}
+    try:
+        llm = AsyncLLM("storyteller", nodes=[one.address], node_key_file=key, **sizes, **ENGINE)
+        with pytest.raises(
+            ConfigError, match=r"computes with torch .*, and replica . with torch .*: streams that move"
+        ):
+            await llm.start()
+        await until(lambda: not one.children)
+    finally:
+        one.close()
+
+
 @pytest.mark.anyio
 async def test_what_cannot_be_names_the_node(agents: list[Agent], folder: Path, tmp_path: Path) -> None:
     address = agents[0].address
+    model = Path(shutil.copytree(EngineConfig.from_arguments("storyteller").model.path, tmp_path / "model"))
+    given = {"load_format": "dummy", "skip_tokenizer_init": True, "node_key_file": key_file(folder), **ENGINE}
+    llm = AsyncLLM(str(model), nodes=[address], **given)
+    shutil.rmtree(model)  # so that the other machine does not have it
+    with pytest.raises(ModelNotFoundError, match=f"node {address}: '{model}' is not here"):
+        await llm.start()
     wrong = key_file(folder, b"another key of sixteen bytes")
     with pytest.raises(AttachError, match=f"node {address} refuses the key"):
         await AsyncLLM("storyteller", nodes=[address], node_key_file=wrong, **ENGINE).start()

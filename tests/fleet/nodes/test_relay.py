@@ -21,7 +21,7 @@ from actorllm.fleet.nodes.node_stream import NodeStream
 from actorllm.fleet.nodes.relay import REPLY, Relay, RelayChild
 from actorllm.fleet.nodes.stream_link import StreamLink
 from actorllm.messages import Message, Reply, Submit, pack
-from actorllm.ring.channel import create_link
+from actorllm.ring.channel import create_link, open_hub
 from actorllm.ring.codec import encode
 from tests.effort import examples
 from tests.fleet.nodes.stream_pairs import tcp_pair
@@ -268,3 +268,24 @@ async def test_a_relay_of_a_full_stream_closes_and_leaves_no_gap() -> None:
     relay.close()
     assert stream.bodies == bodies_of(messages[:2])
     scheduler.close()
+
+
+async def test_what_is_no_message_is_copied_as_it_is() -> None:
+    """So a node pays for no field of what passes, and needs no library that a field is made with."""
+    near, far = tcp_pair()
+    ends = create_link(1 << 16, 1 << 16, 1, INFO.generation)
+    came: list[tuple[int, bytes]] = []
+    writer = open_hub(ends.hub, on_body=lambda kind, body: came.append((kind, bytes(body))))
+    relays: list[Relay] = []
+    stream = NodeStream(near, on_message=lambda *args: relays[0].take(*args))
+    there = NodeStream(far, on_message=lambda _, kind, body, size: came.append((kind, body)) is None)
+    relays.append(Relay(INFO.generation, stream, ends.spokes[0], lambda error: None))
+    for part in (stream, there, relays[0], writer):
+        part.start()
+    writer.sender.send_body_nowait(7, b"down, no body of a message")
+    there.send(7, [b"up, no body of a message"], INFO.generation)
+    there.flush()
+    await arrived(lambda: len(came) == 2)
+    assert sorted(came) == [(7, b"down, no body of a message"), (7, b"up, no body of a message")]
+    for part in (relays[0], stream, there, writer):
+        part.close()
