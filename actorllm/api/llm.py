@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -82,8 +83,8 @@ class LLM(BlockingDoor):
         self._engine = engine
         self._request_numbers = itertools.count()
         self._hold = engine.new_hold()
-        self._host: ThreadHost | None = None
         self._enqueued: list[RequestStream] = []
+        self._enqueued_lock = threading.Lock()
         self._stepped: LLMEngine | None = None
         engine.start()
 
@@ -591,23 +592,24 @@ class LLM(BlockingDoor):
         priority: int | Sequence[int] | None,
         extras: Mapping[str, Any],
     ) -> list[str]:
-        if self._host is None:
-            self._host = ThreadHost()
         streams: list[RequestStream] = []
         try:
-            for stream in self._submit(self._host, batch, sampling_params, priority, extras):
+            for stream in self._submit(None, batch, sampling_params, priority, extras):
                 streams.append(stream)  # noqa: PERF402
         except BaseException:
             for stream in streams:
                 stream.abort()
             raise
-        self._enqueued += streams
+        with self._enqueued_lock:
+            self._enqueued += streams
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
         """The outputs of everything enqueued, in that order. Nothing is enqueued afterwards.
+
+        Several threads may wait at once: each gets what was enqueued before its call and no other has taken.
 
         Arguments:
             output_type: changes nothing.
@@ -616,24 +618,29 @@ class LLM(BlockingDoor):
         Raises:
             Everything that `generate` raises.
         """
-        streams, self._enqueued = self._enqueued, []
-        if self._host is None:
+        with self._enqueued_lock:
+            streams, self._enqueued = self._enqueued, []
+        if not streams:
             return []
+        host = ThreadHost()
         try:
-            return self._collect(self._host, streams, use_tqdm)
+            for stream in streams:
+                stream.mailbox.host = host  # what came before this is found at the first look
+            return self._collect(host, streams, use_tqdm)
         finally:
             for stream in streams:
                 stream.abort()
+            host.close()
 
     def _submit(
         self,
-        host: ThreadHost,
+        host: ThreadHost | None,
         batch: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         extras: Mapping[str, Any],
     ) -> Iterator[RequestStream]:
-        """Submit one prompt after the other."""
+        """Submit one prompt after the other. host: the thread that waits for them; None: there is none yet."""
         self._engine.check_generates(sampling_params)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import anyio
 import numpy as np
@@ -184,6 +187,33 @@ def test_enqueue_now_and_wait_later(llm: LLM) -> None:
         llm.wait_for_completion(use_tqdm=False)
     assert llm.wait_for_completion(use_tqdm=False) == []
     assert becomes_idle(llm)
+
+
+def test_threads_that_wait_at_once_each_get_their_own(llm: LLM) -> None:
+    """Both requests end in one step, and that wakes both threads."""
+    expected = [output.outputs for output in generate(llm, PROMPTS[:1] * 2)]
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    got: dict[int, list[RequestOutput]] = {}
+
+    def wait(number: int) -> None:
+        def bar(**arguments: Any) -> Any:
+            waiting.put(number)  # it is made when the outputs are about to be waited for
+            return MagicMock()
+
+        got[number] = llm.wait_for_completion(use_tqdm=bar)
+
+    engine = llm._engine
+    engine.ask_scheduler("pause_generation", timeout=math.inf, mode="keep", clear_cache=False).result()
+    threads = [threading.Thread(target=wait, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        llm.enqueue(PROMPTS[0], short())
+        thread.start()
+        waiting.get(timeout=20)
+    engine.all_handed_over().result()
+    engine.ask_scheduler("resume_generation").result()
+    for thread in threads:
+        thread.join(20)
+    assert [output.outputs for number in range(2) for output in got.get(number, [])] == expected
 
 
 def test_conversations_now_and_answers_later(llm: LLM) -> None:
