@@ -31,7 +31,7 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError
 from actorllm.fleet import attached
 from actorllm.fleet.fleet_engine import new_engine
-from actorllm.intake.tokenization import Prompt, as_batch
+from actorllm.intake.tokenization import Prompt, as_batch, checked_tokenization
 from actorllm.scheduling.pause import PauseMode, check_pause_mode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
@@ -596,19 +596,26 @@ class AsyncLLM:
             async for output in llm.beam_search("Once upon a time", params=BeamSearchParams(beam_width=2, max_tokens=4)):
                 print([completion.text for completion in output.outputs])
         """
-        from anyio import to_thread
-
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
         one_token = self._with_kind(step_params(params), RequestOutputKind.FINAL_ONLY)
         engine, model = self._engine, self._engine.config.model
-        tokenized = await to_thread.run_sync(engine.prompts.tokenize, prompt)
-        search = BeamSearch(tokenized.ids.tolist(), params, end_ids(engine), model.max_model_len)
+        how = checked_tokenization(extras.pop("tokenization_kwargs", None), one_token)
+        reading = engine.tokenized(prompt, extras.get("lora_request"), **how)
+        tokenized, tokenizer = await HostLoop.current().result_of(reading)
+        search = BeamSearch(tokenized.ids.tolist(), params, end_ids(model, tokenizer), model.max_model_len)
         while not search.is_over:
-            streams = [self.generate(tokenized.continued(beam.tokens), one_token, **extras) for beam in search.beams]
-            search.advance([await anext(stream) for stream in streams])
-        decode = engine.prompts.tokenizer.decode if model.tokenizer is not None else (lambda _, **__: "")
-        yield search.output(request_id or engine.new_request_id(), tokenized.text, decode)
+            streams: list[RequestStream] = []
+            try:
+                for beam in search.beams:
+                    streams.append(self.generate(tokenized.continued(beam.tokens), one_token, **extras))  # noqa: PERF401
+                outputs = [await anext(stream) for stream in streams]
+            finally:  # one has failed, or the caller has left: the others end, too
+                for stream in streams:
+                    await stream.aclose()
+            await to_thread.run_sync(search.advance, outputs)
+        decode = (lambda *_, **__: "") if tokenizer is None else tokenizer.decode
+        yield await to_thread.run_sync(search.output, request_id or engine.new_request_id(), tokenized.text, decode)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored.

@@ -27,7 +27,8 @@ from actorllm.types.params import (
 )
 
 if TYPE_CHECKING:
-    from actorllm.client.engine import Engine
+    from actorllm.config import ModelConfig
+    from actorllm.text.tokenizer import Tokenizer
 
 IDLE_PARAMETERS: dict[str, tuple[Any, ...]] = {"structured_outputs": (None,), "watermarking": (None, False)}
 """Fields of vLLM's that are accepted at these values, where they ask for nothing."""
@@ -102,12 +103,11 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, **arguments)
 
 
-def end_ids(engine: Engine) -> Collection[int]:
+def end_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> Collection[int]:
     """The tokens that end a sequence: the tokenizer's end-of-text; without a tokenizer, those of the model."""
-    if engine.config.model.tokenizer is None:
-        return engine.config.model.eos_token_ids
-    eos = engine.prompts.tokenizer.eos_token_id
-    return () if eos is None else (eos,)
+    if tokenizer is None:
+        return model.eos_token_ids
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
 class BeamSearch:

@@ -685,9 +685,13 @@ class LLM(BlockingDoor):
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
         one_token = step_params(params)
         model = self.config.model
-        tokenized = [self._engine.prompts.tokenize(prompt) for prompt in as_batch(prompts)]
-        ends = end_ids(self._engine)
-        searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
+        reading = [self._engine.tokenized(prompt, lora_request) for prompt in as_batch(prompts)]
+        read = [future.result() for future in reading]
+        tokenized = [prompt for prompt, _ in read]
+        searches = [
+            BeamSearch(prompt.ids.tolist(), params, end_ids(model, tokenizer), model.max_model_len)
+            for prompt, tokenizer in read
+        ]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
         progress = _progress(len(searches), use_tqdm)
         # Each round is one batch: one token for every beam of every search that is not over.
@@ -706,11 +710,11 @@ class LLM(BlockingDoor):
             progress.update(len(some))
         progress.close()
         found = [search.best() for search in searches]
-        if model.tokenizer is not None:
-            for sequence in (sequence for sequences in found for sequence in sequences):
-                sequence.text = self._engine.prompts.tokenizer.decode(
-                    sequence.tokens, skip_special_tokens=params.skip_special_tokens
-                )
+        for (_, tokenizer), sequences in zip(read, found, strict=True):
+            if tokenizer is None:
+                continue
+            for sequence in sequences:
+                sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=params.skip_special_tokens)
         return [BeamSearchOutput(sequences) for sequences in found]
 
     def _collect(self, host: ThreadHost, streams: Sequence[TakenAtEnd[O]], use_tqdm: Any) -> list[O]:

@@ -68,7 +68,14 @@ from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.media.media_reader import MediaReader
 from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.intake.sources import SourceReader
-from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
+from actorllm.intake.tokenization import (
+    Prompt,
+    PromptReader,
+    TokenizedPrompt,
+    checked_tokenization,
+    prompt_text,
+    snapshot,
+)
 from actorllm.intake.tokenizer_pool import TokenizerPool
 from actorllm.messages import Submit
 from actorllm.scheduling.pause import check_pause_mode
@@ -363,6 +370,26 @@ class Engine:
         reading = Reading(
             lambda worker: self._submits.prompts_of(lora_request).tokenizer, is_heavy=lora_request is not None
         )
+        self._enqueue(reading)
+        return reading.future
+
+    def tokenized(
+        self, prompt: Prompt, lora_request: object = None, **how: Any
+    ) -> Future[tuple[TokenizedPrompt, Tokenizer | None]]:
+        """A prompt as a request for it would have it, and the tokenizer of its texts, if there is one. The engine need not run.
+
+        lora_request: an adapter, which may bring a tokenizer. how: of `PromptReader.tokenize`. Raises EngineShutdownError and
+        InvalidParameterError; the future raises what is wrong with the prompt. Read on a tokenizer worker.
+        """
+        adapter = self._submits.checked_adapter(lora_request)
+        prompt = snapshot(prompt)
+
+        def read(worker: JobPlace | None) -> tuple[TokenizedPrompt, Tokenizer | None]:
+            reader = self._submits.prompts_of(adapter)
+            tokenizer = None if self.config.model.tokenizer is None else reader.tokenizer
+            return reader.tokenize(prompt, workplace=worker, **how), tokenizer
+
+        reading = Reading(read, is_heavy=adapter is not None or self.prompts.is_large(prompt))
         self._enqueue(reading)
         return reading.future
 

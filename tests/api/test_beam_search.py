@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +14,20 @@ import anyio
 import numpy as np
 import pytest
 
-from actorllm import LLM, AsyncLLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
+from actorllm import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    CompletionOutput,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    TokensPrompt,
+)
 from actorllm.api import beam_search as module
 from actorllm.api.beam_search import BeamSearch, BeamSearchSequence
-from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestFailedError
+from actorllm.errors import EngineOverloaded, InvalidParameterError, InvalidPromptError, RequestFailedError
+from actorllm.intake import tokenization
 
 EOS = 0
 SPECIAL = "<|endoftext|>"
@@ -254,6 +266,62 @@ async def test_bad_searches_are_refused(llm: LLM, async_llm: AsyncLLM, scripted:
         await anext(async_llm.beam_search({"prompt_token_ids": []}, params=PARAMS))
 
 
+async def test_the_tokenizer_is_read_on_no_loop(
+    async_llm: AsyncLLM, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the prompt is token ids, so that nothing has needed it before."""
+    threads: list[threading.Thread] = []
+    read = tokenization.Tokenizer
+
+    def recorded(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*arguments)
+
+    async_llm._engine.prompts.forget()
+    monkeypatch.setattr(tokenization, "Tokenizer", recorded)
+    assert [output.finished async for output in async_llm.beam_search([1], params=PARAMS)] == [True]
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("way", ["refused", "cancelled"])
+async def test_the_beams_beside_one_that_ends_early_end_too(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also while its error is kept, which keeps the frames that it came through."""
+    begun: list[Any] = []
+    has_begun = anyio.Event()
+    generate = AsyncLLM.generate
+
+    def begin(llm: AsyncLLM, prompt: Any, params: SamplingParams, **extras: Any) -> Any:
+        if len(begun) == 3:
+            has_begun.set()
+            if way == "refused":
+                raise EngineOverloaded("full")
+        if begun:  # of the second round; these end by themselves much later
+            params = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        begun.append(generate(llm, prompt, params, **extras))
+        return begun[-1]
+
+    async def search() -> None:
+        async for _ in async_llm.beam_search("Once", params=BeamSearchParams(beam_width=4, max_tokens=2)):
+            raise AssertionError
+
+    monkeypatch.setattr(AsyncLLM, "generate", begin)
+    if way == "refused":
+        with pytest.raises(EngineOverloaded) as kept:
+            await search()
+        assert kept.value.__traceback__ is not None
+    else:
+        task = asyncio.create_task(search())
+        await has_begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [stream.mailbox.is_aborted for stream in begun[1:]] == [True] * (len(begun) - 1)
+    assert len(begun) > 2
+
+
 async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -> None:
     (greedy,) = llm.generate("Once", SamplingParams(max_tokens=6, temperature=0), use_tqdm=False)
     params = BeamSearchParams(beam_width=1, max_tokens=6)
@@ -268,11 +336,14 @@ async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -
 
 def test_only_the_end_of_the_tokenizer_ends_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what else the model's generation_config ends requests with."""
-    assert module.end_ids(llm._engine) == (llm._engine.prompts.tokenizer.eos_token_id,)
-    monkeypatch.setattr(llm._engine.prompts.tokenizer, "eos_token_id", None)
-    assert module.end_ids(llm._engine) == ()
+    model, tokenizer = llm.config.model, llm._engine.prompts.tokenizer
+    assert module.end_ids(model, tokenizer) == (tokenizer.eos_token_id,)
+    monkeypatch.setattr(tokenizer, "eos_token_id", None)
+    assert module.end_ids(model, tokenizer) == ()
     with LLM("storyteller", topology="inline", num_threads=1, skip_tokenizer_init=True) as without:
-        assert module.end_ids(without._engine) == without.config.model.eos_token_ids
+        (output,) = without.beam_search([[1, 2]], BeamSearchParams(2, 3))
+        assert {sequence.text for sequence in output.sequences} == {None}
+    assert module.end_ids(model, None) == model.eos_token_ids
 
 
 def test_a_step_asks_for_twice_the_width(monkeypatch: pytest.MonkeyPatch) -> None:

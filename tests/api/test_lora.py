@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
+from actorllm import LLM, AsyncLLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError, InvalidParameterError, RequestFailedError
@@ -363,6 +363,10 @@ def test_an_adapter_may_bring_its_chat_template_and_its_end_of_text(
     assert (own.outputs[0].finish_reason, own.outputs[0].stop_reason) == ("stop", end)
     (whole,) = llm.generate(PROMPT, greedy(), lora_request=request, use_tqdm=False)
     assert whole.outputs[0].token_ids == stream, "ignore_eos"
+    length = stream.index(end) + 1
+    (found,) = llm.beam_search(PROMPT, BeamSearchParams(1, length, length_penalty=0.0), lora_request=request)
+    best = found.sequences[0]
+    assert (best.tokens[-length:], best.finish_reason, best.stop_reason) == (stream[:length], "stop", end)
     messages = [{"role": "user", "content": "Once"}, {"role": "user", "content": "upon"}]
     (answer,) = llm.chat(messages, params, lora_request=request, use_tqdm=False)
     assert answer.prompt == "[Once][upon]"
