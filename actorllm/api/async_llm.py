@@ -513,7 +513,7 @@ class AsyncLLM:
         scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params, chat_template)
         extras["tokenization_kwargs"] = tokenization_of(chat_template, extras.get("tokenization_kwargs"))
         outputs = await self._pool(scoring.prompts, [scoring.params] * len(scoring.prompts), extras)
-        return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
+        return await to_thread.run_sync(lambda: scoring.outputs(outputs, self._engine.prompts.pad_token_id))
 
     async def _pool(
         self, prompts: Sequence[Prompt], pooling_params: Sequence[PoolingParams | None], extras: dict[str, Any]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from actorllm import (
     PoolingRequestOutput,
     SamplingParams,
 )
+from actorllm.client import scoring
 from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError, UnsupportedModelError
+from actorllm.intake import tokenization
 from actorllm.types.pooling_outputs import PoolingOutput, cosine
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
@@ -289,6 +292,27 @@ async def test_a_request_that_is_aborted_or_late_has_an_output_without_a_vector(
         assert added.request_id == "added"
         assert [round(s.outputs.score, 5) for s in await llm.score("a fox", ["a fox"])] == [1]
         assert (await llm.stats())["frontend"]["num_requests"] == 0
+
+
+async def test_texts_are_compared_on_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the tokenizer read there, which nothing needs before where prompts are token ids."""
+    threads: dict[str, set[threading.Thread]] = {"cosine": set(), "Tokenizer": set()}
+
+    def record(owner: Any, name: str) -> None:
+        right = getattr(owner, name)
+
+        def recorded(*arguments: Any) -> Any:
+            threads[name].add(threading.current_thread())
+            return right(*arguments)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(scoring, "cosine")
+    record(tokenization, "Tokenizer")
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        assert len(await llm.score([1, 2], [[3, 4], [5, 6]])) == 2
+    assert all(threads.values())
+    assert not any(threading.current_thread() in found for found in threads.values())
 
 
 async def test_priorities_order_vectors_too() -> None:
