@@ -23,6 +23,7 @@ from actorllm.types.serve_options import VLLMServeOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from opentelemetry.trace import TracerProvider
 
     from actorllm.api.async_llm import AsyncLLM
     from actorllm.server.listener import Listener
@@ -112,6 +113,7 @@ class ServePlan:
     listener: Listener
     api_processes: int
     otlp_traces_endpoint: str | None
+    tracer_provider: TracerProvider | None
 
     async def run(self) -> None:
         """Serve until a signal ends it."""
@@ -353,7 +355,7 @@ def planned(
             raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
         provider = otlp_provider(otlp_traces_endpoint, {})
     made = create_app(llm, **app, tracer_provider=provider)  # says what is wrong with them before anything is started
-    return ServePlan(llm, app, made, listener, api_processes, otlp_traces_endpoint)
+    return ServePlan(llm, app, made, listener, api_processes, otlp_traces_endpoint, provider)
 
 
 @functools.wraps(planned)

@@ -156,12 +156,8 @@ async def build_async_engine_client(args: argparse.Namespace, **_: Any) -> Async
     from actorllm.api.async_llm import AsyncLLM
 
     options = _EngineOptions(args)
-    llm = AsyncLLM(options.model, **options.arguments())
-    try:
-        await llm.start()
+    async with AsyncLLM(options.model, **options.arguments()) as llm:
         yield llm
-    finally:
-        llm.shutdown()
 
 
 @asynccontextmanager
@@ -173,12 +169,8 @@ async def build_async_engine_client_from_engine_args(engine_args: AsyncEngineArg
     """
     from actorllm.api.async_llm import AsyncLLM
 
-    llm = AsyncLLM.from_engine_args(engine_args)
-    try:
-        await llm.start()
+    async with AsyncLLM.from_engine_args(engine_args) as llm:
         yield llm
-    finally:
-        llm.shutdown()
 
 
 def create_server_socket(addr: tuple[str, int], *, reuse_port: bool = False) -> socket.socket:
@@ -312,6 +304,6 @@ async def init_app_state(engine_client: AsyncLLM, *arguments: Any, **named: Any)
     plan.llm.shutdown()  # it never started: only its options are asked for
     from actorllm.server.app import create_app
 
-    state.actorllm.app = create_app(engine_client, **plan.app)
+    state.actorllm.app = create_app(engine_client, **plan.app, tracer_provider=plan.tracer_provider)
     state.engine_client = engine_client
     await warm_up(state.actorllm.app)

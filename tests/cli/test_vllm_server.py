@@ -7,16 +7,23 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 from actorllm.compat.engine.arg_utils import AsyncEngineArgs
 from actorllm.compat.entrypoints.openai import api_server
 from actorllm.compat.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from actorllm import AsyncLLM
+from actorllm.client import request_spans
 from actorllm.compat import FlexibleArgumentParser
 from actorllm.errors import ConfigError
 from tests import programs
@@ -70,6 +77,64 @@ async def test_an_application_with_routes_of_the_programs_own(anyio_backend: str
                 assert (await client.get("/v1/models")).json()["data"][0]["id"] == "mine"
             with pytest.raises(ConfigError, match="what a parser returned"):
                 await api_server.init_app_state(engine, app.state)
+
+
+@pytest.mark.anyio
+async def test_requests_to_an_application_of_parts_are_traced(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, endpoints = InMemorySpanExporter(), []
+
+    def provider(endpoint: str, service: Any) -> TracerProvider:
+        endpoints.append(endpoint)
+        made = TracerProvider()
+        made.add_span_processor(SimpleSpanProcessor(exporter))
+        return made
+
+    monkeypatch.setattr(request_spans, "otlp_provider", provider)
+    args = parsed(*INLINE, "--otlp-traces-endpoint", "http://localhost:1/v1/traces")
+    app = api_server.build_app(args)
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client,
+        api_server.build_async_engine_client(args) as engine,
+    ):
+        await api_server.init_app_state(engine, app.state, args)
+        answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+        assert answer.status_code == 200
+    assert endpoints == ["http://localhost:1/v1/traces"]
+    assert [span.name for span in exporter.get_finished_spans()] == ["text_completion storyteller"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["options", "arguments"])
+async def test_the_loop_turns_while_the_engine_of_a_block_ends(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    args = parsed(*INLINE)
+    turned = threading.Event()
+    shutdown = AsyncLLM.shutdown
+
+    def wait_for_a_turn(llm: AsyncLLM, timeout: float | None = None) -> None:
+        assert turned.wait(10), "the loop stands still"
+        shutdown(llm, timeout)
+
+    monkeypatch.setattr(AsyncLLM, "shutdown", wait_for_a_turn)
+    given = AsyncEngineArgs("storyteller", topology="inline", num_threads=1)
+    block = (
+        api_server.build_async_engine_client(args)
+        if way == "options"
+        else api_server.build_async_engine_client_from_engine_args(given)
+    )
+    async with anyio.create_task_group() as tasks, block:
+        pass_on = anyio.Event()
+
+        async def turn() -> None:
+            await pass_on.wait()
+            turned.set()
+
+        tasks.start_soon(turn)
+        await anyio.lowlevel.checkpoint()
+        pass_on.set()
 
 
 PROGRAM = """
