@@ -56,12 +56,17 @@ Answers: TypeAlias = Mapping[str, Given] | Sequence[Given] | Callable[[str], Giv
 """By the text of the prompt; or in the order in which prompts reach the worker; or a function of the prompt."""
 
 
+PartKey: TypeAlias = tuple[tuple[int, ...], int, int]
+"""The prompt of a request, its seed and its number among the samples."""
+
+
 @dataclass(slots=True, eq=False)
 class Part:
     """One request in the script."""
 
     answer: ScriptedAnswer
     token_ids: list[int]
+    key: PartKey
     time: float
     """Of its latest token, in seconds of the engine's clock; at first of its arrival at a worker."""
     has_killed: bool = False
@@ -100,15 +105,16 @@ class Script:
         self._eos = eos
         self.news = anyio.Event()
         """A request of the step that waits has ended; the worker makes a new one for each wait."""
-        self._parts: dict[tuple[tuple[int, ...], int, int], list[Part]] = {}
+        self._parts: dict[PartKey, list[Part]] = {}
+        """Of the requests that a worker has had, and that have not ended."""
 
     def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, num_outputs: int) -> Part:
         """Of a request that enters a slot, the same after every fault. Each request like it has a part of its own.
 
         num_outputs: the tokens that it has. Raises LookupError where the script has no answer.
         """
-        parts = self._parts.setdefault((tuple(prompt_ids), seed, sample_index), [])
-        known = [part for part in parts if part.is_of(num_outputs)]
+        key = tuple(prompt_ids), seed, sample_index
+        known = [part for part in self._parts.get(key, ()) if part.is_of(num_outputs)]
         if known:
             part = min(known, key=lambda part: abs(part.num_given - num_outputs))
             part.resumes, part.is_held = False, True
@@ -117,14 +123,13 @@ class Script:
         answer = ScriptedAnswer(given) if isinstance(given, str) else given
         text = answer.text
         ids = self._tokenizer.encode(text, False).tolist() if isinstance(text, str) else list(text)
-        parts.append(Part(answer, [*ids, self._eos], time))
-        return parts[-1]
+        part = Part(answer, [*ids, self._eos], key, time)
+        self._parts.setdefault(key, []).append(part)
+        return part
 
     def end(self, part: Part) -> None:
         """Its request will not come again."""
-        for parts in self._parts.values():
-            if part in parts:
-                parts.remove(part)
+        self._keep(part.key, [other for other in self._parts.get(part.key, ()) if other is not part])
 
     def leave(self, prompt_ids: Sequence[int], seed: int, sample_index: int) -> None:
         """A request like this has ended: no step waits for it any more."""
@@ -144,10 +149,17 @@ class Script:
 
     def lose_step(self) -> None:
         """What the latest steps have given may be asked for again, and no slot has a request any more."""
-        for key, parts in self._parts.items():
-            self._parts[key] = [part for part in parts if not part.is_left]
+        for key, parts in list(self._parts.items()):
+            self._keep(key, [part for part in parts if not part.is_left])
             for part in parts:
                 part.resumes, part.is_held = True, False
+
+    def _keep(self, key: PartKey, parts: list[Part]) -> None:
+        """What is left of the requests with this key."""
+        if parts:
+            self._parts[key] = parts
+        else:
+            self._parts.pop(key, None)
 
     def _answer(self, prompt: str) -> Given:
         if self._in_order is not None:

@@ -208,3 +208,14 @@ async def test_a_request_that_was_left_delays_no_other_in_real_time() -> None:
             await ask(llm, "x")
         assert scope.cancelled_caught
         assert (await ask(llm, "y")).outputs[0].text == "second"
+
+
+async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    def answer(prompt: str) -> ScriptedAnswer:
+        return ScriptedAnswer("one two", worker_dies_after=1 if prompt.endswith("7") else None)
+
+    async with ScriptedAsyncLLM(answer, max_num_seqs=2) as llm:
+        for number in range(20):
+            assert (await ask(llm, f"prompt {number}")).outputs[0].text == "one two"
+        # The slot of the last one is free when the next step is planned.
+        assert len(llm._scripted._script._parts) <= 2
