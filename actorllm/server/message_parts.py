@@ -111,6 +111,10 @@ class MessageParts:
         self.prompt = ""
         """The end of its text."""
 
+    def read_by(self, reasoning: Callable[[str], ReasoningParser] | None) -> None:
+        """Of another request from here on, whose thoughts these parsers read."""
+        self._reasoning = reasoning
+
     def put_into(self, choice: dict[str, Any], text: str, before: str, token_ids: Sequence[int] = ()) -> None:
         """Make of a whole choice what it is in parts. before: text that the answer goes on from. token_ids: of the text."""
         reader = PieceReader(self._use, self._reasoning, self.prompt)

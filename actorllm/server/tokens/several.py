@@ -17,6 +17,8 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.operations import takes
 from actorllm.server.protocol import ChatCompletionRequest, Generation, Messages, checked
 from actorllm.server.sampling import Defaults
+from actorllm.text.reasoning.parsers import ReasoningParser
+from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import MAX_N
 
 router = APIRouter()
@@ -64,11 +66,26 @@ async def ask(
     assert isinstance(first.shape, chat.ChatShape)
     shape = BatchShape(first.shape.view, len(prompts), 1, first.extras.slo, decode, body.request_id)
     shape.read_as(first.shape)
+
+    def reasoning_of(number: int) -> Callable[[str], ReasoningParser] | None:
+        one.messages = body.messages[number]
+        return defaults.reasoning_of(one)
+
+    shape.reasoning_of = reasoning_of
     return Asked(prompts, first.params, first.extras, shape, False)
 
 
 class BatchShape(chat.ChatShape):
     """The end of each prompt says how its own answer begins."""
+
+    reasoning_of: Callable[[int], Callable[[str], ReasoningParser] | None]
+    """What makes a parser of thoughts for the conversation of this number."""
+
+    def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        if self._parts is not None and self.reasoning is not None:
+            self.reasoning = self.reasoning_of(index)
+            self._parts.read_by(self.reasoning)
+        return super()._whole_choice(index, output, one)
 
     def _add_to_whole(self, tree: dict[str, Any], outputs: Any) -> None:
         """Ids of prompts stand nowhere: there are several."""

@@ -154,11 +154,27 @@ class Muser(ReasoningParser):
         self.num_thought, self.num_said = len(thought), len(said)
         return DeltaMessage(reasoning_content=new[0] or None, content=new[1] or None)
 """
+ASKING_THOUGHTS = """
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+
+@ReasoningParserManager.register_module("asker")
+class Asker(ReasoningParser):
+    def is_reasoning_end(self, input_ids):
+        return False
+
+    def extract_content_ids(self, input_ids):
+        return []
+
+    def extract_reasoning(self, model_output, request):
+        return request.messages[-1]["content"], model_output
+"""
 FILES = {
     "doer_plugin": STREAMING_TOOLS,
     "listed_plugin": WHOLE_TOOLS,
     "nano_plugin": NEWER_THOUGHTS,
     "muser_plugin": OLDER_THOUGHTS,
+    "asker_plugin": ASKING_THOUGHTS,
 }
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
@@ -313,6 +329,18 @@ async def test_thoughts(
             answer = (await client.post("/v1/responses", json=body)).json()
             assert [item["type"] for item in answer["output"]] == ["reasoning", "message"][: 1 + bool(expected[1])]
             assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    finally:
+        engine.shutdown()
+
+
+async def test_each_of_several_conversations_is_read_with_its_own_messages(folder: Path) -> None:
+    engine = scripted(folder, reasoning_parser="asker", reasoning_parser_plugin=str(folder / "asker_plugin.py"))
+    try:
+        async with client_of(create_app(engine)) as client:
+            asked = ["What of the fox?", "What of the king?", "What then?"]
+            body = {"messages": [[{"role": "user", "content": text}] for text in asked], "max_tokens": 50}
+            answer = await client.post("/v1/chat/completions/batch", json=body)
+            assert [choice["message"]["reasoning"] for choice in answer.json()["choices"]] == asked
     finally:
         engine.shutdown()
 
