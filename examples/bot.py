@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, defaultdict
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import RequestError
 
 NUM_TENANTS, NUM_MESSAGES, NUM_OPEN = 10, 20, 8
 
@@ -28,8 +29,11 @@ async def main(llm: AsyncLLM | None = None) -> Counter[str]:
     answered = Counter[str]()
 
     async def talk(bot: Bot, tenant: str, number: int) -> None:
-        if await bot.answer(tenant, f"Message {number} of {tenant}: tell me more"):
-            answered[tenant] += 1
+        try:
+            if await bot.answer(tenant, f"Message {number} of {tenant}: tell me more"):
+                answered[tenant] += 1
+        except RequestError as error:  # of this message; the others go on
+            print(f"{tenant}: {error}")
 
     async with llm or AsyncLLM("storyteller", scheduling_policy="vtc") as engine:
         bot = Bot(engine)

