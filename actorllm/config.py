@@ -745,7 +745,7 @@ class EngineConfig(EngineNames):
             device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
-            record=None if given["record"] is None else os.fspath(given["record"]),
+            record=None if given["record"] is None else os.path.abspath(given["record"]),
             seed=given["seed"],
             stream_interval=_stream_interval(given["stream_interval"]),
             profile_folder=_profile_folder(given["profiler_config"]),
@@ -1318,7 +1318,8 @@ def _tokenizer(given: dict[str, Any], path: Path) -> str | None:
     if given["skip_tokenizer_init"]:
         return None
     if given["tokenizer"] is not None:
-        return str(given["tokenizer"])
+        named = os.path.abspath(os.path.expanduser(given["tokenizer"]))  # the program may change its working folder
+        return named if os.path.exists(named) else str(given["tokenizer"])
     return None if path == NOWHERE or path.parent == shapes.FOLDER else str(path)
 
 
