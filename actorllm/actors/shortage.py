@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -75,3 +76,14 @@ def _is_of_descriptors(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def interpreter() -> str:
+    """The Python that runs processes of an engine. Raises FileNotFoundError: what would be started is the application again."""
+    if getattr(sys, "frozen", False):
+        raise FileNotFoundError(
+            f"there is no Python to be started: this program is frozen, and sys.executable={sys.executable!r} is the program"
+        )
+    if not sys.executable:
+        raise FileNotFoundError("there is no Python to be started: sys.executable is not known")
+    return sys.executable

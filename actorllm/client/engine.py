@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 import anyio
 
@@ -200,6 +200,13 @@ class Engine:
         self.sleep_state = Sleep(self)
         self._policy_changes = PolicyChanges(self)
         self._spans = RequestSpans(config.otlp_traces_endpoint, config.model.name)
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: what pickles or copies deeply a front door that it found among other things is told why it cannot."""
+        raise TypeError(
+            "an engine belongs to the process that built it, and cannot be pickled or copied; build one in the other process, or "
+            "build this one with name= and join it there: LLM.attach(name), AsyncLLM.attach(name)"
+        )
 
     # What it is made of; an AttachedEngine is made of something else
 

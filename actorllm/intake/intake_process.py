@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from actorllm.actors.child import FOR_THE_OWNER
-from actorllm.actors.shortage import above_standard_streams
+from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError, RequestFailedError
 from actorllm.intake import intake_program
@@ -57,7 +57,7 @@ class IntakeProcess:
             try:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-P", intake_program.__file__, str(theirs.fileno()), str(os.getpid())),
+                        *(interpreter(), "-P", intake_program.__file__, str(theirs.fileno()), str(os.getpid())),
                         *(str(memory_bytes), json.dumps(sys.path)),
                         *(() if module is None else (module,)),
                     ],

@@ -33,7 +33,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, LoopThread
 from actorllm.actors.heartbeat import STARTING, Heartbeat, Sign, is_stopped
 from actorllm.actors.link import Link, LinkInfo, open_ring
-from actorllm.actors.shortage import above_standard_streams
+from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
 from actorllm.ring.channel import LinkEnd
@@ -381,8 +381,10 @@ class ProcessChild(RemoteChild):
             raise Failure.of(error).to_start_error(self.spec.name) from error
 
     def _exec(self, environment: Mapping[str, str]) -> None:
-        if not sys.executable:
-            raise EngineStartError("this Python does not know its executable (sys.executable), so it cannot spawn")
+        try:
+            python = interpreter()
+        except FileNotFoundError as error:
+            raise EngineStartError(f"{error}; use topology='inline', whose actors are threads") from None
         with contextlib.ExitStack() as of_the_child:
             self._control, theirs = above_standard_streams(
                 partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -396,7 +398,7 @@ class ProcessChild(RemoteChild):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, child_program.FOR_THE_OWNER)
             of_the_child.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", child_program.__file__, str(theirs.fileno()), str(os.getpid())],
+                [python, "-P", child_program.__file__, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,  # what a library prints there must not end up in the output of the user's program
                 stderr=write_end,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from actorllm import LLM, SamplingParams
+from actorllm.errors import EngineStartError, RequestFailedError
+from actorllm.testing import ScriptedAsyncLLM, ScriptedLLM
 from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host, running_host, wait_until
 
@@ -201,3 +208,62 @@ with LLM("storyteller", num_threads=1) as llm:
 
 def test_no_process_of_an_engine_is_forked_from_its_host() -> None:
     assert run_host("-c", HAS_USED_CUDA).output == "tokens 3\n"
+
+
+REAPS = """
+import os, signal
+from actorllm import LLM, SamplingParams
+
+def reap(*_):
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+signal.signal(signal.SIGCHLD, {handler})
+params = SamplingParams(max_tokens=5, ignore_eos=True)
+llm = LLM("storyteller", num_threads=1)
+def num_tokens():
+    (output,) = llm.generate("Once", params, use_tqdm=False)
+    return len(output.outputs[0].token_ids)
+found = [num_tokens()]
+for name in ("worker0", "scheduler"):
+    os.kill(llm._engine.pids[name], signal.SIGKILL)
+    found.append(num_tokens())
+llm.shutdown()
+print("tokens", *found)
+"""
+
+
+@pytest.mark.parametrize("handler", ["reap", "signal.SIG_IGN"])
+def test_a_host_that_waits_for_every_child(handler: str) -> None:
+    """As the first process of a container does, or the arbiter of gunicorn: how a process ended is not known then."""
+    host = run_host("-c", LIGHT_WORKERS + REAPS.format(handler=handler))
+    assert host.output == "tokens 5 5 5\n"
+
+
+def test_a_frozen_program_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PyInstaller and others: sys.executable is the application, which would build an engine again, and so on."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(EngineStartError, match=r"this program is frozen.*use topology='inline'"):
+        LLM("storyteller", num_threads=1)
+    short = SamplingParams(max_tokens=9)
+    few = {"truncate_prompt_tokens": 10}
+    with ScriptedLLM(lambda prompt: "Fine.") as llm:
+        with pytest.raises(RequestFailedError, match=r"no process can be started that reads this prompt: .*frozen"):
+            llm.generate(["once upon a time " * 20_000], short, use_tqdm=False, tokenization_kwargs=few)
+        assert llm.generate("Once", short, use_tqdm=False)[0].outputs[0].text == "Fine."
+
+
+@pytest.mark.parametrize("door", [ScriptedLLM, ScriptedAsyncLLM])
+def test_what_copies_an_engine_is_told_what_to_do(door: Any) -> None:
+    """A process pool pickles what it is given, with everything that it holds."""
+    llm = door(lambda prompt: "Fine.")
+    try:
+        for what in (llm, llm.generate, {"llm": llm}):
+            for copied in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(TypeError, match=r"belongs to the process that built it.*attach\(name\)"):
+                    copied(what)
+    finally:
+        llm.shutdown()

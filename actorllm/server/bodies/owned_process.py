@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from anyio import CapacityLimiter, to_thread, wait_readable, wait_writable
 
 from actorllm.actors.child import FOR_THE_OWNER
-from actorllm.actors.shortage import above_standard_streams
+from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.server.bodies.frames import NUM_LENGTH_BYTES
 
 CHUNK = 1 << 18
@@ -44,7 +44,7 @@ class OwnedProcess:
         program = PROGRAM.format(module=module)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
+                [interpreter(), "-P", "-c", program, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
