@@ -24,11 +24,11 @@ from actorllm.model.quantization.per_output import PerOutput
 from actorllm.model.weights import tensor_files
 from actorllm.types.quantization import KV_SCALES
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of plain weights, in the words of safetensors."""
 
-OTHERS = {"I64": torch.int64, "BOOL": torch.bool}
-"""Those of buffers that modules may have."""
+KINDS = FLOATS | {"I64": torch.int64, "BOOL": torch.bool}
+"""And those of buffers that modules may have."""
 
 NOT_NEEDED = ("rotary_emb.inv_freq", *KV_SCALES)
 """Ends of names of tensors that config.json determines, or that no cache here has."""
@@ -84,14 +84,15 @@ def read_stored(
             owner = name.rpartition(".")[0]
             if owner in found.layers or name.endswith(NOT_NEEDED):
                 continue
-            if kind(name) not in (*FLOATS, *OTHERS):
+            if kind(name) not in KINDS:
                 raise UnsupportedModelError(
                     f"{model.path}: tensor {name!r} is {kind(name)}, and {model.architecture} of transformers has no plain linear "
                     f"layer {owner!r} that it could belong to; use the original model"
                 )
             stored = weights.stored(name)
             assert stored is not None
-            found.plain[name] = weights.take(name, *stored.shape, dtype=OTHERS.get(stored.kind))
+            # In its own type: transformers rounds it, but for what it keeps in float32.
+            found.plain[name] = weights.take(name, *stored.shape, dtype=KINDS[stored.kind])
         weights.close(is_ignorable=lambda name: name.endswith(NOT_NEEDED))
     return found
 

@@ -128,3 +128,16 @@ def test_weights_of_such_a_model_are_not_updated(tmp_path: Path, make_runner: Ca
     told = "a quantized checkpoint that runs through transformers, cannot be updated; build a new engine"
     with pytest.raises(UnsupportedModelError, match=told):
         runner.stage_weights(WeightSource("1", "an update", str(tmp_path)))
+
+
+def test_numbers_that_stay_in_float32_are_those_of_the_files(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    """transformers keeps routers in float32, whatever the type of the model."""
+    folder = without_a_fused_forward("deepseek-v3", tmp_path, wanted="self_attn.")
+    runner = make_runner(folder, dtype="bfloat16", model_impl="transformers")
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("weight", "e_score_correction_bias"):
+        exact = tensors[f"model.layers.1.mlp.gate.{part}"]
+        found = getattr(runner.decoder.model.get_submodule("model.layers.1.mlp.gate"), part)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, exact)
+    assert not torch.equal(exact.bfloat16().float(), exact), "they have more digits than the type of the model"
