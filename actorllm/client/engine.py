@@ -194,7 +194,7 @@ class Engine:
         self.prompts.sources = self._new_sources()
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
-        self.weight_transfer = WeightTransfer(self.weight_memory.new)
+        self.weight_transfer = WeightTransfer(self.weight_memory)
         self.watchers: dict[str, Callable[[], Any]] = {}
         """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)

@@ -7,6 +7,7 @@ may call it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -74,14 +75,30 @@ class WeightMemory:
             self._lent.add(file)
         return file
 
+    def room_for(self, num_bytes: int) -> int:
+        """How many bytes of a new file of this size need no fresh memory: a kept file serves. Where none does, none is kept."""
+        with self._lock:
+            found = self._nearest(num_bytes)
+            if found is not None:
+                with contextlib.suppress(OSError):  # a worker has tensors that are views of it
+                    fcntl.flock(found[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(found[1], fcntl.LOCK_UN)
+                    return min(found[0], num_bytes)
+        self.clear()
+        return 0
+
+    def _nearest(self, num_bytes: int) -> tuple[int, int] | None:
+        """Size and descriptor of the kept file that is nearest in size; None: none is near. The lock is held."""
+        near = [one for one in self._kept if abs(one[0] - num_bytes) <= MAX_CHANGE * one[0]]
+        return min(near, key=lambda one: abs(one[0] - num_bytes), default=None)
+
     def _from_kept(self, num_bytes: int) -> int | None:
-        """The descriptor of the kept file that is nearest in size; None: there is none that may be written to."""
+        """The descriptor of a kept file; None: there is none that may be written to."""
         while True:
             with self._lock:
-                near = [one for one in self._kept if abs(one[0] - num_bytes) <= MAX_CHANGE * one[0]]
-                if not near:
+                found = self._nearest(num_bytes)
+                if found is None:
                     return None
-                found = min(near, key=lambda one: abs(one[0] - num_bytes))
                 self._kept.remove(found)
             try:
                 fcntl.flock(found[1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # `MappedTensors` has the other lock

@@ -16,7 +16,8 @@ from actorllm.client.weight_updates import NEW_MEMORY, NewWeights, check_transpo
 from actorllm.errors import InvalidParameterError, shown
 
 if TYPE_CHECKING:
-    from actorllm.model.updates.tensor_files import NewMemory, TensorFile
+    from actorllm.client.weight_memory import WeightMemory
+    from actorllm.model.updates.tensor_files import TensorFile
 
 BACKEND = "shm"
 
@@ -40,14 +41,14 @@ class TransferPart:
             EngineError: for want of memory; the parts that came before are kept.
         """
         self._transfer.check(self)
-        self._transfer.add(read(self._request, self._transfer.new_memory), self)
+        self._transfer.add(read(self._request, self._transfer.memory), self)
 
 
 class WeightTransfer:
-    """See the module docstring. new_memory: makes what parts are copied to."""
+    """See the module docstring. memory: what parts are copied to; None: none is kept for them."""
 
-    def __init__(self, new_memory: NewMemory = NEW_MEMORY) -> None:
-        self.new_memory = new_memory
+    def __init__(self, memory: WeightMemory | None = None) -> None:
+        self.memory = memory
         self._lock = threading.Lock()
         """Held for moments: an event loop may wait for it."""
         self._adding = threading.Lock()
@@ -125,13 +126,13 @@ class WeightTransfer:
         del forgotten
 
 
-def read(request: object, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
+def read(request: object, memory: WeightMemory | None = None) -> NewWeights:
     """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
     info = _part_of("update_info", request)
     if info.keys() == {"tensors"}:
-        return NewWeights.of_tensors(info["tensors"], new_memory)
+        return NewWeights.of_tensors(info["tensors"], NEW_MEMORY if memory is None else memory.new)
     if info.keys() == {"files"}:
-        return NewWeights.of_files(info["files"], new_memory)
+        return NewWeights.of_files(info["files"], memory)
     given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
     raise InvalidParameterError(
         f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "

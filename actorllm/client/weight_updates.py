@@ -93,8 +93,10 @@ class NewWeights:
             raise EngineError(f"there is no memory for the new weights, and nothing was changed: {error}") from error
 
     @classmethod
-    def of_files(cls, files: object, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:
+    def of_files(cls, files: object, kept: WeightMemory | None = None) -> NewWeights:
         """The tensors of safetensors files, copied; of two with one name the later counts.
+
+        kept: what they are copied to, where memory is kept for them.
 
         Raises InvalidParameterError, naming the file; CorruptModelError: it holds no such tensors; EngineError for want of memory.
         """
@@ -113,7 +115,11 @@ class NewWeights:
             except OSError as error:  # it is removed at this moment
                 raise InvalidParameterError(f"update_info: {shown(str(file))} cannot be read: {error}") from error
         # Of the tensors, of the copy that workers open, and of a file while it is taken apart.
-        needed, available = 2 * sum(sizes) + max(sizes), memory.available_bytes()
+        needed = 2 * sum(sizes) + max(sizes)
+        available = memory.available_bytes()
+        if needed > available and kept is not None:
+            needed -= kept.room_for(sum(sizes))
+            available = memory.available_bytes()
         if needed > available:
             raise EngineError(
                 f"update_info: {len(files)} files have {sum(sizes)} bytes, and copying them takes {needed} bytes of memory, of "
@@ -125,7 +131,7 @@ class NewWeights:
                 tensors |= tensors_of_file(Path(file))
             except OSError as error:
                 raise InvalidParameterError(f"update_info: {shown(str(file))} cannot be read: {error}") from error
-        return cls.of_tensors(tensors, new_memory)
+        return cls.of_tensors(tensors, NEW_MEMORY if kept is None else kept.new)
 
     @classmethod
     def of_worker(cls, told: str, new_memory: NewMemory = NEW_MEMORY) -> NewWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actorllm.client.weight_memory import LEAST_BYTES, WeightMemory
 from actorllm.client.weight_transfer import TransferPart, WeightTransfer, read
 from actorllm.client.weight_updates import NewWeights
 from actorllm.errors import EngineError, InvalidParameterError
@@ -100,3 +102,24 @@ def test_files_that_are_larger_than_the_memory_are_not_read(tmp_path: Path, monk
         read(given)
     monkeypatch.setattr(memory, "available_bytes", lambda: 20_000)
     read(given).close()
+
+
+def test_memory_that_is_kept_counts_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a version before serves the copy; where it has another size, it is given back first."""
+    save_file({"a": torch.ones(LEAST_BYTES)}, tmp_path / "a.safetensors")
+    size = (tmp_path / "a.safetensors").stat().st_size
+    given = {"update_info": {"files": [str(tmp_path / "a.safetensors")]}}
+    for kept_bytes, serves in ((size, True), (2 * size, False)):
+        weights = WeightMemory()
+        lasting, before = weights.new(kept_bytes), weights.new(kept_bytes)
+        known = os.stat(before.path).st_ino
+        before.close()
+        assert weights.num_kept_bytes == kept_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "available_bytes", lambda weights=weights: 3 * size - weights.num_kept_bytes)
+            new = read(given, weights)
+        assert weights.num_kept_bytes == 0, "it is that of the new ones, or of the system"
+        assert (os.stat(new.tensor_files[0].path).st_ino == known) is serves
+        new.close()
+        lasting.close()
+        weights.close()
