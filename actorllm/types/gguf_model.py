@@ -25,6 +25,14 @@ from actorllm.types.gguf_file import GgufHeader, read_header
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Of general.architecture."""
 
+PLAIN_FIELDS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (1.0, 0.0)),
+    **dict.fromkeys(("rope.scale_linear", "rope.scaling.attn_factor"), (1.0,)),
+}
+"""Fields of variants of these models, and what they must say."""
+
 FORMAT = 1
 """Of the folders: others are made when it changes."""
 
@@ -63,6 +71,10 @@ def gguf_folder(file: Path) -> Path:
 def config_of(header: GgufHeader, file: Path) -> dict[str, Any]:
     """A config.json as transformers would have it. Raises ModelError with the field and its value."""
     fields, tensors = header.fields, header.tensors
+    if (count := fields.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file}: split.count is {count!r:.80}: the model is in several files; make one of them with llama-gguf-split --merge"
+        )
     kind = fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -91,6 +103,7 @@ def config_of(header: GgufHeader, file: Path) -> dict[str, Any]:
         raise CorruptModelError(f"{file} has no tensor 'token_embd.weight' of two dimensions")
     num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
     head_dim = number("attention.key_length", hidden_size // num_heads)
+    _check_variant(fields, kind, head_dim, file)
     tree: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -124,6 +137,15 @@ def config_of(header: GgufHeader, file: Path) -> dict[str, Any]:
         if isinstance(token, int) and not isinstance(token, bool):
             tree[f"{name}_token_id"] = token
     return tree
+
+
+def _check_variant(fields: Mapping[str, Any], kind: str, head_dim: int, file: Path) -> None:
+    """Raises UnsupportedModelError for fields of variants that are computed otherwise."""
+    same = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
+    for name, plain in (PLAIN_FIELDS | same).items():
+        value = fields.get(f"{kind}.{name}", plain[0])
+        if value not in plain:
+            raise UnsupportedModelError(f"{file}: {kind}.{name} is {value!r:.80}; {plain[0]!r} is read")
 
 
 def _llama3(header: GgufHeader, file: Path, head_dim: int, theta: float) -> dict[str, Any]:

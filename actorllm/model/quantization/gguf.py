@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, by the names of transformers, and what its layers become.
 
-Q4_0, Q4_1 and Q4_K are groups of 32 inputs with a scale and a smallest value: 4 bits stay 4 bits. Q8_0, Q5_K and Q6_K are
+Q4_0, Q4_1 and Q4_K are groups of 32 inputs with a scale and a smallest value: 4 bits stay 4 bits. All other types are
 dequantized by the package `gguf` and rounded to 8 bits where that is near enough (`grouped.nearest`). All else is plain. Files of
 Llama have the rows of queries and keys in the order of adjacent pairs; they are put back.
 """

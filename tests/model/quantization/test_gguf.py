@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from actorllm import LLM, SamplingParams
 from actorllm.cli.commands import info
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError, CorruptModelError, ModelError, UnsupportedModelError
+from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import SideBySideLinear
-from actorllm.model.quantization.gguf import SPLIT
+from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, GgufWeights
 from actorllm.model.quantization.int4pack import Int4Linear
-from actorllm.types.gguf_file import MAX_ITEMS, GgufHeader, GgufTensor, read_header
+from actorllm.model.quantization.int8 import Int8
+from actorllm.types.gguf_file import KINDS, MAX_ITEMS, GgufHeader, GgufTensor, read_header
 from actorllm.types.gguf_model import LLAMA3, config_of
 from tests.model.quantization.gguf_files import blocks, save_gguf
 from tests.model.quantization.probing import error, logits
@@ -44,7 +46,7 @@ def test_codes_scales_and_smallest_values_are_those_of_the_blocks(kind: str) -> 
 
 @pytest.mark.parametrize(
     ("kind", "architecture"),
-    [("Q4_K", "llama"), ("Q4_0", "qwen2"), ("Q4_1", "qwen3"), ("Q8_0", "llama"), ("BF16", "llama"), ("Q5_K", "qwen3")],
+    [("Q4_K", "llama"), ("Q4_0", "qwen2"), ("Q4_1", "qwen3"), ("Q8_0", "llama"), ("BF16", "llama"), ("Q5_0", "qwen3")],
 )
 def test_a_file_computes_what_its_dequantized_weights_do(
     kind: str, architecture: str, tmp_path: Path, make_runner: Callable[..., Any]
@@ -64,6 +66,31 @@ def test_a_file_computes_what_its_dequantized_weights_do(
     layer.qkv = _shifted(layer.qkv)
     changed = logits(runner)
     assert error(changed, expected) > 2 * distance
+
+
+OTHERS = [kind for kind, _, _ in KINDS.values() if kind not in (*SPLIT, *PLAIN)]
+
+
+def test_all_other_types_are_the_numbers_that_the_package_makes_of_them(tmp_path: Path) -> None:
+    """Among them what llama.cpp writes instead of Q4_K and Q6_K for rows that are no multiple of 256."""
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    weight = np.random.default_rng(0).standard_normal((48, 512)).astype(np.float32)
+    made = {kind: blocks(weight, kind) for kind in OTHERS}
+    for i, (kind, (data, _)) in enumerate(made.items()):
+        writer.add_tensor(f"blk.{i}.ffn_up.weight", data, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weights = GgufWeights(tmp_path / "a.gguf", torch.float32)
+    for i, (_, values) in enumerate(made.values()):
+        name, exact = f"model.layers.{i}.mlp.up_proj", torch.from_numpy(values)
+        assert torch.equal(weights.take(f"{name}.weight", 48, 512), exact)
+        found = GgufForm().sharded(weights, name, 48, 512)
+        assert isinstance(found, Int8 | Dense)
+        dense = found.dense() if isinstance(found, Int8) else found.weight
+        assert (dense - exact).norm() < 0.02 * exact.norm()
+    assert {"Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"} < set(OTHERS)
 
 
 def _shifted(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -147,7 +174,7 @@ def test_a_corrupt_file_is_refused_at_once(data: bytes, told: str, tmp_path: Pat
     ("data", "told"),
     [
         (header(version=1), "GGUF version 1 is not supported"),
-        (header(1, 0, text("a") + struct.pack("<IQIQ", 1, 256, 10, 0)), "tensor 'a' is of type Q2_K"),
+        (header(1, 0, text("a") + struct.pack("<IQIQ", 1, 256, 15, 0)), "tensor 'a' is of type Q8_K"),
         (header(1, 0, text("a") + struct.pack("<IQIQ", 1, 256, 77, 0)), "tensor 'a' is of type number 77"),
         (
             header(0, 1, text("general.architecture") + struct.pack("<I", 8) + text("mamba")),
@@ -194,6 +221,11 @@ EMBEDDING = {"token_embd.weight": GgufTensor((10, 64), 0, 0, 2560)}
         ("llama.rope.freq_base", float("nan"), "rope.freq_base"),
         ("llama.rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'"),
         ("llama.expert_count", 8, "llama.expert_count is 8"),
+        ("llama.rope.dimension_count", 16, "llama.rope.dimension_count is 16; 32 is read"),
+        ("llama.attention.value_length", 16, "llama.attention.value_length is 16"),
+        ("llama.attention.causal", False, "llama.attention.causal is False"),
+        ("llama.attention.scale", 0.5, "llama.attention.scale is 0.5"),
+        ("split.count", 3, "split.count is 3: .*llama-gguf-split --merge"),
     ],
 )
 def test_fields_that_describe_no_model_are_refused_by_name(field: str, value: Any, told: str) -> None:
