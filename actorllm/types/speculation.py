@@ -27,8 +27,8 @@ WITH_MODEL = (DRAFT_MODEL, *HEADS)
 """What computes beside the target."""
 WITH_FOLDER = (DRAFT_MODEL, EAGLE, EAGLE3)
 """What needs a folder of its own."""
-ALIASES = {"mimo_mtp": MTP, "deepseek_mtp": MTP}
-"""Older names of vLLM."""
+MTP_ENDING = "_mtp"
+"""Of names that vLLM has for "mtp", one for each family, such as "deepseek_mtp"."""
 
 DRAFTERS = {
     NGRAM: "actorllm.model.speculation.ngram:NgramDrafter",
@@ -37,8 +37,8 @@ DRAFTERS = {
 """Where the built-in drafters are, by method."""
 
 NOT_THERE = (
-    *("medusa", "mlp_speculator", "dflash", "ngram_gpu"),
-    "extract_hidden_states",
+    *("medusa", "mlp_speculator", "dflash", "dspark", "ngram_gpu"),
+    *("extract_hidden_states", "custom_class"),
 )
 """Methods of vLLM that are refused by name."""
 
@@ -69,9 +69,20 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (None, False, True),
     "enforce_eager": (None, False, True),
     "draft_tensor_parallel_size": (None, 1),
-    "disable_by_batch_size": (None,),
+    "use_local_argmax_reduction": (None, False, True),
+    **dict.fromkeys(("parallel_drafting", "use_heterogeneous_vocab", "disable_eagle_block_drop"), (None, False)),
+    **dict.fromkeys(("index_share_for_mtp_iteration", "enable_adaptive_verification"), (None, False)),
+    **dict.fromkeys(("kv_cache_dtype", "moe_backend", "attention_backend"), (None, "auto")),
+    **dict.fromkeys(("quantization", "max_model_len", "revision", "code_revision", "draft_load_config"), (None,)),
+    **dict.fromkeys(("synthetic_acceptance_rates", "synthetic_acceptance_length", "dspark_draft_topk"), (None,)),
+    **dict.fromkeys(("speculative_token_tree", "disable_by_batch_size"), (None,)),
 }
 """Options of vLLM with the values that change nothing here; other values are refused."""
+
+INSTEAD = {
+    "disable_by_batch_size": "use num_speculative_tokens_per_batch_size, a list of [fewest rows, most rows, drafts]"
+}
+"""Of such options."""
 
 NO_MODEL = (None, "ngram", "[ngram]")
 """What `model` may be with every other method than 'draft_model'; the names are vLLM's older way to say 'ngram'."""
@@ -238,7 +249,8 @@ def read_speculation(given: Any) -> Speculation | None:
             raise ConfigError(f"speculative_config: there is no {name!r:.80}{nearest_name(str(name), known)}")
     for name, values in HARMLESS_VALUES.items():
         if tree.get(name) not in values:
-            raise ConfigError(f"speculative_config: {name}={tree[name]!r:.80} is not supported; leave it out")
+            fix = INSTEAD.get(name, "leave it out")
+            raise ConfigError(f"speculative_config: {name}={tree[name]!r:.80} is not supported; {fix}")
     method, model = _method(tree)
     drawn = tree.get("draft_sample_method") or "probabilistic"
     if drawn not in ("greedy", "probabilistic"):
@@ -289,7 +301,8 @@ def _method(tree: Mapping[Any, Any]) -> tuple[str, str | None]:
     if not isinstance(method, str) or not method:
         known = ", ".join(map(repr, (*DRAFTERS, *WITH_FOLDER, MTP)))
         raise ConfigError(f"speculative_config: method={method!r:.80} must be {known}, or a class as 'module:Class'")
-    method = ALIASES.get(method, method)
+    if method.endswith(MTP_ENDING) and ":" not in method:
+        method = MTP
     if method in WITH_FOLDER:
         if not isinstance(model, str) or not model:
             what = "draft model" if method == DRAFT_MODEL else "head"

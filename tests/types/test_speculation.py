@@ -58,6 +58,36 @@ def test_options_of_vllm_that_change_nothing_are_taken() -> None:
     assert read.method == "ngram"
 
 
+def test_options_of_vllm_are_taken_at_their_defaults() -> None:
+    """A configuration that is printed and given back has all of them."""
+    defaults = {
+        "kv_cache_dtype": None,
+        "quantization": None,
+        "max_model_len": None,
+        "revision": None,
+        "parallel_drafting": False,
+        "use_heterogeneous_vocab": False,
+        "synthetic_acceptance_rates": None,
+        "draft_load_config": None,
+    }
+    given = {"method": "ngram", "num_speculative_tokens": 2}
+    assert read_speculation(given | defaults) == read_speculation(given)
+    for name, value in (("max_model_len", 2048), ("quantization", "fp8"), ("parallel_drafting", True)):
+        with pytest.raises(ConfigError, match=f"speculative_config: {name}=.* is not supported; leave it out"):
+            read_speculation(given | {name: value})
+    with pytest.raises(
+        ConfigError, match="disable_by_batch_size=8 is not supported; use num_speculative_tokens_per_batch"
+    ):
+        read_speculation(given | {"disable_by_batch_size": 8})
+
+
+@pytest.mark.parametrize("name", ["mimo_mtp", "deepseek_mtp", "qwen3_next_mtp"])
+def test_names_of_families_are_names_of_mtp(name: str) -> None:
+    read = read_speculation({"method": name})
+    assert read is not None
+    assert (read.method, read.num_speculative_tokens) == ("mtp", 1)
+
+
 def test_a_model_without_a_method_is_a_draft_model() -> None:
     read = read_speculation({"model": "some/folder", "num_speculative_tokens": 2, "draft_sample_method": "greedy"})
     assert read is not None
