@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, ModelNotFoundError
-from actorllm.types.quantization import MODELOPT
+from actorllm.types.quantization import AWQ, COMPRESSED_TENSORS, GPTQ, MODELOPT
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,16 +74,39 @@ def read_object(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model. Raises CorruptModelError.
 
-    Older exports of ModelOpt say beside it, in hf_quant_config.json, how weights are stored. It is put where the others have it.
+    Some writers say in another place how weights are stored. It is put where the others have it, `quantization_config`.
     """
     tree = read_object(folder / "config.json")
-    if tree.get("quantization_config") is not None:
-        return tree
+    if tree.get("quantization_config") in (None, {}):
+        found = _said_elsewhere(tree) or _said_beside(folder)
+        tree.pop("quantization_config", None)
+        if found:
+            tree["quantization_config"] = found
+    return tree
+
+
+def _said_elsewhere(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """How weights are stored, by other fields of config.json; empty: they do not say."""
+    older, within, of_mlx = tree.get("compression_config"), tree.get("text_config"), tree.get("quantization")
+    if isinstance(older, dict) and older:
+        return {"quant_method": COMPRESSED_TENSORS, **older}
+    inner = within.get("quantization_config") if isinstance(within, dict) else None
+    if isinstance(inner, dict) and inner:
+        return inner
+    return of_mlx if isinstance(of_mlx, dict) and "bits" in of_mlx else {}
+
+
+def _said_beside(folder: Path) -> dict[str, Any]:
+    """The same, by files that older releases of ModelOpt, AutoGPTQ and AutoAWQ write."""
     beside = read_object(folder / "hf_quant_config.json", is_optional=True)
     inner = beside.get("quantization")
     if (inner if isinstance(inner, dict) else beside).get("quant_algo") is not None:  # else of the KV cache alone
-        tree["quantization_config"] = {"quant_method": MODELOPT, **beside}
-    return tree
+        return {"quant_method": MODELOPT, **beside}
+    for name in ("quantize_config.json", "quant_config.json"):
+        found = read_object(folder / name, is_optional=True)
+        if "bits" in found or "w_bit" in found:
+            return {"quant_method": AWQ if "w_bit" in found or "zero_point" in found else GPTQ, **found}
+    return {}
 
 
 def read_overrides(given: Any) -> dict[str, Any]:

@@ -16,11 +16,12 @@ MXFP4 = "mxfp4"
 COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
 TORCHAO = "torchao"
 MODELOPT = "modelopt"
+AUTO_ROUND = "auto-round"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded; on CUDA, FP8 does as well."""
-METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO, MODELOPT)
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO, MODELOPT, AUTO_ROUND)
 
 NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Formats of compressed-tensors with floats of 4 bits."""
@@ -28,7 +29,10 @@ MODELOPT_FP8, MODELOPT_NVFP4 = "modelopt-fp8", "modelopt-nvfp4"
 """How NVIDIA's ModelOpt stores floats of 8 and of 4 bits."""
 MODELOPT_GROUP = 16
 """Inputs that share a scale of ModelOpt's floats of 4 bits."""
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+KV_SCALES = (
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+    *(".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale"),  # of older writers
+)
 """Of attention over a quantized KV cache, by the ends of their names. The cache here has no scales of a checkpoint."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -165,10 +169,15 @@ def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
         return None
     if not isinstance(tree, dict):
         raise CorruptModelError(f"config.json: quantization_config is {tree!r}, an object is needed")
-    method = tree.get("quant_method", "unknown")
+    method = _method_of(tree)
+    if method == "unknown" and {"bits", "group_size"} <= tree.keys():
+        raise UnsupportedModelError(
+            "quantized weights of MLX are not supported (config.json has their bits and group_size, and no quant_method); use the "
+            "original model, or a GGUF file of it"
+        )
     if method == MXFP4 and hf.get("model_type") == "gpt_oss":
         return None  # a form of its stacked experts, which its family reads to floats
-    reader = READERS.get(method) if isinstance(method, str) else None
+    reader = READERS.get(method)
     if reader is None:
         known = ", ".join(map(repr, READERS))
         raise UnsupportedModelError(
@@ -176,6 +185,11 @@ def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
             f"quantization_config.quant_method; {known} are read)"
         )
     return reader(tree)
+
+
+def _method_of(tree: Mapping[str, Any]) -> str:
+    method = str(tree.get("quant_method", "unknown"))
+    return AUTO_ROUND if method == "intel/auto-round" else method  # its older name
 
 
 def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
@@ -198,9 +212,11 @@ def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise _unknown("quantization_config.sparsity_config", sparsity, None)
     weights = group["weights"]
-    size = None
+    size = block = None
     if weights["strategy"] in ("group", "tensor_group"):
         size = _integer(f"{where}.weights.group_size", weights.get("group_size"))
+    if weights["strategy"] == "block":
+        block = _block(f"{where}.weights.block_structure", weights.get("block_structure"), COMPRESSED_TENSORS)
     return QuantizedCheckpoint(
         COMPRESSED_TENSORS,
         layout,
@@ -209,20 +225,23 @@ def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
         group=size,
         is_symmetric=weights.get("symmetric") is not False,
         has_order=weights.get("actorder") in ("group", "dynamic"),
+        block=block,
     )
 
 
 def _gptq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     """Format: https://github.com/ModelCloud/GPTQModel."""
-    for field in ("dynamic", "modules_in_block_to_quantize"):
-        if tree.get(field):
-            raise _unknown(f"quantization_config.{field}", tree[field], None, GPTQ)
+    if tree.get("modules_in_block_to_quantize"):
+        field = "modules_in_block_to_quantize"
+        raise _unknown(f"quantization_config.{field}", tree[field], None, GPTQ)
+    _one_of(tree, "is_marlin_format", (False,), GPTQ, False)
     bits = _one_of(tree, "bits", (4, 8), GPTQ)
-    layout = _one_of(tree, "checkpoint_format", ("gptq", "gptq_v2"), GPTQ, "gptq")
+    layout = _one_of(tree, _said(tree, "checkpoint_format", "format"), ("gptq", "gptq_v2"), GPTQ, "gptq")
+    head = () if _one_of(tree, "lm_head", (True, False), GPTQ, False) else ("lm_head",)
     return QuantizedCheckpoint(
         GPTQ,
         GPTQ,
-        () if _one_of(tree, "lm_head", (True, False), GPTQ, False) else ("lm_head",),
+        (*head, *_left_out_by_rules(tree)),
         bits=bits,
         group=_group_size(tree, "group_size"),
         is_symmetric=_one_of(tree, "sym", (True, False), GPTQ, True),
@@ -233,15 +252,16 @@ def _gptq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
 
 def _awq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     """Format: https://github.com/casper-hansen/AutoAWQ, "gemm"."""
-    bits = _one_of(tree, "w_bit" if "w_bit" in tree else "bits", (4,), AWQ)
-    _one_of({**tree, "version": str(tree.get("version", "gemm")).lower()}, "version", ("gemm",), AWQ)
+    bits = _one_of(tree, _said(tree, "w_bit", "bits"), (4,), AWQ)
+    version = _said(tree, "version", "checkpoint_format", "format")
+    _one_of({**tree, version: str(tree.get(version) or "gemm").lower()}, version, ("gemm",), AWQ)
     return QuantizedCheckpoint(
         AWQ,
         AWQ,
         ("lm_head",),
         _names(tree, "modules_to_not_convert"),
         bits=bits,
-        group=_group_size(tree, "q_group_size" if "q_group_size" in tree else "group_size"),
+        group=_group_size(tree, _said(tree, "q_group_size", "group_size")),
         is_symmetric=not _one_of(tree, "zero_point", (True, False), AWQ, True),
     )
 
@@ -249,19 +269,81 @@ def _awq(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
 def _fp8(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     """Floats of 8 bits, with one scale for each tensor, output or block. Activations are not rounded to it here."""
     _one_of(tree, "fmt", ("e4m3", "float8_e4m3fn"), FP8, "e4m3")
-    found = tree.get("weight_block_size")
-    if found is not None:
-        if not isinstance(found, list) or len(found) != 2:
-            raise _unknown("quantization_config.weight_block_size", found, [128, 128], FP8)
-        for size in found:
-            _integer("quantization_config.weight_block_size", size)
+    block = _block("quantization_config.weight_block_size", tree.get("weight_block_size"), FP8)
     ignored = _names(tree, "ignored_layers")
     return QuantizedCheckpoint(
         FP8,
         FP8,
         (*ignored, "lm_head"),
         _names(tree, "modules_to_not_convert"),
-        block=None if found is None else (found[0], found[1]),
+        block=block,
+    )
+
+
+def _left_out_by_rules(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the layers that `dynamic` of GPTQ leaves out; the first of its rules that a name begins with counts.
+
+    A rule is a pattern behind "-:", or behind "+:" or nothing with changes of the scheme, which must change nothing here.
+    """
+    field, rules = "quantization_config.dynamic", tree.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise CorruptModelError(f"config.json: {field} is {rules!r:.200}, an object is needed")
+    patterns: list[str] = []
+    before = ""
+    for rule, changes in rules.items():
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        _check_pattern(field, pattern)
+        if rule.startswith("-:"):
+            patterns.append(f"re:{before}(?:{pattern})")
+            _check_pattern(field, patterns[-1][3:])  # flags may stand at the beginning only
+            continue
+        for name, value in (changes if isinstance(changes, dict) else {}).items():
+            if name in ("bits", "group_size", "sym") and value != tree.get(name):
+                raise _unknown(f"{field}[{rule!r:.80}].{name}", value, tree.get(name), GPTQ)
+        before += f"(?!{pattern})"
+    return tuple(patterns)
+
+
+AUTO_ROUND_LAYOUTS = {"auto_round:auto_gptq": GPTQ, "auto_round:auto_awq": AWQ}
+"""By packing_format."""
+
+
+def _auto_round(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """The layouts of others. Format: https://github.com/intel/auto-round."""
+    field = "packing_format"
+    layout = AUTO_ROUND_LAYOUTS[_one_of(tree, field, tuple(AUTO_ROUND_LAYOUTS), AUTO_ROUND, "auto_round:auto_gptq")]
+    _one_of(tree, "data_type", ("int",), AUTO_ROUND, "int")
+    bits = _one_of(tree, "bits", (4, 8) if layout == GPTQ else (4,), AUTO_ROUND)
+    blocks = tree.get(_said(tree, "block_name_to_quantize", "to_quant_block_names"))
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks or []
+    if not isinstance(blocks, list) or not all(isinstance(block, str) for block in blocks):
+        raise _unknown("quantization_config.block_name_to_quantize", blocks, "a list of names", AUTO_ROUND)
+    ignored = ["lm_head"]
+    if blocks:
+        ignored.append(f"re:(?!{'|'.join(re.escape(block.strip()) for block in blocks)})")
+    layers = tree.get("extra_config") or {}
+    if not isinstance(layers, dict):
+        raise CorruptModelError(f"config.json: quantization_config.extra_config is {layers!r:.200}, an object is needed")
+    for name, changes in layers.items():
+        found = changes if isinstance(changes, dict) else {}
+        if isinstance(found.get("bits"), int) and found["bits"] >= 16:
+            is_pattern = "*" in name
+            if is_pattern:
+                _check_pattern("quantization_config.extra_config", name)
+            ignored.append(f"re:{name}" if is_pattern else name)
+            continue
+        for key in ("bits", "group_size", "sym"):
+            if key in found and found[key] != tree.get(key):
+                where = f"quantization_config.extra_config[{name!r:.80}].{key}"
+                raise _unknown(where, found[key], tree.get(key), AUTO_ROUND)
+    return QuantizedCheckpoint(
+        AUTO_ROUND,
+        layout,
+        tuple(ignored),
+        bits=bits,
+        group=_group_size(tree, "group_size"),
+        is_symmetric=False,  # zero points are always there
+        zero_offset=int(layout == GPTQ),
     )
 
 
@@ -344,6 +426,7 @@ READERS = {
     GGUF: _gguf,
     TORCHAO: _torchao,
     MODELOPT: _modelopt,
+    AUTO_ROUND: _auto_round,
 }
 
 
@@ -351,6 +434,20 @@ def _integer(field: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise CorruptModelError(f"config.json: {field} is {value!r}, a positive integer is needed")
     return value
+
+
+def _said(tree: Mapping[str, Any], *fields: str) -> str:
+    """The first of these names of one field that a writer has used; the last where none has."""
+    return next((field for field in fields if tree.get(field) is not None), fields[-1])
+
+
+def _block(field: str, found: Any, method: str) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale; None: the checkpoint does not say."""
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 2:
+        raise _unknown(field, found, [128, 128], method)
+    return _integer(field, found[0]), _integer(field, found[1])
 
 
 def _group_size(tree: Mapping[str, Any], field: str) -> int | None:
@@ -376,13 +473,17 @@ def _names(tree: Mapping[str, Any], field: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CorruptModelError(f"config.json: quantization_config.{field} is {names!r}, a list of names is needed")
     for pattern in (name[3:] for name in names if name.startswith("re:")):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CorruptModelError(
-                f"config.json: quantization_config.{field} has {pattern!r}, which is no pattern: {error}"
-            ) from error
+        _check_pattern(f"quantization_config.{field}", pattern)
     return tuple(names)
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CorruptModelError(
+            f"config.json: {field} has {pattern!r:.200}, which is no pattern: {error}"
+        ) from error
 
 
 def _check_group(where: str, group: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -407,25 +508,29 @@ def _unknown(field: str, found: Any, wanted: Any, method: str = COMPRESSED_TENSO
     )
 
 
+KERNELS_OF_VLLM = {"modelopt_fp4": MODELOPT, "gptq_marlin": GPTQ, "awq_marlin": AWQ}
+"""What vLLM calls methods where certain of its kernels compute them."""
+
+
 def read_method(wanted: Any, hf: Mapping[str, Any], has_module: bool) -> str | None:
     """How the weights of a model are quantized: by `quantization=`, or None there and by its config.json.
 
     Raises ConfigError for a value that is not known, or that contradicts the checkpoint. FP8 of a plain model is for the device
     to take or to refuse (`not_quantized`).
     """
-    if wanted is not None and wanted not in (*METHODS, "modelopt_fp4"):
+    if wanted is not None and wanted not in (*METHODS, *KERNELS_OF_VLLM):
         known = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
         raise ConfigError(f"quantization={wanted!r} is not supported; use {known}, or leave it at None")
     if has_module:
         return None
-    wanted = MODELOPT if wanted == "modelopt_fp4" else wanted  # as vLLM calls one of its forms
+    wanted = KERNELS_OF_VLLM.get(wanted, wanted)
     method: str | None = wanted
     tree = hf.get("quantization_config")
     if tree is None:
         if wanted in READERS and wanted != FP8:
             raise not_quantized(method)
         return method
-    found = tree.get("quant_method", "unknown") if isinstance(tree, dict) else "unknown"
+    found = _method_of(tree) if isinstance(tree, dict) else "unknown"
     if wanted in ROUNDING:
         raise ConfigError(
             f"quantization={wanted!r}: the weights of this model are quantized already ({found}); leave it at None"

@@ -24,7 +24,7 @@ def read(layer: StoredLayer) -> LinearWeight:
     num_groups = layer.num_groups
     words = layer.take(".qweight", layer.in_features, layer.out_features // 8, dtype=torch.int32)
     scales = layer.take(".scales", num_groups, layer.out_features, dtype=torch.float32)
-    if layer.scheme.is_symmetric:
+    if layer.scheme.is_symmetric and layer.stored(".qzeros") is None:
         zeros = torch.full((layer.out_features, num_groups), 8.0)
     else:
         found = layer.take(".qzeros", num_groups, layer.out_features // 8, dtype=torch.int32)

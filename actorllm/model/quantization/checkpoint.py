@@ -19,6 +19,7 @@ from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gp
 from actorllm.model.quantization.stored_layer import StoredLayer
 from actorllm.model.weights import ALL, Weights
 from actorllm.types.quantization import (
+    GPTQ,
     MODELOPT_FP8,
     MODELOPT_NVFP4,
     MXFP4_PACKED,
@@ -78,7 +79,7 @@ class CheckpointForm:
                 f"layer {name!r} has {in_features} inputs, which quantization_config says are in groups of {group}"
             )
         # Some writers give every quantized layer a bias, of zeros where the model has none.
-        has_bias = has_bias or (self.scheme.method == "gptq" and weights.stored(f"{name}.bias") is not None)
+        has_bias = has_bias or (self.scheme.layout == GPTQ and weights.stored(f"{name}.bias") is not None)
         bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
         read = READERS[self.scheme.layout]
         if read is fp8.read and self._keeps_floats:

@@ -42,8 +42,9 @@ def _read(layer: StoredLayer) -> tuple[torch.Tensor, torch.Tensor]:
             f"(quantization_config: {layer.scheme.method})"
         )
     weight = layer.take(".weight", num_outputs, layer.in_features, dtype=torch.float32)
-    if layer.stored(".input_scale") is not None:  # of activations, which stay as they are here
-        layer.take_whole(".input_scale")
+    for part in (".input_scale", ".activation_scale"):  # of activations, which stay as they are here
+        if layer.stored(part) is not None:
+            layer.take_whole(part)
     part = ".weight_scale" if layer.stored(".weight_scale_inv") is None else ".weight_scale_inv"
     scales = checked_scales(layer.name + part, layer.take_whole(part))
     block_rows, block_columns = layer.scheme.block or (BLOCK, BLOCK)

@@ -163,6 +163,15 @@ TORCHAO_INT4 = torchao_config(
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "group_size": 16}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "data_type": "int",
+    "bits": 4,
+    "group_size": 32,
+    "sym": False,
+    "block_name_to_quantize": "model.layers",
+}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 
@@ -189,6 +198,8 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "gptq-desc_act": (GPTQ | {"desc_act": True}, lambda o, i, **k: gptq(o, i, desc_act=True, **k)),
     "gptq-8": (GPTQ | {"bits": 8}, lambda o, i, **k: gptq(o, i, bits=8, **k)),
     "awq": (AWQ, awq),
+    "auto-round": (AUTO_ROUND, gptq),
+    "auto-round-awq": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
     "packed": (compressed(), packed),
     "packed-zeros": (compressed(symmetric=False), lambda o, i, **k: packed(o, i, is_symmetric=False, **k)),
     "packed-order": (compressed(actorder="group"), lambda o, i, **k: packed(o, i, has_order=True, **k)),

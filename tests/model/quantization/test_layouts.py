@@ -27,6 +27,7 @@ from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights
 from actorllm.types.quantization import read_checkpoint
 from tests.model.quantization.layouts import (
+    AUTO_ROUND,
     AWQ,
     FP8,
     GPTQ,
@@ -132,12 +133,16 @@ def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     assert (found.codes * found.scales[:, None] - weight).norm() < 0.02 * weight.norm()
 
 
+BLOCKS_OF_4 = compressed(type="float", num_bits=8, strategy="block", block_structure=[4, 4]) | {"format": "float-quantized"}
+
+
+@pytest.mark.parametrize("tree", [FP8 | {"weight_block_size": [4, 4]}, BLOCKS_OF_4])
 @pytest.mark.parametrize("keeps_floats", [False, True])
-def test_as_many_blocks_as_outputs_are_blocks(keeps_floats: bool, tmp_path: Path) -> None:
+def test_as_many_blocks_as_outputs_are_blocks(keeps_floats: bool, tree: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(1)
     tensors, weight = fp8(16, 16, kind="block", block=4)
     save_file({f"a.{key}": tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    scheme = read_checkpoint({"quantization_config": FP8 | {"weight_block_size": [4, 4]}})
+    scheme = read_checkpoint({"quantization_config": tree})
     assert scheme is not None
     with CheckpointWeights(tmp_path, torch.float32, False) as weights:
         found: Any = CheckpointForm(scheme, keeps_floats=keeps_floats).sharded(weights, "a", 16, 16)
@@ -292,10 +297,17 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (GPTQ | {"bits": 3}, "quantization_config.bits is 3, 4 or 8 is read"),
         (GPTQ | {"bits": True}, "quantization_config.bits is True"),
         (GPTQ | {"desc_act": "yes"}, "quantization_config.desc_act is 'yes'"),
-        (GPTQ | {"dynamic": {"-:a": {}}}, "quantization_config.dynamic"),
+        (GPTQ | {"dynamic": {"a.*": {"bits": 8}}}, r"quantization_config.dynamic\['a\.\*'\]\.bits is 8, 4 is read"),
+        (GPTQ | {"format": "marlin"}, "quantization_config.format is 'marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "quantization_config.is_marlin_format is True"),
         (GPTQ | {"checkpoint_format": "marlin"}, "quantization_config.checkpoint_format is 'marlin'"),
         (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv', 'gemm' is read"),
         (AWQ | {"bits": 8}, "quantization_config.bits is 8"),
+        (AWQ | {"version": None, "format": "gemv_fast"}, "quantization_config.format is 'gemv_fast', 'gemm' is read"),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "quantization_config.packing_format is 'auto_round:fp8'"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp'"),
+        (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, r"extra_config\['a'\]\.bits is 8, 4 is read"),
+        ({"bits": 4, "group_size": 64}, "quantized weights of MLX are not supported"),
         (FP8 | {"weight_block_size": 128}, "quantization_config.weight_block_size is 128"),
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
         (compressed(num_bits=2), "weights.num_bits is 2, 4 or 8 is read"),
@@ -336,6 +348,10 @@ def test_schemes_that_are_not_read_are_refused_by_field_and_value(tree: dict[str
         (compressed(group_size=None), "weights.group_size"),
         (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
         (AWQ | {"modules_to_not_convert": "all"}, "modules_to_not_convert"),
+        (GPTQ | {"dynamic": ["-:a"]}, "dynamic"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic"),
+        (GPTQ | {"dynamic": {"-:(?i)a": {}}}, "dynamic"),
+        (AUTO_ROUND | {"extra_config": [1]}, "extra_config"),
     ],
 )
 def test_what_is_no_scheme_is_refused_by_its_field(tree: dict[str, Any], field: str) -> None:
@@ -390,6 +406,97 @@ def test_modelopt_may_say_something_of_the_cache_alone(tmp_path: Path, make_runn
     _, plain = save_both("modelopt-nvfp4", tmp_path)
     (plain / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
     assert make_runner(plain, dtype="float32").config.model.quantization is None
+
+
+LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("tree", "left_out", "quantized"),
+    [
+        (
+            GPTQ | {"dynamic": {r"-:.*mlp\.gate$": {}, "-:model.layers.1.self": {}}},
+            [f"{LAYER_0}mlp.gate", f"{LAYER_1}self_attn.q_proj", "lm_head"],
+            [f"{LAYER_0}mlp.gate_proj", f"{LAYER_0}self_attn.q_proj"],
+        ),
+        (
+            GPTQ | {"dynamic": {"+:.*down|a": {"bits": 4}, "-:.*layers.1|b": {}, "lm_head": {}}},
+            [f"{LAYER_1}mlp.up_proj", "b", "lm_head"],
+            [f"{LAYER_1}mlp.down_proj", f"{LAYER_0}mlp.up_proj", "a"],
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {f"{LAYER_0}mlp.up_proj": {"bits": 16}, ".*down": {"bits": 16}, "c": {"bits": 4}}},
+            ["lm_head", "visual.blocks.0.attn.qkv", f"{LAYER_0}mlp.up_proj", f"{LAYER_1}mlp.down_proj"],
+            [f"{LAYER_1}mlp.up_proj"],
+        ),
+    ],
+)
+def test_rules_leave_layers_out(tree: dict[str, Any], left_out: list[str], quantized: list[str]) -> None:
+    scheme = read_checkpoint({"quantization_config": tree})
+    assert scheme is not None
+    assert not [name for name in left_out if scheme.quantizes(name)]
+    assert all(map(scheme.quantizes, quantized))
+
+
+def said_in_compression_config(folder: Path, tree: dict[str, Any], said: dict[str, Any]) -> None:
+    tree["compression_config"] = said
+
+
+def said_in_quantize_config(folder: Path, tree: dict[str, Any], said: dict[str, Any]) -> None:
+    (folder / "quantize_config.json").write_text(json.dumps(said))
+
+
+def said_in_quant_config(folder: Path, tree: dict[str, Any], said: dict[str, Any]) -> None:
+    own = {"zero_point": True, "q_group_size": said["group_size"], "w_bit": said["bits"], "version": "GEMM"}
+    (folder / "quant_config.json").write_text(json.dumps(own))
+
+
+@pytest.mark.parametrize(
+    ("name", "say"),
+    [("packed", said_in_compression_config), ("gptq", said_in_quantize_config), ("awq", said_in_quant_config)],
+)
+def test_older_writers_say_it_elsewhere(
+    name: str, say: Callable[..., None], tmp_path: Path, make_runner: Callable[..., Any]
+) -> None:
+    quantized, plain = save_both(name, tmp_path)
+    tree = json.loads((quantized / "config.json").read_text())
+    said = tree.pop("quantization_config")
+    method = said.pop("quant_method")
+    say(quantized, tree, said)
+    (quantized / "config.json").write_text(json.dumps(tree | {"quantization_config": {}}))
+    runner = make_runner(quantized, dtype="float32", quantization_twin=False)
+    assert runner.config.model.quantization == method
+    assert error(logits(runner), logits(make_runner(plain, dtype="float32"))) < 0.03
+
+
+def test_codes_of_mlx_are_refused_by_name(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    _, plain = save_both("gptq", tmp_path)
+    tree = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(tree | {"quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(UnsupportedModelError, match="quantized weights of MLX are not supported"):
+        make_runner(plain)
+
+
+def test_zero_points_of_awq_count_where_they_are(tmp_path: Path) -> None:
+    """Also where `zero_point` says that there are none."""
+    torch.manual_seed(1)
+    tensors, weight = WRITERS["awq"][1](48, 256)
+    save_file({f"a.{key}": tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    scheme = read_checkpoint({"quantization_config": AWQ | {"zero_point": False}})
+    assert scheme is not None
+    with CheckpointWeights(tmp_path, torch.bfloat16, False) as weights:
+        assert_near(CheckpointForm(scheme).sharded(weights, "a", 48, 256), weight)
+        weights.close(lambda _: False)
+
+
+def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    quantized, plain = save_both("fp8", tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    of_layer, of_cache = ("input_scale", "activation_scale", "output_scale"), ("k_scale", "v_scale", "kv_scale")
+    names = [f"{K}.{name}" for name in of_layer] + [f"{LAYER_0}self_attn.{name}" for name in of_cache]
+    save_file(tensors | {name: torch.tensor(2.0) for name in names}, quantized / "model.safetensors")
+    found = logits(make_runner(quantized, dtype="float32"))
+    assert error(found, logits(make_runner(plain, dtype="float32"))) < 0.08
 
 
 def test_a_scheme_of_the_cache_is_left_out() -> None:
