@@ -84,6 +84,7 @@ class EngineOptions(VLLMOptions, total=False):
             "torchao",
             "modelopt",
             "auto-round",
+            "bitsandbytes",
             "modelopt_fp4",
             "gptq_marlin",
             "awq_marlin",
@@ -92,7 +93,7 @@ class EngineOptions(VLLMOptions, total=False):
         None,
     ]
     """'int8', 'int4': round the weights to so many bits; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to floats, on CUDA; or,
-    as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao', 'modelopt', 'auto-round': the files are; None: as config.json says."""
+    as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao', 'modelopt', ...: the files are quantized; None: as they say."""
     quantization_twin: Annotated[bool | None, None]
     """Keep weights of 4 bits in 8 bits as well for prompts; None: where that is faster and fits. False also keeps prompts in
     bfloat16. On CUDA, True rounds activations of prompts to 8 bits where weights have 8; None and False do not."""

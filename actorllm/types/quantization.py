@@ -17,11 +17,12 @@ COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", 
 TORCHAO = "torchao"
 MODELOPT = "modelopt"
 AUTO_ROUND = "auto-round"
+BITSANDBYTES = "bitsandbytes"
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
 """Inputs that share a scale, by the methods that round to 4 bits."""
 ROUNDING = (INT8, *INT4_GROUPS)
 """Methods that round the weights of a plain model while it is loaded; on CUDA, FP8 does as well."""
-METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO, MODELOPT, AUTO_ROUND)
+METHODS = (*ROUNDING, COMPRESSED_TENSORS, GPTQ, AWQ, FP8, GGUF, TORCHAO, MODELOPT, AUTO_ROUND, BITSANDBYTES)
 
 NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Formats of compressed-tensors with floats of 4 bits."""
@@ -187,9 +188,13 @@ def read_checkpoint(hf: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     return reader(tree)
 
 
+ALIASES = {"intel/auto-round": AUTO_ROUND, "fbgemm_fp8": FP8}
+"""Names of methods whose files are as those of another."""
+
+
 def _method_of(tree: Mapping[str, Any]) -> str:
     method = str(tree.get("quant_method", "unknown"))
-    return AUTO_ROUND if method == "intel/auto-round" else method  # its older name
+    return ALIASES.get(method, method)
 
 
 def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
@@ -211,6 +216,8 @@ def _compressed_tensors(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
     sparsity = tree.get("sparsity_config")  # kv_cache_scheme is what others may do with the KV cache
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise _unknown("quantization_config.sparsity_config", sparsity, None)
+    if tree.get("transform_config"):  # products with rotations, some of them of activations
+        raise _unknown("quantization_config.transform_config", tree["transform_config"], None)
     weights = group["weights"]
     size = block = None
     if weights["strategy"] in ("group", "tensor_group"):
@@ -323,7 +330,9 @@ def _auto_round(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
         ignored.append(f"re:(?!{'|'.join(re.escape(block.strip()) for block in blocks)})")
     layers = tree.get("extra_config") or {}
     if not isinstance(layers, dict):
-        raise CorruptModelError(f"config.json: quantization_config.extra_config is {layers!r:.200}, an object is needed")
+        raise CorruptModelError(
+            f"config.json: quantization_config.extra_config is {layers!r:.200}, an object is needed"
+        )
     for name, changes in layers.items():
         found = changes if isinstance(changes, dict) else {}
         if isinstance(found.get("bits"), int) and found["bits"] >= 16:
@@ -345,6 +354,15 @@ def _auto_round(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
         is_symmetric=False,  # zero points are always there
         zero_offset=int(layout == GPTQ),
     )
+
+
+def _bitsandbytes(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
+    """As transformers writes it. Which layers are quantized, the files say."""
+    has_four, has_eight = (tree.get(f"load_in_{bits}bit") or tree.get(f"_load_in_{bits}bit") for bits in (4, 8))
+    if bool(has_four) == bool(has_eight):
+        raise _unknown("quantization_config.load_in_4bit", has_four, True, BITSANDBYTES)
+    _one_of(tree, "bnb_4bit_quant_storage", ("uint8",), BITSANDBYTES, "uint8")
+    return QuantizedCheckpoint(BITSANDBYTES, BITSANDBYTES, ("lm_head",))
 
 
 def _gguf(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
@@ -427,6 +445,7 @@ READERS = {
     TORCHAO: _torchao,
     MODELOPT: _modelopt,
     AUTO_ROUND: _auto_round,
+    BITSANDBYTES: _bitsandbytes,
 }
 
 
@@ -481,9 +500,7 @@ def _check_pattern(field: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise CorruptModelError(
-            f"config.json: {field} has {pattern!r:.200}, which is no pattern: {error}"
-        ) from error
+        raise CorruptModelError(f"config.json: {field} has {pattern!r:.200}, which is no pattern: {error}") from error
 
 
 def _check_group(where: str, group: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ stays plain. Called by `transformers_backend`.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def read_stored(
         # All else, which is of no quantized layer; `close` finds what the layers have left over.
         for name in sorted(tensor_files(Path(model.path))):
             owner = name.rpartition(".")[0]
-            if owner in found.layers or name.endswith(NOT_NEEDED):
+            if _is_within(name, found.layers) or name.endswith(NOT_NEEDED):
                 continue
             if kind(name) not in KINDS:
                 raise UnsupportedModelError(
@@ -95,6 +96,13 @@ def read_stored(
             found.plain[name] = weights.take(name, *stored.shape, dtype=KINDS[stored.kind])
         weights.close(is_ignorable=lambda name: name.endswith(NOT_NEEDED))
     return found
+
+
+def _is_within(name: str, layers: Container[str]) -> bool:
+    """Whether a tensor is one of a layer; some writers have names of several parts for these."""
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    return bool(name)
 
 
 def _dense(layer: LinearWeight) -> torch.Tensor:

@@ -15,10 +15,11 @@ from actorllm.errors import CorruptModelError
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
-from actorllm.model.quantization import awq, compressed_tensors, float4, fp8, gptq, torchao
+from actorllm.model.quantization import awq, bitsandbytes, compressed_tensors, float4, fp8, gptq, torchao
 from actorllm.model.quantization.stored_layer import StoredLayer
 from actorllm.model.weights import ALL, Weights
 from actorllm.types.quantization import (
+    BITSANDBYTES,
     GPTQ,
     MODELOPT_FP8,
     MODELOPT_NVFP4,
@@ -40,6 +41,7 @@ READERS: dict[str, Callable[[StoredLayer], LinearWeight]] = {
     TORCHAO: torchao.read,
     MODELOPT_FP8: fp8.read,
     MODELOPT_NVFP4: float4.read_modelopt,
+    BITSANDBYTES: bitsandbytes.read,
 }
 """By layout (`QuantizedCheckpoint`)."""
 

@@ -145,6 +145,35 @@ def torchao(outputs: int, inputs: int, *, kind: str, group: int = 32) -> Written
     return tensors, plain(codes, scales, zeros, torch.arange(inputs) // group)
 
 
+def bitsandbytes4(outputs: int, inputs: int, *, is_nested: bool = True, **_: Any) -> Written:
+    """is_nested: scales have 8 bits."""
+    numbers, unit = outputs * inputs, inputs**-0.5
+    count = -(-numbers // 64)
+    levels, codes = torch.rand(16).sort().values * 2 - 1, torch.randint(0, 16, (numbers,))
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    if is_nested:
+        places, scale_levels = torch.randint(0, 256, (count,)), torch.linspace(-1, 1, 256)
+        outer = (torch.rand(-(-count // 256)) + 0.5) * unit
+        scales = scale_levels[places] * outer.repeat_interleave(256)[:count] + 2 * unit
+        stored = {"absmax": places.to(torch.uint8), "nested_absmax": outer, "nested_quant_map": scale_levels}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 2 * unit}
+    else:
+        scales = (torch.rand(count) + 0.5) * unit
+        stored = {"absmax": scales}
+    stored |= {"quant_map": levels, "quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()))}
+    tensors = {
+        f"weight.{name}": tensor if tensor.is_floating_point() else tensor.byte() for name, tensor in stored.items()
+    }
+    tensors["weight"] = ((codes[::2] << 4) | codes[1::2]).to(torch.uint8).unsqueeze(1)
+    return tensors, (levels[codes] * scales.repeat_interleave(64)[:numbers]).view(outputs, inputs)
+
+
+def bitsandbytes8(outputs: int, inputs: int, **_: Any) -> Written:
+    codes, largest = torch.randint(-127, 128, (outputs, inputs)), (torch.rand(outputs) + 0.5) * 2 / inputs**0.5
+    tensors = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes.float() * (largest / 127).unsqueeze(1)
+
+
 def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
     return {
         "quant_method": "torchao",
@@ -171,6 +200,14 @@ AUTO_ROUND: dict[str, Any] = {
     "group_size": 32,
     "sym": False,
     "block_name_to_quantize": "model.layers",
+}
+BITSANDBYTES: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+    "llm_int8_skip_modules": None,
 }
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 
@@ -211,6 +248,9 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[..., Written]]] = {
     "torchao-int8": (torchao_config("Int8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="int8", **k)),
     "torchao-int4": (TORCHAO_INT4, lambda o, i, **k: torchao(o, i, kind="int4", **k)),
     "torchao-fp8": (torchao_config("Float8WeightOnlyConfig"), lambda o, i, **k: torchao(o, i, kind="fp8", **k)),
+    "bnb-nf4": (BITSANDBYTES, bitsandbytes4),
+    "bnb-nf4-plain": (BITSANDBYTES, lambda o, i, **k: bitsandbytes4(o, i, is_nested=False)),
+    "bnb-int8": (BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, bitsandbytes8),
     "fp8": (FP8, fp8),
     "fp8-channel": (FP8, lambda o, i: fp8(o, i, kind="channel")),
     "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda o, i: fp8(o, i, kind="block")),

@@ -25,10 +25,11 @@ from actorllm.model.quantization.grouped import nearest
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.weights import CheckpointWeights
-from actorllm.types.quantization import read_checkpoint
+from actorllm.types.quantization import read_checkpoint, read_method
 from tests.model.quantization.layouts import (
     AUTO_ROUND,
     AWQ,
+    BITSANDBYTES,
     FP8,
     GPTQ,
     MODELOPT,
@@ -104,6 +105,8 @@ def test_four_bits_stay_four_bits(name: str, group: int, tmp_path: Path) -> None
         "modelopt-nvfp4",
         "torchao-int8",
         "torchao-int4",
+        "bnb-nf4",
+        "bnb-int8",
     ],
 )
 def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_parts_of_ranks_respect_groups(name: str, tmp_path: Path) -> None:
     "name",
     [
         *("gptq-8", "packed-8", "fp8", "fp8-channel", "fp8-block", "nvfp4", "mxfp4", "torchao-fp8"),
-        *("modelopt-nvfp4", "modelopt-fp8"),
+        *("modelopt-nvfp4", "modelopt-fp8", "bnb-nf4", "bnb-nf4-plain"),
     ],
 )
 def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
@@ -150,8 +153,9 @@ def test_as_many_blocks_as_outputs_are_blocks(keeps_floats: bool, tree: dict[str
     assert (dense - weight).norm() < 0.02 * weight.norm()
 
 
-def test_codes_of_8_bits_stay_what_they_are(tmp_path: Path) -> None:
-    found, weight = layer("torchao-int8", tmp_path, 48, 256)
+@pytest.mark.parametrize("name", ["torchao-int8", "bnb-int8"])
+def test_codes_of_8_bits_stay_what_they_are(name: str, tmp_path: Path) -> None:
+    found, weight = layer(name, tmp_path, 48, 256)
     assert isinstance(found, Int8)
     assert torch.equal(found.codes.float() * found.scales[:, None], weight)
 
@@ -174,7 +178,7 @@ def test_a_model_computes_what_its_dequantized_weights_do(
     runner = make_runner(quantized, dtype="float32", quantization_twin=False)
     assert runner.config.model.quantization == WRITERS[name][0]["quant_method"]
     found = logits(runner)
-    limit = 0.08 if "8" in name or "fp4" in name else 0.03  # activations of 8 bits
+    limit = 0.08 if "8" in name or "fp4" in name or "nf4" in name else 0.03  # activations of 8 bits
     assert error(found, expected) < limit
     # Another layer in its place is far off: the measure sees it.
     tensors = load_file(quantized / "model.safetensors")
@@ -228,6 +232,7 @@ def broken(name: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 
 K = "model.layers.0.self_attn.k_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +287,10 @@ K = "model.layers.0.self_attn.k_proj"
             f"'{K}._weight_zero_point' has zero points that are not finite",
         ),
         ("fp8", lambda y: y.update({f"{K}.weight_scale": torch.ones(2, 32)}), r"has shape \(2, 32\)"),
+        ("bnb-nf4", lambda y: y.pop(f"{K}.weight.absmax"), f"no tensor '{K}.weight.absmax'"),
+        ("bnb-nf4", lambda y: y[f"{K}.weight.nested_absmax"].fill_(torch.inf), f"'{K}.weight.absmax' has scales that are not"),
+        ("bnb-nf4", lambda y: y[f"{K}.{STATE}"].fill_(7), f"'{K}.{STATE}' is .*JSON with shape"),
+        ("bnb-int8", lambda y: y[f"{K}.weight_format"].fill_(1), f"'{K}.weight_format' is not 0"),
     ],
 )
 def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
@@ -307,11 +316,14 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "quantization_config.packing_format is 'auto_round:fp8'"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp'"),
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, r"extra_config\['a'\]\.bits is 8, 4 is read"),
+        (BITSANDBYTES | {"load_in_4bit": False}, "quantization_config.load_in_4bit is None, True is read"),
+        (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "quantization_config.bnb_4bit_quant_storage is 'bfloat16'"),
         ({"bits": 4, "group_size": 64}, "quantized weights of MLX are not supported"),
         (FP8 | {"weight_block_size": 128}, "quantization_config.weight_block_size is 128"),
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
         (compressed(num_bits=2), "weights.num_bits is 2, 4 or 8 is read"),
         (compressed(strategy="token"), "weights.strategy is 'token'"),
+        (compressed() | {"transform_config": {"config_groups": {"R4": {}}}}, "quantization_config.transform_config is"),
         (compressed_float4("nvfp4", group_size=32), "weights.group_size is 32, 16 is read"),
         (compressed_float4("mxfp4", strategy="channel"), "weights.strategy is 'channel', 'group' is read"),
         (
@@ -412,6 +424,19 @@ LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
 
 
 @pytest.mark.parametrize(
+    ("tree", "method"),
+    [(AUTO_ROUND | {"quant_method": "intel/auto-round"}, "auto-round"), (FP8 | {"quant_method": "fbgemm_fp8"}, "fp8")],
+)
+def test_methods_have_other_names(tree: dict[str, Any], method: str) -> None:
+    scheme = read_checkpoint({"quantization_config": tree})
+    assert scheme is not None
+    assert read_method(None, {"quantization_config": tree}, has_module=False) == scheme.method == method
+    assert read_method("gptq_marlin", {"quantization_config": GPTQ}, has_module=False) == "gptq"
+    with pytest.raises(ConfigError, match="quantization='awq': config.json says 'gptq'"):
+        read_method("awq_marlin", {"quantization_config": GPTQ}, has_module=False)
+
+
+@pytest.mark.parametrize(
     ("tree", "left_out", "quantized"),
     [
         (
@@ -475,6 +500,18 @@ def test_codes_of_mlx_are_refused_by_name(tmp_path: Path, make_runner: Callable[
     (plain / "config.json").write_text(json.dumps(tree | {"quantization": {"group_size": 64, "bits": 4}}))
     with pytest.raises(UnsupportedModelError, match="quantized weights of MLX are not supported"):
         make_runner(plain)
+
+
+def test_layers_of_floats_are_no_layers_of_bitsandbytes(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+    """Writers leave some out, and list them by parts of their names."""
+    quantized, plain = save_both("bnb-nf4", tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER_1)}
+    kept |= {name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if name.startswith(LAYER_1)}
+    save_file(kept, quantized / "model.safetensors")
+    expected = logits(make_runner(plain, dtype="float32"))
+    for impl in ("auto", "transformers"):
+        assert error(logits(make_runner(quantized, dtype="float32", model_impl=impl)), expected) < 0.08
 
 
 def test_zero_points_of_awq_count_where_they_are(tmp_path: Path) -> None:

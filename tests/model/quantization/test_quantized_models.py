@@ -197,7 +197,7 @@ def test_routers_stay_dense() -> None:
     [
         (
             {"quantization": "int3"},
-            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'modelopt', or leave",
+            r"quantization='int3' is not supported; use 'int8', 'int4', .* or 'bitsandbytes', or leave",
         ),
         ({"quantization": 8}, r"quantization=8 is not supported"),
         ({"quantization": "compressed-tensors"}, "config.json has no quantization_config"),

@@ -31,7 +31,7 @@ from weights import W8A8
 
 pytestmark = needs_modules
 
-QUICK = ("gptq-desc_act", "packed-zeros", "fp8-block", "torchao-int8")
+QUICK = ("gptq-desc_act", "packed-zeros", "fp8-block", "torchao-int8", "bnb-nf4")
 """One of each way to store codes."""
 
 
