@@ -41,6 +41,9 @@ PROGRESS_DELAY_S = 1.0
 
 ALL = slice(None)
 
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of plain weights, in the words of safetensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -22,14 +22,11 @@ from actorllm.model.quantization import open_weights
 from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.int4 import Int4
 from actorllm.model.quantization.per_output import PerOutput
-from actorllm.model.weights import tensor_files
+from actorllm.model.weights import FLOATS, tensor_files
 from actorllm.types.quantization import KV_SCALES
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of plain weights, in the words of safetensors."""
-
 KINDS = FLOATS | {"I64": torch.int64, "BOOL": torch.bool}
-"""And those of buffers that modules may have."""
+"""Types of plain weights, and of buffers that modules may have."""
 
 NOT_NEEDED = ("rotary_emb.inv_freq", *KV_SCALES)
 """Ends of names of tensors that config.json determines, or that no cache here has."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from actorllm.config import EngineConfig, ModelConfig
+from actorllm.errors import ModelNotFoundError
 from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.cpu.latent import check_latent
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -20,6 +21,7 @@ from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, layer_name
 from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
 from actorllm.model.quantization.int8 import Int8
+from actorllm.model.weights import FLOATS, tensor_files
 from actorllm.types.gguf_file import read_header
 from actorllm.types.model_files import read_model_config
 from actorllm.types.quantization import GGUF, ROUNDING, is_head, read_checkpoint
@@ -35,7 +37,7 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     if not isinstance(plan, DecoderConfig):
         return {"linear layers": model.quantization, "all else": model.dtype}
     form, width = form_of(model), 4 if model.dtype == "float32" else 2
-    stored = gguf_kinds(model) if isinstance(form, GgufForm) else {}
+    stored = stored_kinds(form, model)
 
     def kind_of(name: str, num_inputs: int) -> str:
         return stored[name] if name in stored else becomes(form, name, num_inputs)
@@ -173,6 +175,24 @@ def weight_files(folder: Path, hf: Mapping[str, Any]) -> Iterator[Path]:
         yield Path(tree["file"])
     else:
         yield from folder.glob("*.safetensors")
+
+
+def stored_kinds(form: Form, model: ModelConfig) -> dict[str, str]:
+    """What layers become, by name, as `becomes` says it, where the files say more of them than `form` does."""
+    if isinstance(form, GgufForm):
+        return gguf_kinds(model)
+    return dict.fromkeys(plain_layers(model), "") if isinstance(form, CheckpointForm) else {}
+
+
+def plain_layers(model: ModelConfig) -> list[str]:
+    """Layers of a quantized checkpoint that its files have in floats; empty where there are no files."""
+    try:
+        names = [name for name in tensor_files(Path(model.path)) if name.endswith(".weight")]
+    except ModelNotFoundError:
+        return []
+    with open_weights(model, torch.bfloat16, False) as weights:
+        found = {name: weights.stored(name) for name in names}
+    return [name.removesuffix(".weight") for name, one in found.items() if one is not None and one.kind in FLOATS]
 
 
 def gguf_kinds(model: ModelConfig) -> dict[str, str]:

@@ -136,7 +136,9 @@ def test_others_are_rounded_to_8_bits(name: str, tmp_path: Path) -> None:
     assert (found.codes * found.scales[:, None] - weight).norm() < 0.02 * weight.norm()
 
 
-BLOCKS_OF_4 = compressed(type="float", num_bits=8, strategy="block", block_structure=[4, 4]) | {"format": "float-quantized"}
+BLOCKS_OF_4 = compressed(type="float", num_bits=8, strategy="block", block_structure=[4, 4]) | {
+    "format": "float-quantized"
+}
 
 
 @pytest.mark.parametrize("tree", [FP8 | {"weight_block_size": [4, 4]}, BLOCKS_OF_4])
@@ -288,7 +290,11 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ),
         ("fp8", lambda y: y.update({f"{K}.weight_scale": torch.ones(2, 32)}), r"has shape \(2, 32\)"),
         ("bnb-nf4", lambda y: y.pop(f"{K}.weight.absmax"), f"no tensor '{K}.weight.absmax'"),
-        ("bnb-nf4", lambda y: y[f"{K}.weight.nested_absmax"].fill_(torch.inf), f"'{K}.weight.absmax' has scales that are not"),
+        (
+            "bnb-nf4",
+            lambda y: y[f"{K}.weight.nested_absmax"].fill_(torch.inf),
+            f"'{K}.weight.absmax' has scales that are not",
+        ),
         ("bnb-nf4", lambda y: y[f"{K}.{STATE}"].fill_(7), f"'{K}.{STATE}' is .*JSON with shape"),
         ("bnb-int8", lambda y: y[f"{K}.weight_format"].fill_(1), f"'{K}.weight_format' is not 0"),
     ],
@@ -317,7 +323,10 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (AUTO_ROUND | {"data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp'"),
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, r"extra_config\['a'\]\.bits is 8, 4 is read"),
         (BITSANDBYTES | {"load_in_4bit": False}, "quantization_config.load_in_4bit is None, True is read"),
-        (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "quantization_config.bnb_4bit_quant_storage is 'bfloat16'"),
+        (
+            BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"},
+            "quantization_config.bnb_4bit_quant_storage is 'bfloat16'",
+        ),
         ({"bits": 4, "group_size": 64}, "quantized weights of MLX are not supported"),
         (FP8 | {"weight_block_size": 128}, "quantization_config.weight_block_size is 128"),
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
@@ -432,7 +441,7 @@ def test_methods_have_other_names(tree: dict[str, Any], method: str) -> None:
     assert scheme is not None
     assert read_method(None, {"quantization_config": tree}, has_module=False) == scheme.method == method
     assert read_method("gptq_marlin", {"quantization_config": GPTQ}, has_module=False) == "gptq"
-    with pytest.raises(ConfigError, match="quantization='awq': config.json says 'gptq'"):
+    with pytest.raises(ConfigError, match=r"quantization='awq': config\.json says 'gptq'"):
         read_method("awq_marlin", {"quantization_config": GPTQ}, has_module=False)
 
 
@@ -450,7 +459,8 @@ def test_methods_have_other_names(tree: dict[str, Any], method: str) -> None:
             [f"{LAYER_1}mlp.down_proj", f"{LAYER_0}mlp.up_proj", "a"],
         ),
         (
-            AUTO_ROUND | {"extra_config": {f"{LAYER_0}mlp.up_proj": {"bits": 16}, ".*down": {"bits": 16}, "c": {"bits": 4}}},
+            AUTO_ROUND
+            | {"extra_config": {f"{LAYER_0}mlp.up_proj": {"bits": 16}, ".*down": {"bits": 16}, "c": {"bits": 4}}},
             ["lm_head", "visual.blocks.0.attn.qkv", f"{LAYER_0}mlp.up_proj", f"{LAYER_1}mlp.down_proj"],
             [f"{LAYER_1}mlp.up_proj"],
         ),
@@ -502,16 +512,22 @@ def test_codes_of_mlx_are_refused_by_name(tmp_path: Path, make_runner: Callable[
         make_runner(plain)
 
 
-def test_layers_of_floats_are_no_layers_of_bitsandbytes(tmp_path: Path, make_runner: Callable[..., Any]) -> None:
+def test_layers_of_floats_are_no_layers_of_bitsandbytes(
+    tmp_path: Path, make_runner: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Writers leave some out, and list them by parts of their names."""
     quantized, plain = save_both("bnb-nf4", tmp_path)
     tensors = load_file(quantized / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER_1)}
-    kept |= {name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if name.startswith(LAYER_1)}
+    kept |= {
+        name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if name.startswith(LAYER_1)
+    }
     save_file(kept, quantized / "model.safetensors")
     expected = logits(make_runner(plain, dtype="float32"))
     for impl in ("auto", "transformers"):
         assert error(logits(make_runner(quantized, dtype="float32", model_impl=impl)), expected) < 0.08
+    info(str(quantized))
+    assert re.search(r"linear layers +int8, 0\.1 MB, float16, 0\.2 MB", capsys.readouterr().out)
 
 
 def test_zero_points_of_awq_count_where_they_are(tmp_path: Path) -> None:
