@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from actorllm.types.vllm_variables import is_on
+
 DEFAULTS: dict[str, Any] = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": False,
@@ -55,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if text is None:
         return default
     if isinstance(default, bool):
-        return text.strip().lower() in ("1", "true")
+        return is_on(name)
     if isinstance(default, int) or name in NUMBERS:
         return int(text)
     return text.split(",") if name == "VLLM_PLUGINS" else text

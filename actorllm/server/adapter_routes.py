@@ -7,7 +7,6 @@ server's machine. Several API processes do not have them: each knows names of it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -16,20 +15,16 @@ from actorllm.errors import ActorLLMError, ConfigError
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_body, state_of, takes
 from actorllm.server.protocol import Body
+from actorllm.types.vllm_variables import is_on
 
 VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 router = APIRouter()
 
 
-def is_allowed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the server has these endpoints."""
-    return environment.get(VARIABLE, "0").strip().lower() in ("1", "true")
-
-
 def check_processes(number: int) -> None:
     """Raises ConfigError where these endpoints would be those of several API processes."""
-    if number > 1 and is_allowed():
+    if number > 1 and is_on(VARIABLE):
         told = f"each API process would know other adapters than the rest; unset {VARIABLE}, or use one process"
         raise ConfigError(f"--api-processes {number}: {told}")
 

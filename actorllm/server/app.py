@@ -49,6 +49,7 @@ from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.server.vectors.bodies import BODIES as POOLED_BODIES
 from actorllm.server.vectors.routes import router as vectors_router
+from actorllm.types.vllm_variables import is_on
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -158,9 +159,9 @@ def create_app(
         from actorllm.server.tracing import Tracing
 
         app.state.server.tracing = Tracing(tracer_provider)
-    develops = enable_dev_endpoints or developer_routes.is_allowed()
+    develops = enable_dev_endpoints or is_on(developer_routes.VARIABLE)
     profiles = llm.config.profile_folder is not None
-    add_routes(app, adapters=adapter_routes.is_allowed(), develops=develops, profiles=profiles)
+    add_routes(app, adapters=is_on(adapter_routes.VARIABLE), develops=develops, profiles=profiles)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

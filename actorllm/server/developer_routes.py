@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +20,7 @@ from actorllm.errors import ActorLLMError, CollectiveCallError, ConfigError, Inv
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import JSONResponse, read_body, state_of, takes
 from actorllm.server.protocol import Body
+from actorllm.types.vllm_variables import is_on
 
 VARIABLE = "VLLM_SERVER_DEV_MODE"
 SECRET = ("VLLM_API_KEY",)
@@ -29,14 +29,9 @@ SECRET = ("VLLM_API_KEY",)
 router = APIRouter()
 
 
-def is_allowed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment asks for these endpoints."""
-    return environment.get(VARIABLE, "0").strip().lower() in ("1", "true")
-
-
 def check_processes(number: int, is_asked: bool) -> None:
     """Raises ConfigError where these endpoints would be those of several API processes."""
-    if number > 1 and (is_asked or is_allowed()):
+    if number > 1 and (is_asked or is_on(VARIABLE)):
         raise ConfigError(
             f"--api-processes {number}: the endpoints of --enable-dev-endpoints and ${VARIABLE} need one process, which owns the "
             f"engine; leave them out, or use one process"

@@ -126,7 +126,7 @@ class EngineOptions(VLLMOptions, total=False):
     """What log-probabilities are of: the logits as the model gave them, or 'processed': what tokens are drawn from, after biases,
     penalties, masks, temperature and filters; '..._logits': the logits themselves. Of prompts they are never processed."""
     enable_lora: Annotated[bool | None, None]
-    """Take requests with a LoRA adapter (`LoRARequest`), on the CPU. None: no."""
+    """Take requests with a LoRA adapter (`LoRARequest`). None: no."""
     max_loras: Annotated[int, 1]
     """Most adapters that requests run with at a time; requests with others wait. Needs enable_lora."""
     max_lora_rank: Annotated[int, 16]
@@ -202,12 +202,12 @@ class EngineOptions(VLLMOptions, total=False):
     worker_extension_cls: Annotated[str | type, ""]
     """A class of yours, or its path 'module:Class', whose methods are added to that class. Empty: none."""
     data_parallel_size: Annotated[int, 1]
-    """Replicas of the model on this machine, behind one intake: at most 64. Cores, and memory as a share, are divided."""
+    """Replicas of the model, behind one intake: at most 64. Those of one machine divide its cores, and memory that is a share."""
     data_parallel_backend: Annotated[Literal["mp", "ray"], "mp"]
     """'mp': replicas are here, and on nodes; 'ray': Ray places those that are not here."""
     distributed_executor_backend: Annotated[Literal["mp", "uni", "ray", "external_launcher"] | None, None]
-    """'ray': Ray places the replicas, also a single one, each with all its ranks on one machine. 'external_launcher': the ranks are
-    programs that torchrun has started, and each makes the same calls of `LLM`. Else the ranks are here."""
+    """'ray': Ray places the replicas, also a single one, each on as many machines as nnodes says. 'external_launcher': the ranks
+    are programs that torchrun has started, and each makes the same calls of `LLM`. Else the ranks are here."""
     data_parallel_size_local: Annotated[int | None, None]
     """How many of them are on this machine, where there are nodes; None: none. Without nodes all are."""
     data_parallel_address: Annotated[str | None, None]

@@ -25,8 +25,7 @@ class ServeOption(NamedTuple):
     note: str = ""
 
 
-_NO_MEDIA = "prompts have no media"
-_ONE_NODE = "the ranks are processes of this machine"
+_AGENTS = "other machines run `actorllm node`, which the engine watches"
 
 SERVE_OPTIONS: dict[str, ServeOption] = {
     # Where it listens, and for which clients.
@@ -61,7 +60,7 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "chat_template_content_format": ServeOption("taken"),
     "default_chat_template_kwargs": ServeOption("taken"),
     "trust_request_chat_template": ServeOption("taken"),
-    "trust_request_mm_kwargs": ServeOption("warned", _NO_MEDIA),
+    "trust_request_mm_kwargs": ServeOption("warned", "requests cannot bring `mm_processor_kwargs`"),
     "tool_call_parser": ServeOption("taken", "default: as the chat template shows calls"),
     "tool_parser_plugin": ServeOption(
         "taken",
@@ -101,13 +100,13 @@ SERVE_OPTIONS: dict[str, ServeOption] = {
     "log_error_stack": ServeOption("warned", "the log has the stacks of unexpected errors"),
     "otlp_traces_endpoint": ServeOption("taken"),
     # Other ways to run it.
-    "headless": ServeOption("refused", _ONE_NODE),
+    "headless": ServeOption("refused", _AGENTS),
     "grpc": ServeOption("refused", "the server speaks HTTP"),
     "grpc_port": ServeOption("warned", "the server speaks HTTP"),
-    "data_parallel_supervisor_port": ServeOption("warned", _ONE_NODE),
-    "dp_supervisor_probe_interval_s": ServeOption("warned", _ONE_NODE),
-    "dp_supervisor_probe_timeout_s": ServeOption("warned", _ONE_NODE),
-    "dp_supervisor_probe_failure_threshold": ServeOption("warned", _ONE_NODE),
+    "data_parallel_supervisor_port": ServeOption("warned", _AGENTS),
+    "dp_supervisor_probe_interval_s": ServeOption("warned", _AGENTS),
+    "dp_supervisor_probe_timeout_s": ServeOption("warned", _AGENTS),
+    "dp_supervisor_probe_failure_threshold": ServeOption("warned", _AGENTS),
     "enable_flash_late_interaction": ServeOption("warned", "the kernels are those of the backend"),
 }
 """Of 0.32, by name, with underscores."""

@@ -265,6 +265,7 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "cudagraph_metrics",
         "custom_histogram_buckets",
         "enable_layerwise_nvtx_tracing",
+        "ray_workers_use_nsight",
         "enable_mfu_metrics",
         "enable_logging_iteration_details",
         "enable_mm_processor_stats",
@@ -305,9 +306,8 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
         "prefix_caching_hash_algo",
         "renderer_num_workers",
     ),
-    "the ranks are processes of this machine": (
-        "worker_use_ray",
-        "ray_workers_use_nsight",
+    "distributed_executor_backend='ray' lets Ray place the ranks": ("worker_use_ray",),
+    "the engine starts its ranks and joins them itself": (
         "master_addr",
         "master_port",
         "distributed_timeout_seconds",

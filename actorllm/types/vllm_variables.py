@@ -92,9 +92,9 @@ _IDLE: dict[str, tuple[str, ...]] = {
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
     ),
     "max_model_len beyond the positions of the model is refused": ("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
-    "plug-ins of vLLM are not loaded": ("VLLM_PLUGINS",),
+    "plug-ins are loaded where an argument names them": ("VLLM_PLUGINS",),
     "nothing is kept there": ("VLLM_ASSETS_CACHE", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_XLA_CACHE_PATH"),
-    "prompts have no media": (
+    "how images and audio are fetched is fixed": (
         "VLLM_AUDIO_FETCH_TIMEOUT",
         "VLLM_IMAGE_FETCH_TIMEOUT",
         "VLLM_MEDIA_LOADING_THREAD_COUNT",
@@ -107,6 +107,11 @@ IDLE = {name: reason for reason, names in _IDLE.items() for name in names}
 
 OFF = ("", "0", "false", "False", "no", "off")
 GIB = 1 << 30
+
+
+def is_on(name: str) -> bool:
+    """Whether a variable is at what vLLM takes for True."""
+    return os.environ.get(name, "0").strip().lower() in ("1", "true")
 
 
 def read_variables(given: dict[str, Any], environment: Mapping[str, str] = os.environ) -> None:

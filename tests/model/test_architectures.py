@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import transformers
 
 from actorllm.model.registry import FAMILIES
@@ -35,3 +38,23 @@ def test_refused_architectures_are_named_as_in_a_config() -> None:
     for row in table("refused"):
         if hasattr(transformers, f"{row['config']}Config"):
             assert architecture_of(row["config"]) == row["architecture"]
+
+
+def test_the_readme_names_the_fused_families_by_device() -> None:
+    """All that a GPU runs as well; of the others those that keep keys and values only, beside a link to those with states."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (row,) = (line for line in readme.splitlines() if line.startswith("| Models |"))
+    everywhere, told, here = row.partition("[others]")[0].partition("; on the CPU alone ")
+    assert told
+
+    def named(text: str) -> set[str]:
+        return {
+            re.sub(r"\W", "", word.partition("(")[0]).removeprefix("Modelsfused").lower() for word in text.split(",")
+        }
+
+    def names_of(cuda: str) -> set[str]:
+        rows = (row for row in table("fused") if row["cuda"] == cuda and "states" not in row["cache"])
+        return {re.sub(r"(For\w+)|_", "", row["architecture"]).lower() for row in rows}
+
+    assert named(everywhere) == names_of("fused")
+    assert names_of("refused") <= named(here)

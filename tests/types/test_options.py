@@ -18,7 +18,11 @@ from actorllm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs,
 from actorllm.cli.options import EngineFlags as CommandOptions
 from actorllm.cli.serve import ServedEngineOptions
 from actorllm.config import ARGUMENTS, EngineConfig
+from actorllm.scheduling.admission_policy import ADMISSIONS
+from actorllm.scheduling.router import ROUTERS
+from actorllm.types.device import OWN_RULES
 from actorllm.types.options import DEFAULTS, TYPES, EngineOptions, meanings, type_text
+from actorllm.types.speculation import DRAFTERS, MTP, WITH_FOLDER
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS, VLLMOptions
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +57,31 @@ def test_every_argument_has_a_type_a_default_and_a_meaning() -> None:
         if name.endswith("_s"):
             assert told.startswith("Seconds"), name
     assert set(meanings()) == set(TYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("router", list(ROUTERS)),
+        ("admission_policy", list(ADMISSIONS.names)),
+        ("speculative_config", [*DRAFTERS, *WITH_FOLDER, MTP]),
+    ],
+)
+def test_a_text_names_every_choice(name: str, choices: list[str]) -> None:
+    """Of arguments whose type is any text: others have the choices in their types."""
+    assert len(choices) > 3
+    assert [choice for choice in choices if choice not in meanings()[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("enable_lora", "adapts"), ("speculative_config", "drafts"), ("runner", "makes_vectors")]
+)
+def test_a_text_names_a_device_where_others_cannot(name: str, capability: str) -> None:
+    able = [device.upper() for device, rules in OWN_RULES.items() if getattr(rules, capability)]
+    told = [
+        device.upper() for device in OWN_RULES if f"on {device}".upper() in meanings()[name].upper().replace("THE ", "")
+    ]
+    assert told == (able if len(able) < len(OWN_RULES) else [])
 
 
 def test_none_of_them_is_one_that_vllm_has_and_we_refuse() -> None:
