@@ -307,11 +307,6 @@ class Sender:
             self.writer.exclude_reader(index)
             self._flush_safely()
 
-    def beat(self) -> None:
-        """Stores the time where the peer's `Receiver.heartbeat_ns` finds it."""
-        if self._error is None:
-            self.writer.beat()
-
     def _stop(self, error: TransportError) -> None:
         if self._error is None:
             self._error = error
@@ -604,12 +599,6 @@ class Receiver:
         self._num_rechecks_needed += not self.reader.bell.clear()
         self._take_turn()
         return True
-
-    def heartbeat_ns(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds of the peer's last `Sender.beat`, 0 before the first."""
-        if self._error is not None:
-            raise self._error
-        return self.reader.heartbeat_ns()
 
     def _stop(self, error: TransportError) -> None:
         if self._error is None:

@@ -13,7 +13,6 @@ A segment is one header page and a ring of `capacity` bytes (a power of two). Th
     ├──── 64  TAIL             committed bytes since the start     writer                readers, every drain
     ├─── 128  WRITER_PID, 136 WRITER_START   for people            writer                never read
     │    144  CLOSED           1: no frame will follow             writer (supervisor)   readers
-    │    152  HEARTBEAT        CLOCK_MONOTONIC ns                  writer                readers
     ├─── 192  SPACE_WANTED     1: the writer waits for room        writer sets, the reader that rings clears
     ├─── 512  reader 0 ─┬─  +0 HEAD      released bytes            reader                writer, when it looks full
     │                   ├─ +64 SLEEP     1: ring my bell           reader sets, the writer clears before it rings
@@ -60,7 +59,6 @@ TAIL_WORD = 8
 WRITER_PID_WORD = 16
 WRITER_START_WORD = 17
 CLOSED_WORD = 18
-HEARTBEAT_WORD = 19
 SPACE_WANTED_WORD = 24
 
 # Words of one reader, relative to `reader_word(index)`.

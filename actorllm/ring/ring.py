@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +45,6 @@ from actorllm.ring.layout import (
     FRAME_HEADER_BYTES,
     HEAD,
     HEADER_BYTES,
-    HEARTBEAT_WORD,
     KNOWN_FLAGS,
     MAX_READERS,
     PAD,
@@ -346,10 +344,6 @@ class RingWriter:
             raise ValueError(f"there is no reader {index}")
         self._words[reader_word(index) + STATE] = DEAD
 
-    def beat(self) -> None:
-        """Stores the time for readers that watch over this process."""
-        self._words[HEARTBEAT_WORD] = time.monotonic_ns()
-
     def check_integrity(self) -> None:
         """Asserts the invariants on the writer's side; for tests."""
         words = self._words
@@ -606,13 +600,6 @@ class RingReader:
         if closed > 1:
             raise CorruptLinkError(f"the writer's closed word is {closed:#x}")
         return closed == 1
-
-    def heartbeat_ns(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds of the writer's last beat, 0 before the first."""
-        beat = self._words[HEARTBEAT_WORD]
-        if beat > time.monotonic_ns():
-            raise CorruptLinkError(f"the writer's heartbeat {beat} is in the future")
-        return beat
 
     def check_integrity(self) -> None:
         """Asserts the invariants on the reader's side and walks all committed frames; for tests."""

@@ -81,7 +81,6 @@ OF_WRITER = {
     "WRITER_PID": layout.WRITER_PID_WORD,
     "WRITER_START": layout.WRITER_START_WORD,
     "CLOSED": layout.CLOSED_WORD,
-    "HEARTBEAT": layout.HEARTBEAT_WORD,
     "SPACE_WANTED": layout.SPACE_WANTED_WORD,
 }
 OF_READER = {
@@ -258,7 +257,7 @@ class Trial:
             case 5:
                 guarded(self.others, self.reader.arm)
             case 6:
-                guarded(self.others, self.reader.is_writer_closed, self.reader.heartbeat_ns)
+                guarded(self.others, self.reader.is_writer_closed)
             case _:
                 self.sender.statistics()
                 self.receiver.statistics()

@@ -680,16 +680,6 @@ async def test_a_dead_spoke_holds_the_others_back_no_more(make_link: Callable[..
     assert isinstance(link.errors[0], PeerLostError)
 
 
-async def test_the_heartbeat_goes_across(make_link: Callable[..., Link]) -> None:
-    link = make_link()
-    assert link.spokes[0].receiver.heartbeat_ns() == 0
-    link.hub.sender.beat()
-    assert 0 < link.spokes[0].receiver.heartbeat_ns() <= time.monotonic_ns()
-    link.close()
-    with pytest.raises(PeerLostError):
-        link.spokes[0].receiver.heartbeat_ns()
-
-
 async def test_statistics_after_the_end(make_link: Callable[..., Link]) -> None:
     link = make_link()
     link.hub.sender.send_nowait(1, None)

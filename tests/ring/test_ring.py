@@ -466,10 +466,6 @@ def test_impossible_flag_words(make_ring: Callable[..., Any]) -> None:
         fresh(layout.SPACE_WANTED_WORD).reader.release()
     with pytest.raises(CorruptLinkError, match="closed word"):
         fresh(layout.CLOSED_WORD).reader.is_writer_closed()
-    ring = make_ring()
-    ring.segment.words[layout.HEARTBEAT_WORD] = 2**63
-    with pytest.raises(CorruptLinkError, match="future"):
-        ring.reader.heartbeat_ns()
 
 
 class Hasty:
@@ -662,15 +658,6 @@ def test_an_excluded_reader_that_lives_is_told(make_ring: Callable[..., Any]) ->
     assert len(ring.readers[0].drain()) == 1
     with pytest.raises(ValueError, match="no reader 2"):
         ring.writer.exclude_reader(2)
-
-
-def test_the_heartbeat(make_ring: Callable[..., Any]) -> None:
-    ring = make_ring()
-    assert ring.reader.heartbeat_ns() == 0
-    ring.writer.beat()
-    first = ring.reader.heartbeat_ns()
-    ring.writer.beat()
-    assert 0 < first <= ring.reader.heartbeat_ns()
 
 
 # Debug mode -----------------------------------------------------------------------------------------------------------
