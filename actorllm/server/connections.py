@@ -101,7 +101,6 @@ def limited(base: Any, limit: int) -> Any:
     class LimitedConnection(base):  # type: ignore[misc]
         """The headers of a request must be here within HEADERS_TIMEOUT_S."""
 
-        open_connections = connections
         headers_timer: Any = None
 
         def connection_made(self, transport: Any) -> None:

@@ -40,8 +40,6 @@ class Machine:
     """From the end of a launch in a graph to the first instruction of the next."""
     dependent_s: float = 0.8e-6
     """The same for a dependent launch, up to the end of its wait."""
-    eager_s: float = 12e-6
-    """Of the host, for a launch outside of a graph."""
 
 
 MACHINES = {
