@@ -33,6 +33,22 @@ class BlockingDoor(ABC):
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the engine."""
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request and wait for the end of those there are; see `AsyncLLM.drain`.
+
+        They are of other threads, or of an `LLMEngine`: their outputs come out of `step`, as always.
+
+        Arguments:
+            timeout: seconds after which what is left is aborted, each with its final output; None: no limit.
+
+        Returns whether everything ended by itself.
+
+        Raises:
+            InvalidParameterError: the timeout is no number of seconds.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        return self._engine.wait_drained(timeout)
+
     @property
     def model_config(self) -> ModelConfig:
         """The model and what its config.json says about it."""

@@ -733,20 +733,6 @@ class LLM(BlockingDoor):
             progress.close()
         return [output for output in outputs if output is not None]
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take no new request and wait for those of other threads; see `AsyncLLM.drain`.
-
-        Arguments:
-            timeout: seconds after which what is left is aborted, each with its final output; None: no limit.
-
-        Returns whether everything ended by itself.
-
-        Raises:
-            InvalidParameterError: the timeout is no number of seconds.
-            EngineDeadError, EngineShutdownError: the engine is gone.
-        """
-        return self._engine.wait_drained(timeout)
-
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent.
 

@@ -329,20 +329,6 @@ class LLMEngine(BlockingDoor):
         if not self._engine.is_new:
             self._engine.log_statistics(self._engine.ask_scheduler("statistics").result())
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.
-
-        Arguments:
-            timeout: seconds after which what is left is aborted, each with its final output; None: no limit.
-
-        Returns whether everything ended by itself; see `AsyncLLM.drain`.
-
-        Raises:
-            InvalidParameterError: the timeout is no number of seconds.
-            EngineDeadError, EngineShutdownError: the engine is gone.
-        """
-        return self._engine.wait_drained(timeout)
-
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent.
 
