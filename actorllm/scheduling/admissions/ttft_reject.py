@@ -57,23 +57,24 @@ class TtftReject(AdmissionPolicy):
         return Admit.SKIP  # it is rejected with the next step
 
     def reject(self, view: View) -> list[tuple[Sequence, str]]:
-        rejected: list[tuple[Sequence, str]] = []
-        later: list[tuple[float, Sequence]] = []
+        rejected: dict[Sequence, str] = {}
+        later: dict[Sequence, float] = {}
         while self._heap and self._heap[0][0] <= view.now:
             _, _, sequence = heapq.heappop(self._heap)
             due = self._due(sequence)
-            if due is None or sequence.state is not State.WAITING:
+            # It has an entry from its arrival, and another one if its turn came too late (`admit`).
+            if due is None or sequence.state is not State.WAITING or sequence in rejected or sequence in later:
                 continue
             needs = self._needs(sequence, view)
             if view.now + needs <= due:
-                later.append((due - needs, sequence))
+                later[sequence] = due - needs
             elif view.may_start(sequence):
-                rejected.append((sequence, self._reason(sequence, due, needs, view)))
+                rejected[sequence] = self._reason(sequence, due, needs, view)
             else:  # held up by a pause, say, which is none of its fault
-                later.append((view.now, sequence))
-        for last_chance, sequence in later:
+                later[sequence] = view.now
+        for sequence, last_chance in later.items():
             self._push(sequence, last_chance)
-        return rejected
+        return list(rejected.items())
 
     def _reason(self, sequence: Sequence, due: float, needs: float, view: View) -> str:
         left = due - view.now

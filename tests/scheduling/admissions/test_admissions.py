@@ -16,6 +16,7 @@ from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, pea
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
 from actorllm.scheduling.admissions.worst_case import WorstCase
 from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import Admit
 from tests.effort import examples
 from tests.scheduling.chained_tokens import EOS, VOCAB, reference_stream
 from tests.scheduling.conftest import Engine
@@ -197,6 +198,25 @@ def test_a_pause_is_no_reason_to_reject_anybody() -> None:
     engine.launch()
     assert engine.ends[2].reason == "error", "but then it is too late"
     engine.run()
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_who_is_too_late_when_its_turn_comes_is_rejected_once(is_paused: bool) -> None:
+    """It came with a last chance in a second, and steps have become slower since. In a pause it is looked at again later."""
+    engine, times = engine_with(AdmissionPolicy()), Fixed(0.0, p=1 / 16)
+    admission, view = TtftReject(times), engine.scheduler
+    engine.submit(1, list(range(16)), slo=[2.2, None, None, 0.0])
+    (sequence,) = view.waiting()
+    admission.on_arrival(sequence, view)
+    times._seconds = (0.0, 2 / 16, 0.0)
+    assert admission.admit(sequence, [], [], view) is Admit.SKIP
+    view.now = 1.5
+    if is_paused:
+        view.pause("wait", 1.5)
+        assert list(admission.reject(view)) == []
+        view.resume(1.6)
+    assert [one for one, _ in admission.reject(view)] == [sequence]
+    assert list(admission.reject(view)) == []
 
 
 def test_the_last_moment_is_in_time() -> None:
