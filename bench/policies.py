@@ -126,7 +126,7 @@ def fairness(load: float, seed: int, arguments: argparse.Namespace) -> float:
     run = served(workload, "vtc", seed, shape)
     fair = fairness_of(run.timeline, run.workload)
     assert fair is not None
-    return fair.gap / (2 * max(256, 2 * shape.num_blocks * shape.block_size))
+    return fair.gap / (2 * max(256, 2 * shape.num_blocks * shape.block_size)) if fair.num_windows else math.nan
 
 
 def fair_to_fcfs(load: float, seed: int, arguments: argparse.Namespace) -> float:
@@ -310,7 +310,7 @@ def row_of(claim: Claim, arguments: argparse.Namespace) -> dict[str, Any]:
         ratios = [claim.measure(load, seed, arguments) for seed in range(arguments.seeds)]
         mean, low, high = band([max(ratio, 1e-6) for ratio in ratios])
         print(f"{claim.name} at {load:g}: {mean:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-        if best is None or (mean > best[1]) == claim.is_gain:
+        if best is None or math.isnan(best[1]) or (not math.isnan(mean) and (mean > best[1]) == claim.is_gain):
             best = load, mean, low, high
     assert best is not None
     workload = f"{claim.workload}; at {best[0]:g} a second"

@@ -3,11 +3,15 @@ and no rival is taken for worse than it is known to be."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from actorllm.slo.fairness import Fairness
 from tests.slo.made_results import results_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -54,6 +58,14 @@ def test_a_claim_is_held_against_the_band() -> None:
     assert verdicts == ["yes", "within the band", "less", "more", "within the band", "not tested"]
 
 
+def test_a_gap_between_tenants_that_never_waited_side_by_side_is_not_tested() -> None:
+    one, other = (
+        Fairness(("a", "b"), (1, 1), (1.0, 1.0), (1.0, 1.0), 1.0, gap, num) for gap, num in ((0.0, 0), (4e3, 3))
+    )
+    assert slo_science.gap_of([one, one]) == "not tested"
+    assert slo_science.gap_of([one, other]) == "4k tokens"
+
+
 def test_a_capacity_is_a_rate_at_which_no_backlog_grows() -> None:
     others = {"a": {1.0: (1000, 1000), 2.0: (0, 0)}, "b": {1.2: (0, 0)}}
     results = results_of({"x": MINE, "y": {2.0: (0, 0)}, **others}, growing=(("x", 2.0),))
@@ -67,3 +79,12 @@ def test_a_capacity_is_a_rate_at_which_no_backlog_grows() -> None:
         policies.told("paper", "sentence", (1.05, 1.3), "ratio", "load", (2.2, 2.0, float("inf")), "")["here"]
         == "> 2.00"
     )
+
+
+def test_a_load_at_which_nothing_was_tested_is_not_the_best() -> None:
+    measured = {1.0: math.nan, 2.0: 0.5, 3.0: math.nan}
+    claim = replace(policies.CLAIMS[0], loads=tuple(measured), measure=lambda load, seed, arguments: measured[load])
+    row = policies.row_of(claim, argparse.Namespace(seeds=2))
+    assert (row["here"], row["reproduced"]) == ("0.50 (0.50 to 0.50)", "yes")
+    nothing = policies.row_of(replace(claim, loads=(1.0,)), argparse.Namespace(seeds=2))
+    assert (nothing["here"], nothing["reproduced"]) == ("not known", "not tested")
