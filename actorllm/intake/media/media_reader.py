@@ -280,8 +280,9 @@ def _of_images(
     names = processor.image_processor.model_input_names
     if len(images) == 1:
         each = [made]
-    else:  # each for itself, so that its rows depend on no other
-        each = [processor.image_processor(images=[image], return_tensors=TENSORS, **options) for image in images]
+    else:  # each for itself, so that its rows depend on no other; by the processor, which has defaults and options by kind
+        alone = str(_placeholder(processor))
+        each = [processor(text=[alone], images=[image], return_tensors=TENSORS, **options) for image in images]
     arrays = [
         {name: np.ascontiguousarray(one[name]) for name in names if name in one and name != "num_crops"} for one in each
     ]
