@@ -44,6 +44,9 @@ MAX_ITEMS = 64
 
 DEFAULT_ITEMS = 8
 
+ITEM_OPTIONS = {"count", "width", "height", "num_frames", "length"}
+"""What vLLM takes in the place of a count. The sizes are for its measurement of memory, which is none here."""
+
 DOMAIN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.ASCII)
 
 
@@ -124,6 +127,8 @@ def _limits(given: object) -> dict[str, int]:
     for name, value in tree.items():
         if name not in MODALITIES:
             raise ConfigError(f"limit_mm_per_prompt: {name!r:.80} is not one of {', '.join(map(repr, MODALITIES))}")
+        if isinstance(value, Mapping) and value.keys() <= ITEM_OPTIONS:
+            value = tree[name] = value.get("count", DEFAULT_ITEMS)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"limit_mm_per_prompt: {name}={shown(value)} must be a count")
         if value > MAX_ITEMS:

@@ -228,3 +228,17 @@ def test_arguments_are_checked(arguments: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         MediaRules.read("LlamaForCausalLM", {}, nothing | arguments)
     assert part in str(caught.value)
+
+
+def test_a_limit_may_be_given_as_vllm_has_it_with_sizes() -> None:
+    given: dict[str, Any] = dict.fromkeys(("mm_processor_kwargs", "allowed_local_media_path", "allowed_media_domains"))
+    for limit, count in (({"count": 2, "width": 512}, 2), ({"height": 512}, 8), (3, 3)):
+        limits = {"image": limit, "video": 0}
+        rules = MediaRules.read(
+            "LlavaForConditionalGeneration", {"image_token_index": 4}, given | {"limit_mm_per_prompt": limits}
+        )
+        assert rules is not None
+        assert rules.max_items == count
+    for wrong in ({"count": "2"}, {"count": 2, "colour": 3}):
+        with pytest.raises(ConfigError, match="must be a count"):
+            MediaRules.read("LlavaForConditionalGeneration", {}, given | {"limit_mm_per_prompt": {"image": wrong}})

@@ -278,6 +278,41 @@ def test_the_processor_takes_arguments_of_a_prompt(llm: LLM) -> None:
         tokens(llm, prompt(TEXT, wide) | {"mm_processor_kwargs": {"size": "wide"}})
 
 
+def test_arguments_by_kind_count_for_several_images_as_for_one(llm: LLM) -> None:
+    options = {"do_center_crop": False, "size": {"height": 30, "width": 30}}
+    two = "Two <image> and <image>: which?"
+    for given in (prompt(TEXT, picture(85, 90, 30)), prompt(two, picture(85, 90, 30), picture(86, 30, 90))):
+        kinds: list[dict[str, Any]] = [{}, options, {"images_kwargs": options}]
+        plain, flat, nested = tokens(llm, *(given | {"mm_processor_kwargs": one} for one in kinds))
+        assert nested == flat != plain
+
+
+def test_what_is_transparent_is_white(llm: LLM, folder: Path) -> None:
+    """As transformers makes it: a file may hide any colour there."""
+    shown = picture(87).convert("RGBA")
+    shown.putalpha(Image.fromarray(np.random.default_rng(88).integers(0, 256, (32, 40), np.uint8)))
+    white = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
+    expected = generated(folder, TEXT, [white], 20)
+    assert tokens(llm, prompt(TEXT, shown), prompt(TEXT, address(shown))) == [expected] * 2
+    assert expected != tokens(llm, prompt(TEXT, picture(87)))[0]
+    # A palette, of which one colour is no colour.
+    flat = Image.new("P", (40, 32), 1)
+    flat.putpalette([200, 0, 0, 0, 0, 0])
+    flat.paste(0, (0, 0, 20, 32))
+    white = Image.new("RGB", (40, 32), "white")
+    white.paste((200, 0, 0), (0, 0, 20, 32))
+    expected = generated(folder, TEXT, [white], 20)
+    assert tokens(llm, prompt(TEXT, address(flat, transparency=1)))[0] == expected
+
+
+def test_of_a_photo_with_pictures_behind_it_the_first_one_counts(llm: LLM) -> None:
+    """Phones write such files (MPO), and call them JPEG."""
+    file = io.BytesIO()
+    picture(89).save(file, "MPO", save_all=True, append_images=[picture(90)])
+    url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    assert tokens(llm, prompt(TEXT, url)) == tokens(llm, prompt(TEXT, address(picture(89), "JPEG")))
+
+
 def test_files_and_hosts_are_read_where_they_are_allowed(folder: Path, tmp_path: Path) -> None:
     picture(84).save(tmp_path / "image.png")
     options = {"allowed_local_media_path": str(tmp_path), "allowed_media_domains": ["localhost"]}
@@ -377,6 +412,35 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
             body = {"input": asked, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True}
             told = (await client.post("/v1/responses", json=body)).json()
             assert told["output"][0]["content"][0]["text"] == expected.outputs[0].text, told
+            # Of the result of a tool, and of Ollama's chat and prompt: as OpenAI's chat has the same.
+            data = address(picture(51)).partition(",")[2]
+            image: dict[str, Any] = {"type": "image_url", "image_url": {"url": address(picture(51))}}
+            call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            begin = {"role": "user", "content": "Look."}
+            sampling = {"model": answer.json()["model"], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+            async def of_chat(*messages: dict[str, Any]) -> Any:
+                chat = await client.post("/v1/chat/completions", json=sampling | {"messages": messages})
+                assert chat.status_code == 200, chat.text
+                return chat.json()["choices"][0]["message"]["content"]
+
+            shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+            result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "Here."}, shown]}
+            use = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+            messages = [begin, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result, see]}]
+            told = (await client.post("/v1/messages", json=sampling | {"messages": messages})).json()
+            answered = {"role": "assistant", "content": None, "tool_calls": [call]}
+            of_tool = {"role": "tool", "tool_call_id": "a", "content": "Here."}
+            wanted = await of_chat(begin, answered, of_tool, {"role": "user", "content": [image, see]})
+            assert told["content"] == [{"type": "text", "text": wanted}], told
+            wanted = await of_chat({"role": "user", "content": [image, see]})
+            options = {"num_predict": 8, "temperature": 0}
+            body = {"model": answer.json()["model"], "stream": False, "options": options, "ignore_eos": True}
+            message = {"role": "user", "content": "See ", "images": [data]}
+            told = (await client.post("/api/chat", json=body | {"messages": [message]})).json()
+            assert told["message"]["content"] == wanted, told
+            told = (await client.post("/api/generate", json=body | {"prompt": "See ", "images": [data]})).json()
+            assert told["response"] == wanted, told
     finally:
         engine.shutdown()
 

@@ -93,7 +93,10 @@ async def test_a_form(client: httpx.AsyncClient) -> None:
     [
         ("chat", {"messages": MESSAGES, "model": "king"}, 404, "'king'"),
         ("chat", {}, 400, "messages"),
-        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "images"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "takes text only"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "images": [3]}]}, 400, "messages[0]: images must be"),
+        ("generate", {"prompt": "a", "images": "x"}, 400, "images must be a list"),
+        ("generate", {"prompt": "a", "images": ["x"], "raw": True}, 400, "leave raw out"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "a call needs"),
         ("chat", {"messages": MESSAGES, "format": "yaml"}, 400, "'yaml'"),
         ("chat", {"messages": MESSAGES, "think": "much"}, 400, "think='much' must be true, false, or one of 'low'"),

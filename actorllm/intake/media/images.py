@@ -57,6 +57,9 @@ def read_image(value: Any, allowed: Allowed, place: str) -> Image:
     try:
         if is_file:
             image = ImageOps.exif_transpose(image)
+        if "A" in image.getbands() or "transparency" in image.info:  # becomes white, as in transformers and in vLLM
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # whatever the decoder of a format raises for what a client has sent
         raise InvalidPromptError(f"{place}: the image cannot be decoded ({error!s:.200})") from error
@@ -70,7 +73,8 @@ def _opened(content: bytes, place: str) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of many pixels, which are counted below
             image = Image.open(io.BytesIO(content), formats=FORMATS)
-            is_animated = bool(getattr(image, "is_animated", False))
+            # Phones put further pictures behind a photo (MPO), such as what it says of brightness: the photo is the first one.
+            is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     except Image.DecompressionBombError as error:
         raise InvalidPromptError(
             f"{place}: the image has too many pixels, and {MAX_PIXELS} are the most; send a smaller one"

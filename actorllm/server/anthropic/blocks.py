@@ -119,14 +119,16 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
             texts.append(_string(block, "text", place))
             parts.append({"type": "text", "text": texts[-1]})
         elif kind == "image" and role == "user":
-            parts.append({"type": "image_url", "image_url": {"url": _image_address(block, place)}})
+            parts.append(_image_part(block, place))
         elif kind == "tool_use" and role == "assistant":
             name, arguments = _string(block, "name", place), orjson.dumps(block.get("input") or {}).decode()
             function = {"name": name, "arguments": arguments}
             calls.append({"id": _string(block, "id", place), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            result = block.get("content")
-            text = "" if result is None else _text_of(result, place)
+            result = [] if block.get("content") is None else _blocks(block["content"], place)
+            # Only users show images in a chat: those of a result stand in the message behind it.
+            parts += (_image_part(one, place) for one in result if one.get("type") == "image")
+            text = _text_of([one for one in result if one.get("type") != "image"], place)
             yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": text}
         elif kind not in LEFT_OUT:
             told = f"blocks of type {shown(kind)} are not supported here; text, image, tool_use and tool_result are"
@@ -140,15 +142,17 @@ def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, A
         yield {"role": role, "content": "\n".join(texts)}
 
 
-def _image_address(block: Mapping[str, Any], place: str) -> str:
+def _image_part(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if isinstance(source, Mapping) and kind == "base64":
-        return f"data:{_string(source, 'media_type', place)};base64,{_string(source, 'data', place)}"
-    if isinstance(source, Mapping) and kind == "url":
-        return _string(source, "url", place)
-    told = f"{place}: the source of an image must be of type 'base64' or 'url', not {shown(kind)}"
-    raise ApiError(400, told, "messages")
+        url = f"data:{_string(source, 'media_type', place)};base64,{_string(source, 'data', place)}"
+    elif isinstance(source, Mapping) and kind == "url":
+        url = _string(source, "url", place)
+    else:
+        told = f"{place}: the source of an image must be of type 'base64' or 'url', not {shown(kind)}"
+        raise ApiError(400, told, "messages")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _blocks(content: Any, place: str) -> list[Mapping[str, Any]]:

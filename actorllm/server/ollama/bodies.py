@@ -62,6 +62,7 @@ class GenerateBody(OllamaBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: Any = None
 
 
 class EmbedBody(Pooled):
@@ -90,7 +91,10 @@ def ask_text(
     context = (headers, defaults, model, decode)
     if not body.raw:
         system = [] if body.system is None else [{"role": "system", "content": body.system}]
-        return _as_chat(body, [*system, {"role": "user", "content": body.prompt}], None, TextLines, context)
+        content = _with_images(body.images, body.prompt, "", "images") if body.images else body.prompt
+        return _as_chat(body, [*system, {"role": "user", "content": content}], None, TextLines, context)
+    if body.images:
+        raise ApiError(400, "images cannot be placed with raw=true; leave raw out", "images")
     asked = completions.ask(
         checked(CompletionRequest, {**_fields(body), "prompt": body.prompt}, body.renamed()), *context
     )
@@ -175,17 +179,27 @@ def _warnings(body: OllamaBody) -> list[str]:
 
 def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A message as chats have it: calls have ids there, and their arguments are text."""
-    if message.get("images"):
-        raise ApiError(400, f"messages[{number}]: images are not supported: this server takes text only", "messages")
     made = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
     if message.get("tool_name") is not None:
         made["name"] = message["tool_name"]
+    if message.get("images"):
+        made["content"] = _with_images(message["images"], message.get("content"), f"messages[{number}]: ", "messages")
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
             raise ApiError(400, f"messages[{number}]: tool_calls must be a list", "messages")
         made["tool_calls"] = [_call(call, number) for call in calls]
     return made
+
+
+def _with_images(images: Any, text: Any, place: str, field: str) -> list[dict[str, Any]]:
+    """The content of a message as chats have it; images stand in front of its text, as in Ollama."""
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise ApiError(400, f"{place}images must be a list of files in base64", field)
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image;base64,{one}"}} for one in images
+    ]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
