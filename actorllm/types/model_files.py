@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,21 @@ def check_weights_exist(folder: Path) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """What it holds. Raises CorruptModelError."""
+    """What it holds. Raises CorruptModelError.
+
+    Infinity and NaN are numbers, though not of JSON: Python writes them, and config.json of many state-space models has the former.
+    """
     try:
-        return orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
+        data = file.read_bytes()
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError:
+            if b"Infinity" not in data and b"NaN" not in data:
+                raise
+            tree = json.loads(data)
+            orjson.dumps(tree)  # its texts and its other numbers are those of JSON
+            return tree
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptModelError(f"{file} cannot be read: {error}") from error
 
 

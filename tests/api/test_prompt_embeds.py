@@ -361,11 +361,14 @@ def test_embeddings_beyond_what_a_message_carries_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "differences"), [("granite-hybrid", {"embedding_multiplier": 12.0}), ("recurrent-gemma", {})]
+    ("name", "differences"),
+    [
+        ("granite-hybrid", {"embedding_multiplier": 12.0}),
+        ("recurrent-gemma", {}),
+        ("falcon-h1", {"embedding_multiplier": 5.0}),
+    ],
 )
-def test_rows_are_scaled_as_those_of_ids_where_the_model_scales_both(
-    tmp_path: Path, name: str, differences: dict[str, Any]
-) -> None:
+def test_rows_of_the_table_are_scaled_as_those_of_ids(tmp_path: Path, name: str, differences: dict[str, Any]) -> None:
     rows = save(name, tmp_path, max_position_embeddings=256, **differences).get_input_embeddings().weight.detach()
     ids = token_ids(3, 40)
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 128, "skip_tokenizer_init": True}

@@ -61,6 +61,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=dim**-0.5 * attention_in**2 * number(hf, "key_multiplier"),
         attention_output_scale=attention_in * number(hf, "attention_out_multiplier"),
         embedding_scale=number(hf, "embedding_multiplier"),
+        scales_given_rows=True,  # as in vLLM; the module of transformers scales those of ids alone
         logits_scale=number(hf, "lm_head_multiplier"),
         mlp_scales=(first, last),
         recurrent=shape,

@@ -58,7 +58,12 @@ MIXERS: dict[str, Mixer] = {
     "mlp": "none",
     "moe": "none",
 }
-RENAMED = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
 """Other names of keys."""
 NAMES = TensorNames(
     model="backbone",

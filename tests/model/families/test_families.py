@@ -273,6 +273,27 @@ def test_experts_are_read_from_one_tensor_as_from_many(tmp_path: Path) -> None:
     chunks_and_decode_steps(cpu_driver(tmp_path), model)
 
 
+def test_step_sizes_of_nemotron_h_have_the_limits_of_its_config(tmp_path: Path) -> None:
+    """By either name. `time_step_min` is none of them, whatever the module of transformers makes of it in prompts."""
+    save("nemotron-h", tmp_path, max_position_embeddings=256)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+
+    def logits(**changes: Any) -> torch.Tensor:
+        file.write_text(json.dumps(config | changes))
+        driver = cpu_driver(tmp_path)
+        driver.add(0, prompt(1, 40))
+        driver.step({0: 40}, decode=[])
+        return driver.logits[0]
+
+    plain, limited = logits(), logits(time_step_limit=[0.0, 0.01])
+    assert torch.equal(logits(time_step_min=0.5), plain)
+    assert torch.equal(logits(time_step_limit=[0.0, float("inf")]), plain)  # written as Infinity, which is not JSON
+    assert not torch.allclose(limited, plain, atol=1e-2)
+    del config["time_step_limit"]
+    assert torch.equal(logits(mamba_dt_limit=[0.0, 0.01]), limited)
+
+
 def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     plan = decoder_config(model.config.architectures[0], json.loads((tmp_path / "config.json").read_text()))
     if plan.recurrent is not None or model.config.architectures[0].startswith("Llama4"):
