@@ -13,7 +13,7 @@ from actorllm.server.logprob_format import of_prompt
 from actorllm.server.message_parts import MessageParts
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
-from actorllm.server.shape import AnswerView, OpenAIShape, PromptState
+from actorllm.server.shape import AnswerView, OpenAIShape, PromptState, versions_of
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat_template import Conversation
 from actorllm.text.reasoning.counting import ThoughtCount
@@ -198,6 +198,7 @@ class ChatShape(OpenAIShape):
             self._count(index, one)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
+            choice["weight_versions"] = versions_of(one)
         return choice
 
     def _add_to_whole(self, tree: dict[str, Any], outputs: Sequence[RequestOutput]) -> None:
@@ -221,6 +222,8 @@ class ChatShape(OpenAIShape):
             choice["stop_reason"] = one.stop_reason
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
+            if one.finish_reason is not None:
+                choice["weight_versions"] = versions_of(one)
         if self._parts is not None:
             self._count(index, one)
             is_news = self._parts.put_into_delta(index, choice, one.text, one.token_ids)

@@ -16,7 +16,7 @@ from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
 from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
-from actorllm.server.shape import AnswerView, OpenAIShape, PromptState, Shape
+from actorllm.server.shape import AnswerView, OpenAIShape, PromptState, Shape, versions_of
 from actorllm.server.tools import warnings_of
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import MAX_N, RequestOutputKind, SamplingParams
@@ -186,6 +186,8 @@ class CompletionShape(OpenAIShape):
         choice["token_ids"] = one.token_ids if has_ids else None
         choice["prompt_logprobs"] = of_prompt(output) if self.shows_prompt_logprobs else None
         choice["prompt_token_ids"] = output.prompt_token_ids if has_ids else None
+        if has_ids:
+            choice["weight_versions"] = versions_of(one)
         return choice
 
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
@@ -218,4 +220,6 @@ class CompletionShape(OpenAIShape):
             choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode, self._offsets[index])
             self._offsets[index] += self.view.logprobs.width(positions, self._decode)
         choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
+        if self.view.has_token_ids and one.finish_reason is not None:
+            choice["weight_versions"] = versions_of(one)
         return choice

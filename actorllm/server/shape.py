@@ -283,6 +283,11 @@ class OpenAIShape(Shape):
         return list(zip(one.token_ids, one.logprobs or (), strict=True))
 
 
+def versions_of(one: CompletionOutput) -> list[dict[str, Any]]:
+    """Which tokens of a sequence which version of the weights has sampled, for clients that are told of its token ids."""
+    return [span._asdict() for span in one.weight_versions or ()]
+
+
 def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
     return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_output, "completion_tokens": num_output}
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from safetensors.torch import save_file
 
@@ -15,7 +16,7 @@ from actorllm.server import create_app
 from actorllm.server.developer_routes import check_processes
 from tests.api import worker_functions
 from tests.model.updates.weight_folders import ENGINE, changed, write
-from tests.server.conftest import client_of
+from tests.server.conftest import client_of, events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -123,3 +124,40 @@ async def test_weights_come_in_parts_by_the_verbs_of_vllm(sleeper: AsyncLLM, tmp
         body = {"folder": str(write(tmp_path / "whole", changed(2)))}
         assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
         assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == text
+
+
+async def test_answers_with_token_ids_tell_which_weights_sampled_them(sleeper: AsyncLLM, tmp_path: Path) -> None:
+    """A trainer may bring new weights in the middle of an answer. Each protocol that tells ids, whole and as a stream."""
+    folder = str(write(tmp_path / "one", changed(1)))
+    many: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "dog", "return_token_ids": True, **many},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "dog"}], "return_token_ids": True, **many},
+        "/inference/v1/generate": {"token_ids": [10, 11], "sampling_params": many},
+    }
+    ends: list[tuple[list[int], dict[str, Any]]] = []
+    async with client_of(create_app(sleeper, enable_dev_endpoints=True)) as client:
+
+        async def ask(path: str, body: dict[str, Any]) -> None:
+            answer = await client.post(path, json=body)
+            trees = events_of(answer) if body["stream"] else [answer.json()]
+            choices = [choice for tree in trees for choice in tree["choices"]]
+            assert ["weight_versions" in choice for choice in choices] == [False] * (len(choices) - 1) + [True]
+            ends.append(([i for choice in choices for i in choice.get("token_ids") or ()], choices[-1]))
+
+        async with anyio.create_task_group() as tasks:
+            for path, body in asked.items():
+                for is_streamed in (False, True):
+                    tasks.start_soon(ask, path, {**body, "stream": is_streamed})
+            while (await sleeper.stats())["scheduler"]["scheduler"]["num_running"] < 6:
+                await anyio.sleep(0.001)
+            await sleeper.pause_generation(mode="keep")
+            await sleeper.update_weights_from_disk(folder, version="one")
+            await sleeper.resume_generation()
+    spans = [last["weight_versions"] for _, last in ends]
+    assert [len(ids) for ids, _ in ends] == [one[-1]["end"] for one in spans] == [200] * 6
+    assert {one[-1]["version"] for one in spans} == {"one"}
+    begun = [one for one in spans if len(one) == 2]  # the others had no token yet
+    assert begun
+    for old, new in begun:
+        assert (old["version"], old["start"], old["end"]) == ("0", 0, new["start"])

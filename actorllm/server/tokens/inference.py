@@ -20,7 +20,7 @@ from actorllm.server.operations import takes
 from actorllm.server.protocol import Body, Few, Objective, StreamOptions, TokenIds
 from actorllm.server.random_names import random_name
 from actorllm.server.sampling import SAMPLING_FIELDS, Defaults, extras_of
-from actorllm.server.shape import DONE, PromptState, Shape, usage
+from actorllm.server.shape import DONE, PromptState, Shape, usage, versions_of
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind, SamplingParams
 
@@ -161,6 +161,8 @@ class TokensShape(Shape):
                 tree["logprobs"] = LogprobsView(self._num_logprobs).of_message(positions)
             else:
                 tree["logprobs"] = {"content": [_entry(token_id, entries) for token_id, entries in positions]}
+        if one.finish_reason is not None:
+            tree["weight_versions"] = versions_of(one)
         return tree
 
 
