@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.recurrent.states import StateRows
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
 from tests.api.greedy_choices import check_choices
 from tests.api.prompted import DRAFTS
+from tests.model.adapters.lora_folders import adaptable, merged, write_adapter
 from tests.model.hf.decoders import prompt, save
 
 OPTIONS: dict[str, Any] = {
@@ -144,13 +145,33 @@ def test_sleep_and_updates(folder: Path, expected: list[list[int]]) -> None:
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' .* leave it out"),
         ({"tensor_parallel_size": 2, "topology": "process"}, "tensor_parallel_size=2 .* set it to 1"),
         ({"kv_offloading_size": 0.01}, "a KV tier .kv_offloading_size. .* leave it out"),
-        ({"enable_lora": True}, "enable_lora=True .* leave it out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_what_is_not_combined_is_refused_by_name(folder: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((UnsupportedModelError, ConfigError), match=message):
         LLM(str(folder), **INLINE | {"max_num_seqs": 4} | arguments)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "lfm2"])
+def test_adapters(name: str, tmp_path: Path) -> None:
+    """Streams of merged weights, in chunks and slots that change hands, over preemptions, and with hits of their own."""
+    model = save(name, tmp_path / "base", max_position_embeddings=256)
+    other = merged(model, write_adapter(tmp_path / "lora", adaptable(model), seed=1, size=1.0))
+    lora = LoRARequest("lora", 1, str(tmp_path / "lora"))
+    few: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 37, "num_gpu_blocks_override": 30}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(tmp_path / "base"), **INLINE | few, enable_lora=True, max_lora_rank=8) as llm:
+        for adapter, module in ((None, model), (lora, other)):
+            for num_cached in (0, 128):
+                (output,) = llm.generate(PROMPTS[2:3], params, use_tqdm=False, lora_request=adapter)
+                check_choices(module, PROMPTS[2:3], [list(output.outputs[0].token_ids)])
+                assert output.num_cached_tokens == num_cached
+        both = llm.generate(PROMPTS * 2, params, use_tqdm=False, lora_request=[None, lora] * len(PROMPTS))
+        streams = [list(output.outputs[0].token_ids) for output in both]
+        check_choices(model, [*PROMPTS, *PROMPTS][::2], streams[::2])
+        check_choices(other, [*PROMPTS, *PROMPTS][1::2], streams[1::2])
+        assert llm.stats()["scheduler"]["scheduler"]["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -29,6 +29,8 @@ from actorllm.types.adapter_folder import (
 )
 
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+PLACE = re.compile(r"(?:(?:model|language_model|backbone)\.)*(layers\..+)")
+"""Of a layer: what stands before it depends on the class that was trained. A tower for images has other names there."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -57,30 +59,54 @@ def read_adapter(
     except (SafetensorError, ValueError, KeyError) as error:
         raise InvalidParameterError(f"{folder / WEIGHTS_FILE} is no safetensors file: {error!s:.200}") from error
     del data
+    names, pairs = _by_target(adapter.path, tensors, targets)
+    if not pairs:
+        raise InvalidParameterError(f"{adapter.path}: {WEIGHTS_FILE} holds no tensors of an adapter")
+    return {
+        name: _pair(
+            adapter.path, targets[name], pair, settings.rank_of(names[name]), settings.scale_of(names[name]), dtype
+        )
+        for name, pair in pairs.items()
+    }
+
+
+def _by_target(
+    path: str, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, AdaptedLayer]
+) -> tuple[dict[str, str], dict[str, dict[str, torch.Tensor]]]:
+    """By the name of the target: what the adapter calls it, whose patterns are of such names, and the tensors of A and B."""
+    places = {place: target for name, target in targets.items() if (place := _place(name)) is not None}
+    names: dict[str, str] = {}
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = NAME.fullmatch(name)
-        target = None if match is None else targets.get(match[1]) or targets.get(f"model.{match[1]}")
+        target = None
+        if match is not None:
+            given = match[1]
+            target = targets.get(given) or targets.get(f"model.{given}") or places.get(_place(given) or "")
         if match is None or target is None:
             kinds = ", ".join(dict.fromkeys(known.rpartition(".")[2] for known in targets))
             raise InvalidParameterError(
-                f"{adapter.path}: the tensor {name!r:.200} adapts nothing that can be adapted in this model; adapt {kinds}"
+                f"{path}: the tensor {name!r:.200} adapts nothing that can be adapted in this model; adapt {kinds}"
             )
         pair = pairs.setdefault(target.name, {})
         if match[2] in pair:
             raise InvalidParameterError(
-                f"{adapter.path}: {name!r:.200} is there a second time, under another name; leave one out"
+                f"{path}: {name!r:.200} is there a second time, under another name; leave one out"
             )
         pair[match[2]] = tensor
-    if not pairs:
-        raise InvalidParameterError(f"{adapter.path}: {WEIGHTS_FILE} holds no tensors of an adapter")
-    return {name: _pair(adapter.path, targets[name], pair, settings, dtype) for name, pair in pairs.items()}
+        names[target.name] = match[1]
+    return names, pairs
+
+
+def _place(name: str) -> str | None:
+    """Of a layer of the text model, whatever that is called; None: it is none."""
+    match = PLACE.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def _pair(
-    path: str, target: AdaptedLayer, pair: Mapping[str, torch.Tensor], settings: AdapterSettings, dtype: torch.dtype
+    path: str, target: AdaptedLayer, pair: Mapping[str, torch.Tensor], rank: int, scale: float, dtype: torch.dtype
 ) -> LowRank:
-    rank = settings.rank_of(target.name)
     shapes = {"A": (rank, target.in_features), "B": (target.out_features, rank)}
     for letter, shape in shapes.items():
         tensor = pair.get(letter)
@@ -94,7 +120,7 @@ def _pair(
         if not torch.isfinite(tensor).all():
             raise InvalidParameterError(f"{path}: lora_{letter} of {target.name} has values that are not finite")
     a = pair["A"][:, target.columns].to(dtype).contiguous()
-    b = pair["B"].float()[target.rows].mul_(settings.scale_of(target.name)).T.to(dtype).contiguous()
+    b = pair["B"].float()[target.rows].mul_(scale).T.to(dtype).contiguous()
     if not torch.isfinite(a).all() or not torch.isfinite(b).all():
         raise InvalidParameterError(f"{path}: the values of {target.name} are larger than {dtype} can hold")
     return a, b

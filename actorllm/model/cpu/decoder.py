@@ -80,6 +80,9 @@ SWITCHES = frozenset(
 """What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
 
 
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""Of a layer, by their names in it."""
+
 ROTATION_BYTES = 20
 """Of a pair at a position: its angle, cosine and sine, and the complex number, which is kept."""
 
@@ -160,11 +163,7 @@ class DecoderLayer:
         elif tensors.gate_up is not None and tensors.down is not None:
             self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
         if adapters is not None and targets is not None:
-            self.qkv = adapters.adapt(self.qkv, [target.reordered(outputs) for target in targets["qkv"]])
-            self.output = adapters.adapt(self.output, targets["output"])
-            if self.experts is None:
-                self.gate_up = adapters.adapt(self.gate_up, targets["gate_up"])
-                self.down = adapters.adapt(self.down, targets["down"])
+            self._adapt(adapters, {**targets, "qkv": [target.reordered(outputs) for target in targets.get("qkv", ())]})
         self.input_norm, self.output_norm = norm(tensors.input_norm), norm(tensors.output_norm)
         self.mlp_norm, self.mlp_output_norm = norm(tensors.mlp_norm), norm(tensors.mlp_output_norm)
         self.qk_norm: QKNorm | WholeQKNorm | None = None
@@ -174,6 +173,37 @@ class DecoderLayer:
                 self.qk_norm = QKNorm(q_norm, k_norm, share, config.rms_norm_eps)
             else:
                 self.qk_norm = WholeQKNorm(q_norm, k_norm, share, config.rms_norm_eps, ranks)
+
+    def _adapt(self, adapters: AdapterSlots, targets: Mapping[str, list[AdaptedLayer]]) -> None:
+        """targets: by product, in the order of its outputs."""
+        for name in PRODUCTS:
+            if targets.get(name):
+                setattr(self, name, adapters.adapt(getattr(self, name), targets[name]))
+        if self.beside is not None:
+            first, last = self.beside
+            self.beside = adapters.adapt(first, targets["first"]), adapters.adapt(last, targets["last"])
+
+    def rebase(self, old: DecoderLayer) -> None:
+        """Let the adapters of the same layer of another decoder be added to these products."""
+        for name in PRODUCTS:
+            if isinstance(adapted := getattr(old, name, None), Adapted):
+                setattr(self, name, rebased(adapted, getattr(self, name)))
+        if self.beside is not None and old.beside is not None:
+            (first, last), (old_first, old_last) = self.beside, old.beside
+            self.beside = rebased(old_first, first), rebased(old_last, last)
+
+    def drop_weights(self) -> None:
+        """Let go of all weights but those of adapters."""
+        for one in self.beside or ():
+            if isinstance(one, Adapted):
+                one.drop_base()
+            else:
+                self.beside = None
+        for name, held in list(vars(self).items()):
+            if isinstance(held, Adapted):
+                held.drop_base()
+            elif isinstance(held, Linear | Experts | LatentAttention | RecurrentMixer):
+                delattr(self, name)
 
     def __call__(
         self,
@@ -226,7 +256,7 @@ class DecoderLayer:
         if self.latent is None:
             made = self.qkv(seen)
             if self._num_gates:
-                made, gates = made[:, : -self._num_gates], made[:, -self._num_gates :]
+                gates, made = made[:, : self._num_gates], made[:, self._num_gates :]
             heads = made.view(seen.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
             if self._rotates:
                 self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
@@ -284,13 +314,17 @@ class DecoderLayer:
 
 
 def by_part(outputs: torch.Tensor, config: DecoderConfig, share: HeadShare) -> torch.Tensor:
-    """Outputs of the first product in the order of the forward: what is rotated in adjacent pairs, and gates behind the rest."""
-    if config.gates_attention:  # a head's query and gate to all queries, and to all gates behind the values
-        both = outputs[: 2 * share.num_heads * config.head_dim].view(share.num_heads, 2, -1)
-        outputs = torch.cat((both[:, 0].reshape(-1), outputs[both.numel() :], both[:, 1].reshape(-1)))
-    num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
+    """Outputs of the first product in the order of the forward: gates before the rest, and what is rotated in adjacent pairs."""
+    start = 0
+    if (
+        config.gates_attention
+    ):  # a head's query and gate to all gates and all queries, which are one layer of the checkpoint
+        start = share.num_heads * config.head_dim
+        both = outputs[: 2 * start].view(share.num_heads, 2, -1)
+        outputs = torch.cat((both[:, 1].reshape(-1), both[:, 0].reshape(-1), outputs[2 * start :]))
     if not config.has_adjacent_pairs:
-        outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim, config.rotary_dim)
+        rotated = slice(start, start + (share.num_heads + share.num_kv_heads) * config.head_dim)
+        outputs[rotated] = interleave(outputs[rotated], config.head_dim, config.rotary_dim)
     return outputs
 
 
@@ -425,19 +459,13 @@ class Decoder:
             return
         self._adapters = other._adapters
         for layer, old in zip(self.layers, other.layers, strict=True):
-            layer.qkv, layer.output = rebased(old.qkv, layer.qkv), rebased(old.output, layer.output)
-            if layer.experts is None:
-                layer.gate_up, layer.down = rebased(old.gate_up, layer.gate_up), rebased(old.down, layer.down)
+            layer.rebase(old)
 
     def drop_weights(self) -> None:
         """Let go of all weights but those of adapters, which another decoder may still take."""
         self.lm_head, self.embedding, self.rotary = None, self.embedding.new_empty(0), []
         for layer in self.layers:
-            for name, held in list(vars(layer).items()):
-                if isinstance(held, Adapted):
-                    held.drop_base()
-                elif isinstance(held, Linear | Experts | LatentAttention | RecurrentMixer) or name == "beside":
-                    delattr(layer, name)
+            layer.drop_weights()
 
     @property
     def num_kv_heads(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.recurrent_shapes import (
     GatedDeltaShape,
     Mamba2Shape,
@@ -17,7 +17,10 @@ from actorllm.model.families.recurrent_shapes import (
     ShortConvShape,
 )
 from actorllm.model.linear import Form, LinearWeight
-from actorllm.model.weights import Weights
+from actorllm.model.weights import ALL, Weights
+
+BETWEEN = ("x_proj", "dt_proj")
+"""Products of Mamba between its first and its last one. No adapter adapts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +144,12 @@ def gated_delta_tensors(
     prefix: str, shape: GatedDeltaShape, weights: Weights, form: Form, hidden_size: int
 ) -> GatedDeltaTensors:
     """prefix: of the mixer."""
-    heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
-
-    def by_part(name: str, sizes: Sequence[int]) -> LinearWeight:
-        """A product whose outputs are grouped by key head: all heads of one part first. sizes: of a head's parts."""
-        weight = form.sharded(weights, prefix + name, heads * sum(sizes), hidden_size)
-        parts = torch.arange(weight.out_features).view(heads, -1).split(list(sizes), 1)  # type: ignore[no-untyped-call]
-        return weight.reordered(torch.cat([part.reshape(-1) for part in parts]))
-
-    value_size = repeats * shape.value_dim
-    if shape.is_split:
-        *firsts, _ = shape.products(hidden_size)
-        start = len(shape.prefix) + 1
-        parts = [form.sharded(weights, prefix + name[start:], size, hidden_size) for name, size, _ in firsts]
-    else:
-        parts = [
-            by_part("in_proj_qkvz", (shape.key_dim, shape.key_dim, value_size, value_size)),
-            by_part("in_proj_ba", (repeats, repeats)),
-        ]
+    *firsts, _ = shape.products(hidden_size)
+    start = len(shape.prefix) + 1
+    parts = [form.sharded(weights, prefix + name[start:], size, hidden_size) for name, size, _ in firsts]
+    if not shape.is_split:
+        orders = [order_by_part(shape, name[start:]) for name, *_ in firsts]
+        parts = [part.reordered(order) for part, order in zip(parts, orders, strict=True)]
     return GatedDeltaTensors(
         first=form.fused(parts),
         last=form.sharded(weights, prefix + "out_proj", hidden_size, shape.inner_size),
@@ -167,6 +158,16 @@ def gated_delta_tensors(
         decay=-weights.take(prefix + "A_log", shape.num_value_heads, dtype=torch.float32).float().exp(),
         norm=weights.take(prefix + "norm.weight", shape.value_dim, dtype=torch.float32).float(),
     )
+
+
+def order_by_part(shape: GatedDeltaShape, name: str) -> torch.Tensor:
+    """Outputs of a product that are grouped by key head: those of all heads for one part first. name: of the product."""
+    repeats = shape.num_value_heads // shape.num_key_heads
+    value_size = repeats * shape.value_dim
+    both = {"in_proj_qkvz": [shape.key_dim, shape.key_dim, value_size, value_size], "in_proj_ba": [repeats, repeats]}
+    sizes = both[name]
+    outputs = torch.arange(shape.num_key_heads * sum(sizes)).view(shape.num_key_heads, -1)
+    return torch.cat([part.reshape(-1) for part in outputs.split(sizes, 1)])  # type: ignore[no-untyped-call]
 
 
 def mamba_tensors(prefix: str, shape: MambaShape, weights: Weights, form: Form, hidden_size: int) -> MambaTensors:
@@ -232,3 +233,26 @@ def short_conv_tensors(
         kernel=kernel(prefix + "conv", size, shape.kernel_size, weights),
         kernel_bias=bias,
     )
+
+
+def recurrent_targets(
+    prefix: str, shape: RecurrentShape, hidden_size: int
+) -> tuple[list[AdaptedLayer], list[AdaptedLayer]]:
+    """What adapters may adapt of a layer: of its first product, in the order of its outputs, and of its last one.
+
+    prefix: of the layer.
+    """
+    products = shape.products(hidden_size)
+    firsts: list[AdaptedLayer] = []
+    end = 0
+    for name, size, num_inputs in products[:-1]:
+        if name.endswith(BETWEEN):
+            continue
+        start, end = end, end + size
+        order = torch.arange(size)
+        if isinstance(shape, GatedDeltaShape) and not shape.is_split:
+            order = order_by_part(shape, name.rpartition(".")[2])
+        firsts.append(AdaptedLayer(prefix + name, size, num_inputs, order, ALL, slice(start, end)))
+    name, size, num_inputs = products[-1]
+    last = AdaptedLayer(prefix + name, size, num_inputs, torch.arange(size), ALL, slice(0, size))
+    return firsts, [last]

@@ -15,7 +15,7 @@ import torch
 
 from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
-from actorllm.model.families.recurrent_tensors import RecurrentTensors, recurrent_tensors
+from actorllm.model.families.recurrent_tensors import RecurrentTensors, recurrent_targets, recurrent_tensors
 from actorllm.model.families.stacked_experts import StackedExperts
 from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
@@ -240,7 +240,7 @@ class DecoderTensors:
         return self._weights.take(name, self._config.num_heads, rows=heads, dtype=torch.float32).float()
 
     def targets(self, index: int) -> dict[str, list[AdaptedLayer]]:
-        """What of a layer can be adapted, by the product of `LayerTensors` that computes it."""
+        """What of a layer can be adapted, by the product of `LayerTensors` that computes it, or of `recurrent` beside attention."""
         c, share, names = self._config, self.share, self._config.names
         prefix = self._prefix(index)
         q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
@@ -263,12 +263,19 @@ class DecoderTensors:
             whole = torch.arange(c.hidden_size)
             return [AdaptedLayer(prefix + name, c.hidden_size, size, whole, self._part(part), slice(0, c.hidden_size))]
 
-        found = {
-            "qkv": side_by_side(names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part)),
-            "output": summed(names.output, q_size, q_part),
-        }
-        if not self._has_experts(index):
-            found["gate_up"] = side_by_side(names.gate_up, (inner, inner), (inner_part, inner_part))
+        found: dict[str, list[AdaptedLayer]] = {}
+        if c.attends(index):
+            made, made_part = q_size, q_part
+            if c.gates_attention:
+                made, made_part = 2 * q_size, _times(share.heads, 2 * c.head_dim)
+            found["qkv"] = side_by_side(names.qkv, (made, kv_size, kv_size), (made_part, kv_part, kv_part))
+            found["output"] = summed(names.output, q_size, q_part)
+        if c.recurrent is not None and c.recurs(index):
+            first, last = recurrent_targets(prefix, c.recurrent, c.hidden_size)
+            found |= {"first": first, "last": last} if c.attends(index) else {"qkv": first, "output": last}
+        if c.adds_mlp(index) and not self._has_experts(index):
+            count = 1 + c.has_gate
+            found["gate_up"] = side_by_side(names.gate_up, (inner,) * count, (inner_part,) * count)
             found["down"] = summed(names.down, inner, inner_part)
         return found
 

@@ -78,6 +78,14 @@ def write_adapter(
     return deltas
 
 
+def adaptable(model: Any) -> dict[str, tuple[int, int]]:
+    """Sizes of all linear layers but for the head, and for those of Mamba between its first and its last one."""
+    found = {name: layer for name, layer in model.named_modules() if type(layer) is torch.nn.Linear}
+    left_out = [name for name, layer in found.items() if layer is model.get_output_embeddings()]
+    left_out += [name for name in found if name.endswith(("x_proj", "dt_proj"))]
+    return shapes_of({name: layer for name, layer in found.items() if name not in left_out})
+
+
 def shapes_of(layers: Mapping[str, torch.nn.Linear]) -> dict[str, tuple[int, int]]:
     return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from actorllm.errors import InvalidParameterError
 from actorllm.types.adapter_folder import AdapterDigests
 from tests.model.adapters.adapted_models import adapted_driver, expected, last_logits, put
-from tests.model.adapters.lora_folders import linear_layers, merged, shapes_of, write_adapter
+from tests.model.adapters.lora_folders import adaptable, linear_layers, merged, shapes_of, write_adapter
 from tests.model.hf.decoders import TOLERANCE, prompt, save
 
 pytestmark = pytest.mark.usefixtures("computed_as_asked")
@@ -31,12 +31,22 @@ LENGTH = 23
         ("phi3", {}),
         ("olmo2", {}),
         ("gemma3", {}),
+        ("mamba2", {}),
+        ("mamba", {"tie_word_embeddings": False}),
+        ("granite-hybrid", {"num_local_experts": 0}),
+        ("falcon-h1", {}),
+        ("qwen3-next", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("qwen3.5", {}),
+        ("recurrent-gemma", {}),
+        ("lfm2", {}),
+        ("jamba", {"num_experts": 1}),
+        ("nemotron-h", {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "num_hidden_layers": 3}),
     ],
 )
 def test_logits_are_those_of_merged_weights(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     model = save(family, tmp_path / "base", **more)
     driver = adapted_driver(tmp_path / "base")
-    layers = shapes_of(linear_layers(model))
+    layers = adaptable(model)
     deltas = {
         1: write_adapter(tmp_path / "1", layers, seed=1),
         2: write_adapter(tmp_path / "2", layers, seed=2, r=8, use_rslora=True, rank_pattern={"o_proj": 3}),
@@ -155,3 +165,45 @@ def test_a_folder_that_is_changed_before_it_is_read_is_refused(tmp_path: Path) -
     assert runner.adapters is not None
     with pytest.raises(InvalidParameterError, match="was changed since the request came"):
         runner.adapters.read(adapter)
+
+
+@pytest.mark.parametrize("family", ["falcon-h1", "qwen3.5"])
+def test_other_weights_of_recurrent_layers_get_the_adapters(family: str, tmp_path: Path) -> None:
+    """As an update of the weights and a sleep bring them."""
+    model = save(family, tmp_path / "base")
+    driver = adapted_driver(tmp_path / "base")
+    runner = driver.runner
+    deltas = write_adapter(tmp_path / "1", adaptable(model), seed=1)
+    put(runner, 1, tmp_path / "1")
+    source = runner.config.model.weights
+    for slot, releases in enumerate((False, True)):
+        if releases:
+            runner.release_weights(source, keeps_pages=True)
+        runner.commit_weights(runner.stage_weights(source))
+        logits = last_logits(driver, {slot: (prompt(slot, LENGTH), 1)})[slot]
+        assert (logits - expected(merged(model, deltas), driver, slot, LENGTH)).abs().max() < TOLERANCE
+
+
+def test_layers_are_found_by_their_place_whatever_class_was_trained(tmp_path: Path) -> None:
+    """Names before the layers differ by the class, and patterns of ranks are of the names that the adapter has."""
+    model = save("llama", tmp_path / "base")
+    driver = adapted_driver(tmp_path / "base")
+    name, tokens = "model.layers.1.self_attn.o_proj", prompt(1, LENGTH)
+    for slot, other in enumerate(("model.language_model.layers.1", "language_model.model.layers.1", "layers.1")):
+        adapted = other + ".self_attn.o_proj"
+        deltas = write_adapter(tmp_path / str(slot), {adapted: (48, 48)}, seed=1, rank_pattern={adapted: 2})
+        put(driver.runner, 1, tmp_path / str(slot))
+        logits = last_logits(driver, {slot: (tokens, 1)})[slot]
+        wanted = expected(merged(model, {name: deltas[adapted]}), driver, slot, LENGTH)
+        assert (logits - wanted).abs().max() < TOLERANCE
+    write_adapter(tmp_path / "tower", {"model.visual.layers.1.self_attn.o_proj": (48, 48)})
+    with pytest.raises(InvalidParameterError, match=r"visual\.layers\.1.*adapts nothing"):
+        put(driver.runner, 1, tmp_path / "tower")
+
+
+def test_what_is_between_the_products_of_mamba_is_refused_by_name(tmp_path: Path) -> None:
+    save("mamba", tmp_path / "base")
+    runner = adapted_driver(tmp_path / "base").runner
+    write_adapter(tmp_path / "1", {"backbone.layers.0.mixer.x_proj": (21, 96)})
+    with pytest.raises(InvalidParameterError, match=r"mixer\.x_proj.* adapts nothing .*; adapt in_proj, out_proj"):
+        put(runner, 1, tmp_path / "1")

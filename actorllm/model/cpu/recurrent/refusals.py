@@ -17,7 +17,6 @@ def check_recurrent(config: EngineConfig) -> None:
             "leave it out: the state of a rejected draft cannot be taken back",
         ),
         f"kv_cache_dtype={config.cache.dtype!r}": (config.cache.dtype != "auto", "leave it out"),
-        "enable_lora=True": (config.lora is not None, "leave it out"),
         "batch_invariant=True": (config.batch_invariant, "leave it out"),
         "a KV tier (kv_offloading_size)": (config.cache.has_tiers, "leave it out: tiers keep blocks, and no states"),
         "roles": (bool(config.cache.pools), "leave it out: replicas lend blocks, and no states"),
