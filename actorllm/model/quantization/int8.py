@@ -16,6 +16,10 @@ LIMIT = 127
 OFFSET = 128
 """Added to the codes of activations: products of unsigned by signed numbers are the ones that processors are fast at."""
 
+_LARGEST = torch.tensor(float(LIMIT), dtype=torch.float32, device="cpu")
+_ROUNDING = torch.tensor(OFFSET + 0.5, dtype=torch.float32, device="cpu")
+"""Numbers of Python would be made tensors in every product, which takes longer than dividing some rows by them."""
+
 
 class Int8(PerOutput):
     """See the module docstring."""
@@ -46,9 +50,9 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A token that is not finite has a scale that is not, either, so that its products are not finite.
     """
     exact = x.float()
-    scales = exact.abs().amax(1, keepdim=True).div_(LIMIT).clamp_min_(torch.finfo(torch.float32).tiny)
+    scales = exact.abs().amax(1, keepdim=True).div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
     # Conversion cuts off what is behind the point: with the half this rounds to the nearest.
-    return exact.mul(scales.reciprocal()).add_(OFFSET + 0.5).to(torch.uint8), scales
+    return exact.mul(scales.reciprocal()).add_(_ROUNDING).to(torch.uint8), scales
 
 
 def rescaled(
