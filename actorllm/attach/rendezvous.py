@@ -4,7 +4,7 @@ Owns the folder, the names in it, and what the two sides check of each other. Th
 Without that it is /run/user/<uid>/actorllm, or actorllm-<uid> in the folder for temporary files; its mode is 0700. An
 entry is a SEQPACKET socket on which the owner of the engine listens. Its frames are those of `child.send_frame`:
 
-    program → engine    hello {version}  describe  join  leave  relink {replica}
+    program → engine    hello {version}  describe  join  leave  relink {replica, link}
     engine → program    welcome {pid, config}  description {...}  refused {type_name, message}
                         joined {config}  link {info, generation, num_spokes, index} + descriptors
                         lost {link, generation, type_name, error}  bye {type_name, message}

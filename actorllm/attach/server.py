@@ -31,7 +31,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.load_board import LoadBoard
 from actorllm.actors.memory_file import MemoryFile
-from actorllm.actors.topology import ActorSpec, attached_frontend
+from actorllm.actors.topology import ActorSpec, LinkSpec, attached_frontend
 from actorllm.attach.rendezvous import Claim, Peer, claim, peer_of
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -47,6 +47,9 @@ from actorllm.supervision.children import RemoteChild
 from actorllm.supervision.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+FIRST_OF_RELINKED = 1_000_000
+"""Links that are made once more are numbered from here: the numbers of programs stay below."""
 
 ACCEPT_PAUSE_S = 1.0
 """How long no connection is accepted when this process has no descriptor left."""
@@ -105,7 +108,7 @@ class AttachServer:
         self._began = now()
         self._visitors: set[Visitor] = set()
         self._waiting: list[Visitor] = []
-        self._num_joined = 0
+        self._num_joined = self._num_relinked = 0
 
     async def run(self, on_ready: Callable[[], object]) -> None:
         self._loop = current_loop()
@@ -193,7 +196,7 @@ class AttachServer:
                 else:
                     self._join(visitor)
             case "relink" if visitor.is_joined:
-                self._relink(visitor, int(frame["replica"]))
+                self._relink(visitor, int(frame["replica"]), str(frame["link"]))
             case "describe":
                 self._describe(visitor)
             case "leave":
@@ -256,19 +259,25 @@ class AttachServer:
             visitor.children.pop(replica, None)
             raise
 
-    def _relink(self, visitor: Visitor, replica: int) -> None:
-        """A scheduler has dropped the link of this program, and goes on. To it, what comes by another one is a new program."""
-        child, supervisor = visitor.children.pop(replica, None), self._supervisors().get(replica)
+    def _relink(self, visitor: Visitor, replica: int, lost: str) -> None:
+        """A scheduler has dropped a link of this program, and goes on. To it, what comes by another one is a new program.
+
+        lost: the name of the link. It may be asked for once more while the answer is on its way.
+        """
+        child, supervisor = visitor.children.get(replica), self._supervisors().get(replica)
         if child is not None:
+            if LinkSpec.pair("scheduler", child.spec.name).name != lost:
+                return
+            del visitor.children[replica]
             child.gone.set()
             child.supervisor.dismiss(
                 child.spec.name, PeerLostError(f"the attached process {visitor.peer.pid} gets another link")
             )
         if supervisor is None:
             return  # every program gets a link when it runs again
-        self._num_joined += 1
+        self._num_relinked += 1  # numbers of programs are rows of the board
         try:
-            self._admit(visitor, replica, supervisor, self._num_joined)
+            self._admit(visitor, replica, supervisor, FIRST_OF_RELINKED + self._num_relinked)
         except (ActorLLMError, OSError) as error:  # it asks again
             logger.error("process %d gets no link to replica %d: %s", visitor.peer.pid, replica, error)
 

@@ -75,6 +75,8 @@ class AttachedReplica:
         self.place: Mapping[str, Any] | None = None
         """On another machine: how its agent is called, while the owner has it there."""
         self.node: JoinedNode | None = None
+        self.lost_link = ""
+        """The name of the last one that its scheduler has dropped."""
         self.pause_s, self.asked_at = FIRST_PAUSE_S, 0.0
         """Before the owner is asked for another link, and when it last was, in monotonic seconds."""
         self._client = client
@@ -350,7 +352,7 @@ class FleetAttachClient(AttachClient):
         if isinstance(loss, PeerRestartedError) and replica.child is not None:
             replica.child.lose(frame["link"], frame["generation"], loss)
         else:
-            replica.is_lost = True  # the owner says where its streams go
+            replica.is_lost, replica.lost_link = True, frame["link"]  # the owner says where its streams go
             self._tasks.start_soon(self._lose_unless_told, replica, replica.frontend, loss)
 
     async def _lose_unless_told(self, replica: AttachedReplica, frontend: ReplicaFrontend, loss: ActorLLMError) -> None:
@@ -372,7 +374,7 @@ class FleetAttachClient(AttachClient):
             if not replica.is_lost or replica.frontend is not frontend or replica.is_removed:
                 return
             replica.pause_s, replica.asked_at = min(2 * replica.pause_s, LONGEST_PAUSE_S), now()
-            self._send("relink", replica=replica.number)
+            self._send("relink", replica=replica.number, link=replica.lost_link)
 
     def _lose(self, replica: AttachedReplica, error: ActorLLMError) -> None:
         """It is gone for good; what it had goes on elsewhere."""
