@@ -478,6 +478,7 @@ class Dispatcher:
         source.frontend.adopt(pinned, lost_at)
         if entries and not self._candidates(source):
             source.frontend.fail(entries, error)
+            self._show_sent(source)
         else:
             self._rehome(source, entries, lost_at, is_trial=True)
 
@@ -493,9 +494,11 @@ class Dispatcher:
         pinned = {rid: entry for rid, entry in left.items() if pin_of(entry.consumer) == source.number}
         reason = f"data_parallel_rank={source.number}: this replica is lost for good; leave data_parallel_rank out to be moved"
         source.frontend.fail(pinned, ReplicaLostError(reason))
+        self._show_sent(source)
         rest = {rid: entry for rid, entry in left.items() if rid not in pinned}
         if rest and not self._candidates(source):
             source.frontend.fail(rest, EngineDeadError("no other replica of the engine runs"))
+            self._show_sent(source)
         else:
             self._rehome(source, rest, None, is_trial=any(entry.record.num_deaths for entry in rest.values()))
 
