@@ -120,6 +120,9 @@ class NewWeights:
         if needed > available and kept is not None:
             needed -= kept.room_for(sum(sizes))
             available = memory.available_bytes()
+        if needed > available and kept is not None:  # files of other sizes may be kept beside the one that serves
+            kept.clear()
+            needed, available = 2 * sum(sizes) + max(sizes), memory.available_bytes()
         if needed > available:
             raise EngineError(
                 f"update_info: {len(files)} files have {sum(sizes)} bytes, and copying them takes {needed} bytes of memory, of "

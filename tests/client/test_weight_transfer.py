@@ -104,6 +104,25 @@ def test_files_that_are_larger_than_the_memory_are_not_read(tmp_path: Path, monk
     read(given).close()
 
 
+def test_memory_is_given_back_where_a_part_of_it_serves_and_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version came in parts of several sizes, whose files are all kept."""
+    save_file({"a": torch.ones(LEAST_BYTES)}, tmp_path / "a.safetensors")
+    size = (tmp_path / "a.safetensors").stat().st_size
+    weights = WeightMemory()
+    lasting = weights.new(4 * size)
+    for part in [weights.new(size), weights.new(2 * size)]:
+        part.close()
+    assert weights.num_kept_bytes == 3 * size
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * size - weights.num_kept_bytes)
+    new = read({"update_info": {"files": [str(tmp_path / "a.safetensors")]}}, weights)
+    assert weights.num_kept_bytes == 0
+    new.close()
+    lasting.close()
+    weights.close()
+
+
 def test_memory_that_is_kept_counts_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a version before serves the copy; where it has another size, it is given back first."""
     save_file({"a": torch.ones(LEAST_BYTES)}, tmp_path / "a.safetensors")
