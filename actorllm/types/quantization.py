@@ -341,6 +341,8 @@ def _auto_round(tree: Mapping[str, Any]) -> QuantizedCheckpoint:
                 _check_pattern("quantization_config.extra_config", name)
             ignored.append(f"re:{name}" if is_pattern else name)
             continue
+        if name == "lm_head" and found:
+            raise _unknown("quantization_config.extra_config['lm_head'].bits", found.get("bits"), 16, AUTO_ROUND)
         for key in ("bits", "group_size", "sym"):
             if key in found and found[key] != tree.get(key):
                 where = f"quantization_config.extra_config[{name!r:.80}].{key}"

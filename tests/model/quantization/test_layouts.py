@@ -322,6 +322,7 @@ def test_corrupt_files_are_refused_by_the_name_of_the_tensor(
         (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "quantization_config.packing_format is 'auto_round:fp8'"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp'"),
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, r"extra_config\['a'\]\.bits is 8, 4 is read"),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4}}}, r"extra_config\['lm_head'\]\.bits is 4, 16 is read"),
         (BITSANDBYTES | {"load_in_4bit": False}, "quantization_config.load_in_4bit is None, True is read"),
         (
             BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"},
