@@ -145,11 +145,19 @@ async def test_answers_with_token_ids_tell_which_weights_sampled_them(sleeper: A
             assert ["weight_versions" in choice for choice in choices] == [False] * (len(choices) - 1) + [True]
             ends.append(([i for choice in choices for i in choice.get("token_ids") or ()], choices[-1]))
 
+        async def count(name: str) -> int:
+            return int((await sleeper.stats())["scheduler"]["scheduler"][name])
+
+        await sleeper.pause_generation(mode="keep")  # so that none has ended before the last one begins
         async with anyio.create_task_group() as tasks:
             for path, body in asked.items():
                 for is_streamed in (False, True):
                     tasks.start_soon(ask, path, {**body, "stream": is_streamed})
-            while (await sleeper.stats())["scheduler"]["scheduler"]["num_running"] < 6:
+            while await count("num_waiting") < 6:
+                await anyio.sleep(0.001)
+            before = await count("num_output_tokens")
+            await sleeper.resume_generation()
+            while await count("num_output_tokens") < before + 6:
                 await anyio.sleep(0.001)
             await sleeper.pause_generation(mode="keep")
             await sleeper.update_weights_from_disk(folder, version="one")
