@@ -912,7 +912,7 @@ def _quantization_twin(given: dict[str, Any], device: str) -> bool | None:
     if given["quantization_twin"]:
         # On one machine the first of the replicas finds out for all of them.
         is_elsewhere = device != "cpu" or given["nodes"] or _is_of_ray(given)
-        alone: dict[str, Any] = {"data_parallel_size": 1} if is_elsewhere else {}
+        alone: dict[str, Any] = {"data_parallel_size": 1, "max_replicas": None} if is_elsewhere else {}
         if device == "cpu" and given["tensor_parallel_size"] not in (None, 1):  # on CUDA, ranks agree wherever they are
             alone |= {"nnodes": 1, "is_launched": False}
         for name, value in alone.items():

@@ -42,6 +42,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatev
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+# What the first replica on a machine has measured decides for all later ones: no run does so for another.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="actorllm-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 if not IS_ASKED_TO_EXEC:
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="actorllm-sizes-")
     atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)

@@ -128,7 +128,7 @@ class WorkerActor(Actor):
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
-        if config.data_parallel_size > 1 and not self.rank:
+        if (config.data_parallel_size > 1 or config.max_replicas) and not self.rank:
             from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
 
             sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)

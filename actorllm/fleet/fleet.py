@@ -411,6 +411,9 @@ class Fleet:
                 f"and replica {number} with {known}: streams that move between them would change; use machines and versions of "
                 f"one kind"
             )
+        scheme = facts.get("scheme")
+        if scheme is not None and self._given.model.scheme is None:  # those to come, and lives to come, take it as well
+            self.change_config(lambda config: replace(config, model=replace(config.model, scheme=scheme)))
 
     # Controls
 

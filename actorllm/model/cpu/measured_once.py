@@ -39,6 +39,10 @@ def measured_once(key: str, measure: Callable[[], str]) -> str | None:
     """
     try:
         file = path()
+    except RuntimeError as error:  # there is no home folder
+        logger.warning("nothing is measured for replicas, which could differ: %s; set XDG_CACHE_HOME", error)
+        return None
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
             known = _read(file)
@@ -47,8 +51,10 @@ def measured_once(key: str, measure: Callable[[], str]) -> str | None:
                 _write(file, dict(list(known.items())[-MAX_ENTRIES:]))
             return known[key]
     except OSError as error:
-        logger.warning("nothing is measured for replicas, which could differ: %s", error)
-        return None
+        found = _read(file).get(key)
+        if found is None:
+            logger.warning("nothing is measured for replicas, which could differ: %s", error)
+        return found
 
 
 @contextlib.contextmanager
@@ -72,7 +78,7 @@ def _read(file: Path) -> dict[str, str]:
     try:
         known = json.loads(file.read_text())
         return {key: found for key, found in known.items() if isinstance(found, str)}
-    except (FileNotFoundError, ValueError, AttributeError):  # not there yet, or not ours
+    except (OSError, ValueError, AttributeError):  # not there yet, not to be read, or not ours
         return {}
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from actorllm import __version__
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model import memory
@@ -143,8 +144,6 @@ def _fastest_here(config: EngineConfig, plan: Plan, dtype: torch.dtype) -> Schem
         found, told = _measured_for(config, dtype, form, may_twin=may_twin, is_small=_is_small(plan))
     finally:
         set_own_num_threads(before)
-    if found is None:
-        return None
     if not is_rounded and model.quantization is not None:  # the weights of a checkpoint stay as they are
         found = Scheme("int4", found.prompt if found.prompt == "int8" else "int4")
     found = _within_memory(found, config, _number_of_weights(plan))
@@ -211,23 +210,32 @@ def _is_shared(config: EngineConfig) -> bool:
 
 def _measured_for(
     config: EngineConfig, dtype: torch.dtype, form: Form, *, may_twin: bool, is_small: bool
-) -> tuple[Scheme | None, str]:
-    """As `measured`; for replicas once on a machine. None: they could differ."""
+) -> tuple[Scheme, str]:
+    """As `measured`; for replicas once on a machine. What was asked for, if they cannot tell each other."""
     if not _is_shared(config):
         return measured(dtype, form, may_twin=may_twin, is_small=is_small)
     form_name = form.__name__ if isinstance(form, type) else repr(form)
-    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    parts = (processor_name(), isa, torch.__version__, dtype, form_name, may_twin, is_small)
+    # A processor's name may be that of several kinds, and a folder may be that of several machines.
+    machine = (processor_name(), torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    parts = (*machine, is_exact(), torch.__version__, __version__, dtype, form_name, may_twin, is_small)
     found = measured_once(
         " | ".join(map(str, parts)), lambda: str(measured(dtype, form, may_twin=may_twin, is_small=is_small)[0])
     )
-    return (None if found is None else Scheme.parse(found)), "measured once for all replicas of this machine"
+    if found is not None:
+        return Scheme.parse(found), "measured once for all replicas of this machine"
+    asked = str(dtype).removeprefix("torch.")
+    if form is not Dense and is_exact():
+        asked = "int4" if isinstance(form, Int4Weights) else "int8"
+    return Scheme(asked, asked), "as asked for"
 
 
 def _within_memory(found: Scheme, config: EngineConfig, num_weights: int) -> Scheme:
-    """The same, or what takes less memory. Replicas share all that the machine has: what is free would differ between them."""
+    """The same, or what takes less memory.
+
+    What is free would differ between replicas: they share half of what the machine has, since others have some of it, too.
+    """
     model, size = config.model, max(config.data_parallel_size, config.max_replicas)
-    available = memory.limit_bytes() // size if _is_shared(config) else memory.available_bytes()
+    available = memory.limit_bytes() // (2 * size) if _is_shared(config) else memory.available_bytes()
     if found.is_twin and model.quantization_twin is None:
         if num_weights * NUM_BYTES[found.prompt] > TWIN_SHARE * available:
             return Scheme(found.decode, found.decode)

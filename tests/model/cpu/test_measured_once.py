@@ -61,3 +61,18 @@ def test_a_process_that_holds_the_file_for_too_long_is_not_waited_for(
         assert measured_once("key", lambda: "found") is None
     assert "is held by another process" in caplog.text
     assert measured_once("key", lambda: "found") == "found"
+    with path().with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert measured_once("key", lambda: "anew") == "found", "what is known needs no lock"
+
+
+def test_without_a_home_folder_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert measured_once("key", lambda: "found") is None
+    assert "set XDG_CACHE_HOME" in caplog.text
