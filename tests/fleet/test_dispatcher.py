@@ -6,6 +6,7 @@ import inspect
 import logging
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -338,6 +339,34 @@ def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
     link = FakeLink("scheduler")
     frontend.on_link(link)  # type: ignore[arg-type]
     assert [message.rid for message in link.sent] == [rids[1]]
+
+
+@pytest.mark.parametrize("pin", [None, 0])
+def test_requests_that_fail_with_their_replica_are_no_load_for_other_programs(pin: int | None) -> None:
+    """An owner waits for them before it lets a node go."""
+    told: dict[int, int] = {}
+    board = SimpleNamespace(
+        has_others=True, write_journal=lambda program, replica, load: told.update({replica: load.num_waiting})
+    )
+    replicas: dict[int, Any] = {}
+    dispatcher = Dispatcher(replicas, RoundRobin())
+    dispatcher.share(board, 1)  # type: ignore[arg-type]
+    lost: list[tuple[Any, BaseException]] = []
+    replicas[0] = FakeReplica(
+        0, ReplicaFrontend(dispatcher.next_rid, lambda entries, error: lost.append((entries, error)))
+    )
+    replicas[0].connect()
+    mailbox = Mailbox()
+    mailbox.replica = pin
+    dispatcher.submit(
+        lambda rid: Submit(rid=rid, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=9),
+        mailbox,
+        lambda rid: None,
+    )
+    assert told == {0: 1}
+    dispatcher.move_rest(replicas[0])
+    assert mailbox.error is not None
+    assert told == {0: 0}
 
 
 def replicas_that_answer(*numbers: int) -> dict[int, Any]:
