@@ -127,6 +127,12 @@ async def test_a_program_that_joins_later_knows_which_replicas_are_drained(owner
         await until(lambda: llm.health().replicas[0].state == "running")
 
 
+def links_of(owner: AsyncLLM) -> list[str]:
+    """The names of the links that other programs have."""
+    visitors = owner._engine._fleet.attached._visitors  # type: ignore[attr-defined]
+    return sorted(child.spec.name for visitor in visitors for child in visitor.children.values())
+
+
 @pytest.mark.anyio
 async def test_a_link_that_its_scheduler_has_dropped_is_made_once_more(
     owner: AsyncLLM, guest: AsyncLLM, undisturbed: dict[str, Told], monkeypatch: pytest.MonkeyPatch
@@ -147,6 +153,11 @@ async def test_a_link_that_its_scheduler_has_dropped_is_made_once_more(
         now = [(one.pids["scheduler"], one.pids["worker0"]) for one in owner.health().replicas]
         assert now == pids, "nothing was started again"
         assert_same(await run_all(guest, data_parallel_rank=0), undisturbed)
+    # What was asked for once more while the answer was on its way: the program keeps the link that it has.
+    fleet, links = guest._engine._fleet, links_of(owner)  # type: ignore[attr-defined]
+    guest._engine._thread.call(fleet._send, "relink", replica=0, link=replica.lost_link).result(10)
+    assert_same(await run_all(guest, data_parallel_rank=0), undisturbed)
+    assert links_of(owner) == links
     assert moved(guest)
 
 
