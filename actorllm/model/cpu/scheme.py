@@ -22,7 +22,7 @@ from actorllm import __version__
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model import memory
-from actorllm.model.cpu.layers import WidenedLinear, linear, widens
+from actorllm.model.cpu.layers import PairedLinear, WidenedLinear, linear, paired, widens
 from actorllm.model.cpu.measured_once import measured_once
 from actorllm.model.cpu.thread_count import set_own_num_threads
 from actorllm.model.families.decoder_config import DecoderConfig
@@ -39,7 +39,7 @@ from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import is_exact
 from actorllm.model.registry import Plan
 from actorllm.types.processor import processor_name
-from actorllm.types.quantization import GGUF, PLAIN, ROUNDING
+from actorllm.types.quantization import GGUF, INT8, PLAIN, ROUNDING
 
 NUM_BYTES = {"int4": 0.625, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """Of a weight."""
@@ -134,7 +134,9 @@ def _fastest_here(config: EngineConfig, plan: Plan, dtype: torch.dtype) -> Schem
     may_twin = _has_two_forms(plan) and model.pooler is None
     may_twin = may_twin and not config.batch_invariant and model.quantization_twin is not False
     if model.quantization is None:
-        if not is_fused or config.batch_invariant or dtype != torch.bfloat16 or widens(dtype):
+        # With codes in the cache bits are fixed as well: else those of a block would depend on its steps.
+        has_fixed_bits = config.batch_invariant or config.cache.dtype == INT8
+        if not is_fused or has_fixed_bits or dtype != torch.bfloat16 or widens(dtype):
             return None
     elif not is_rounded and not (may_twin and isinstance(form, Int4Weights)):
         return None
@@ -341,11 +343,14 @@ def products(
     def of(weight: LinearWeight) -> Linear:
         if isinstance(weight, SideBySide):
             return SideBySideLinear([of(part) for part in weight.parts])
-        if isinstance(weight, Dense) and weight.weight.dtype == torch.bfloat16:
+        is_wide = "float32" in (scheme.decode, scheme.prompt)
+        if is_wide and isinstance(weight, Dense) and weight.weight.dtype == torch.bfloat16:
+            wide: Linear = WidenedLinear(weight.weight, weight.bias)
+            wide = PairedLinear(wide) if make is paired else wide
             if scheme.decode == "float32":
-                return WidenedLinear(weight.weight, weight.bias)
-            if kinds is not None and scheme.prompt == "float32":
-                return ByKindLinear(make(weight), WidenedLinear(weight.weight, weight.bias), kinds)
+                return wide
+            if kinds is not None:
+                return ByKindLinear(make(weight), wide, kinds)
         if isinstance(weight, Int4) and kinds is not None:
             twin = nearest(weight.dense(), weight.bias, dtype)
             if isinstance(twin, Int8):  # else 8 bits would change the weight too much

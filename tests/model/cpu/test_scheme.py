@@ -129,6 +129,7 @@ def test_where_there_is_no_choice_nothing_is_measured(monkeypatch: pytest.Monkey
     monkeypatch.delattr(scheme, "measured")
     assert chosen("float32") is None
     assert chosen(batch_invariant=True) is None
+    assert chosen(kv_cache_dtype="int8") is None
     elsewhere = {"nodes": ["10.0.0.2:7040"], "node_key_file": "key"}
     assert chosen(quantization="int8", data_parallel_size=2, **elsewhere) is None
     assert chosen(quantization="int8", pipeline_parallel_size=2) is None
