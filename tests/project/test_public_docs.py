@@ -200,6 +200,8 @@ def test_an_example_runs(name: str, doors: dict[str, LLM], trained: Any, capsys:
         names |= {**doors, "engine": doors["llm"].llm_engine}
         exec(compile(EXAMPLES[name], name, "exec"), names)
     assert ("print(" in EXAMPLES[name]) == bool(capsys.readouterr().out.strip())
+    for door in doors.values():  # after `unload`: what it opens anew is no leak of the next example
+        door._engine.start()
 
 
 def test_the_main_methods_have_examples() -> None:
