@@ -59,6 +59,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TORN_PAUSE_S = 0.1
+"""Before a rank ends that others wait for. Those fail in their turn as soon as one has ended: it is to be known by then which was
+the first, and that is the cause."""
+
 
 class WorkerActor(Actor):
     """Executes plans. Rank 0 reports tokens, in a pipeline the first one of the last stage; the others acknowledge."""
@@ -359,8 +363,9 @@ class WorkerActor(Actor):
             self.drop_plans_of(link)
             return
         except Exception as error:  # of a step: the scheduler is told which, and finds the request at fault
-            if self.runner.is_torn:
-                raise  # the other ranks wait in a collective that this one will not enter
+            if self.runner.is_torn:  # the other ranks wait in a collective that this one will not enter
+                await anyio.sleep(TORN_PAUSE_S)
+                raise
             failure = self.failure_of(link, plan, error)
             self.check_itself(plan.step, failure.error)
             self.report(link, failure)
