@@ -255,7 +255,7 @@ async def test_an_owner_that_goes_leaves_nothing_and_the_agent_listens(folder: P
 
 @pytest.mark.slow(reason="a replica here, and one that fails to start")
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="all that this processor has is the same"
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no lower instructions to compute with here"
 )
 @pytest.mark.anyio
 async def test_a_node_that_computes_in_another_way_is_refused(folder: Path) -> None:
