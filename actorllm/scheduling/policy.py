@@ -275,6 +275,13 @@ class KeyPolicy:
         """
         return False
 
+    def giving_way(self, sequence: Sequence, view: View) -> list[Sequence]:
+        """The running requests of which `preempt_for` is true, in the order of `View.running`.
+
+        Asked in each step of a full engine. A policy overrides it that can tell of many at once.
+        """
+        return [one for one in view.running() if self.preempt_for(sequence, one, view)]
+
     def wake_at(self, view: View) -> float:
         return math.inf
 

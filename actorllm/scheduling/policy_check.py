@@ -322,10 +322,16 @@ class KeyProber(Prober):
             self.ask("key_horizon", _not_a_time, sequence, view)
         for sequence in waiting:
             self.ask("admit", _no_verdict, sequence, view)
+            expected = []
             for victim in running:
                 gives_way = self.ask("preempt_for", _not_a_bool, sequence, victim, view)
+                if gives_way:
+                    expected.append(victim)
                 if gives_way and self._would_give_way(victim, sequence, view):
                     self.fail("preempt_for", "it is true of two requests both ways round: they would take turns")
+            found = self.ask("giving_way", _no_requests, sequence, view)
+            if found is not None and self.hooks["preempt_for"].failure is None and found != expected:
+                self.fail("giving_way", "it names others than those of which preempt_for is true, or in another order")
         for sequence in waiting[:1]:
             self.ask("on_held_back", None, sequence, view)
 
@@ -457,6 +463,11 @@ def _no_budget(answer: Any) -> str | None:
 def _no_verdict(answer: Any) -> str | None:
     choices = ", ".join(f"Admit.{verdict.name}" for verdict in Admit)
     return None if isinstance(answer, Admit) else f"and a verdict is one of {choices}"
+
+
+def _no_requests(answer: Any) -> str | None:
+    is_list = isinstance(answer, list) and all(isinstance(one, Sequence) for one in answer)
+    return None if is_list else "which is no list of requests"
 
 
 def _no_victim(answer: Any) -> str | None:

@@ -366,7 +366,7 @@ class KeyPlanner:
         """The running requests that make room for a waiting one, the highest victim key first; none if not enough."""
         if not self._can_displace or self._hopeless is sequence:
             return []
-        less_urgent = [s for s in view.running() if self.policy.preempt_for(sequence, s, view)]
+        less_urgent = self.policy.giving_way(sequence, view)
         # Nothing changes by time alone, so it is not asked again for this request until another one is admitted.
         if not less_urgent and self.policy.key_horizon(sequence, view) == math.inf:
             self._hopeless = sequence

@@ -154,6 +154,16 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "preempt_for",
         "both ways round",
     ),
+    "others than those that give way": (
+        "class Mine(Priority):\n    def giving_way(self, sequence, view):\n        return view.running()",
+        "giving_way",
+        "it names others than those of which preempt_for is true",
+    ),
+    "a running request that is none": (
+        "class Mine(Priority):\n    def giving_way(self, sequence, view):\n        return [1]",
+        "giving_way",
+        "it returned [1], which is no list of requests",
+    ),
     "an event": (
         "class Mine(KeyPolicy):\n    def on_preempt(self, sequence, view):\n        raise KeyError('lost')",
         "on_preempt",

@@ -22,9 +22,17 @@ from bisect import bisect_right, insort
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
+from actorllm.messages import I32
 from actorllm.scheduling.policy import KeyPolicy, SortKey, StepDone, View
 from actorllm.scheduling.sequence import Sequence
+
+MOST = 1 - 1e-12
+"""A fraction for which there is a boost still."""
+NEVER = -math.inf
+NEAR = 1e-3
+"""Of 1 / gamma: the last bits of a fraction up to MOST are worth less."""
 
 
 class UniBoost(KeyPolicy):
@@ -45,25 +53,32 @@ class UniBoost(KeyPolicy):
         self._tokens_per_s = 8500.0
         self._recent: deque[int] = deque(maxlen=self.window)
         self._sorted: list[int] = []
-        self._rests: list[float] | None = None
-        """By place in `_sorted`: the mean of it and of all longer ones; None: to be made anew."""
+        self._rests: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+        """The lengths of `_sorted`, and by place there the mean of it and of all longer ones; None: to be made anew."""
+        self._arrivals: NDArray[np.float64] = np.zeros(0)
+        """By slot, of the latest request that was admitted to it; NEVER: it gives way to none any more."""
 
     def rest(self, num_output: int) -> float:
         """Tokens that a request is expected to put out still, of which so many are there."""
         if not self._sorted:
             return max(1.0, self.unknown_output - num_output)
-        if self._rests is None:
-            lengths = np.array(self._sorted[::-1], float)
-            self._rests = (np.cumsum(lengths) / np.arange(1, lengths.size + 1))[::-1].tolist()
+        _, means = self._means()
         place = bisect_right(self._sorted, num_output)
         if place == len(self._sorted):  # longer than any: as much again
             return float(max(1, num_output))
-        return max(1.0, self._rests[place] - num_output)
+        return max(1.0, means.item(place) - num_output)
+
+    def _means(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """See `_rests`."""
+        if self._rests is None:
+            lengths = np.array(self._sorted, float)
+            self._rests = lengths, (np.cumsum(lengths[::-1]) / np.arange(1, lengths.size + 1))[::-1]
+        return self._rests
 
     def boost(self, num_tokens: float) -> float:
         """Seconds, of work of so many tokens."""
         fraction = math.exp(-self.gamma * num_tokens / self._tokens_per_s)
-        return -math.log1p(-min(fraction, 1 - 1e-12)) / self.gamma
+        return -math.log1p(-min(fraction, MOST)) / self.gamma
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
         place = sequence.policy_state.get("boosted")
@@ -90,12 +105,44 @@ class UniBoost(KeyPolicy):
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         if victim.num_preemptions >= self.max_preemptions:
             return False
-        if view.batch.num_free_slots > 0 and view.kv.num_free >= view.admission_blocks(sequence):
-            return False  # the step is full, and the next one will have room
+        if self._is_room_ahead(sequence, view):
+            return False
         lost = view.batch.num_computed.item(victim.slot) if victim.slot >= 0 else 0
         return self._place(sequence, view) + lost / self._tokens_per_s < self._place(victim, view)
 
+    def giving_way(self, sequence: Sequence, view: View) -> list[Sequence]:
+        """Only those near to it are asked one by one: what numpy computes may differ from `math` in the last bits."""
+        if self._is_room_ahead(sequence, view):
+            return []
+        batch = view.batch
+        rests = self._rests_of(batch.num_known - batch.num_prompt)
+        fractions = np.exp(-self.gamma / self._tokens_per_s * (batch.num_known - batch.num_computed + rests))
+        places = self._arrivals + np.log1p(-np.minimum(fractions, MOST)) / self.gamma
+        mine = self._place(sequence, view) + batch.num_computed / self._tokens_per_s
+        near = batch.sequences[np.flatnonzero(mine < places + NEAR / self.gamma)].tolist()
+        return [one for one in near if one is not None and self.preempt_for(sequence, one, view)]
+
+    def _rests_of(self, num_outputs: I32) -> NDArray[np.float64]:
+        """As `rest`, of many."""
+        if not self._sorted:
+            unknown: NDArray[np.float64] = np.maximum(1.0, self.unknown_output - num_outputs)
+            return unknown
+        lengths, means = self._means()
+        places = np.searchsorted(lengths, num_outputs, "right")
+        expected = means[np.minimum(places, lengths.size - 1)] - num_outputs
+        rests: NDArray[np.float64] = np.maximum(1.0, np.where(places < lengths.size, expected, num_outputs))
+        return rests
+
+    @staticmethod
+    def _is_room_ahead(sequence: Sequence, view: View) -> bool:
+        """The step is full, and the next one will have room."""
+        return view.batch.num_free_slots > 0 and view.kv.num_free >= view.admission_blocks(sequence)
+
     def on_admit(self, sequence: Sequence, view: View) -> None:
+        if not self._arrivals.size:
+            self._arrivals = np.zeros(view.batch.num_slots)
+        is_open = sequence.num_preemptions < self.max_preemptions
+        self._arrivals[sequence.slot] = sequence.arrival if is_open else NEVER
         sequence.policy_state["boosted slot"] = sequence.slot
 
     def on_preempt(self, sequence: Sequence, view: View) -> None:

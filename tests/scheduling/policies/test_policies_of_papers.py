@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.messages import pack
 from actorllm.scheduling.policies.andes import Andes
 from actorllm.scheduling.policies.apt_serve import AptServe
 from actorllm.scheduling.policies.sarathi import Sarathi
@@ -226,6 +227,94 @@ def test_uniboost_displaces_who_turns_out_to_be_long(build_engine: BuildEngine) 
         step_at_once()
     assert engine.scheduler.statistics().num_preemptions == 1, "no other request came or went meanwhile"
     assert order(engine) == [2, 1]
+
+
+class Counted(UniBoost):
+    """Each request is held against the plain definition as well, if it is to be compared."""
+
+    max_preemptions = 2
+
+    def __init__(self, compares: bool = False) -> None:
+        super().__init__()
+        self._compares = compares
+        self.num_asked = self.num_giving_way = 0
+
+    def preempt_for(self, sequence: Any, victim: Any, view: Any) -> bool:
+        self.num_asked += 1
+        return super().preempt_for(sequence, victim, view)
+
+    def giving_way(self, sequence: Any, view: Any) -> list[Any]:
+        found = super().giving_way(sequence, view)
+        self.num_giving_way += len(found)
+        assert not self._compares or found == KeyPolicy.giving_way(self, sequence, view)
+        return found
+
+
+class AskedOneByOne(Counted):
+    """The plain definition."""
+
+    giving_way = KeyPolicy.giving_way
+
+
+def random_plans(build_engine: BuildEngine, seed: int, policy: UniBoost) -> list[Any]:
+    """What a small engine plans for requests of all kinds, some of which are aborted."""
+    dice = random.Random(seed)
+    policy.gamma = dice.choice([1e-6, 0.05, 1.0, 30.0])
+    policy._tokens_per_s = dice.choice([30.0, 8500.0, 1e6])
+    policy._sorted = sorted(dice.randint(1, 30) for _ in range(dice.choice([0, 1, 40])))
+    engine = build_engine(
+        policy=KeyPlanner(policy),
+        depth=dice.choice([1, 2]),
+        num_blocks=dice.choice([16, 40]),
+        max_num_seqs=dice.randint(1, 6),
+        max_num_batched_tokens=dice.randint(6, 24),
+    )
+    for rid in range(1, 25):
+        engine.submit(
+            rid,
+            [dice.randrange(90) for _ in range(dice.randint(1, 25))],
+            max_tokens=dice.randint(1, 14),
+            arrival=engine.now - dice.choice([0.0, 0.0, 0.05]),
+        )
+        for _ in range(dice.randint(0, 4)):
+            if engine.scheduler.has_room:
+                engine.launch()
+            if engine.results and dice.random() < 0.8:
+                engine.complete()
+        if dice.random() < 0.1:
+            engine.abort(dice.randint(1, rid))
+    engine.run()
+    assert len(engine.ends) == 24
+    packed = map(pack, engine.plans)
+    return [(scalars, [array.tobytes() for array in arrays]) for _, scalars, arrays in packed]
+
+
+def test_uniboost_tells_of_all_at_once_what_it_says_of_each(build_engine: BuildEngine) -> None:
+    num_giving_way = 0
+    for seed in range(60):
+        compared = Counted(compares=True)
+        plans = random_plans(build_engine, seed, compared)
+        assert plans == random_plans(build_engine, seed, AskedOneByOne())
+        num_giving_way += compared.num_giving_way
+    assert num_giving_way >= 50
+
+
+@pytest.mark.parametrize("kind", [Counted, AskedOneByOne])
+def test_uniboost_asks_for_no_request_in_the_steps_of_a_full_engine(
+    build_engine: BuildEngine, kind: type[Counted]
+) -> None:
+    policy = kind()
+    engine = build_engine(
+        policy=KeyPlanner(policy), depth=1, max_num_seqs=64, num_blocks=700, max_num_batched_tokens=128
+    )
+    for rid in range(1, 65):
+        engine.submit(rid, [rid], max_tokens=30, ignore_eos=True)
+    step(engine)
+    engine.submit(65, [1] * 30, max_tokens=3, arrival=engine.now)
+    for _ in range(10):
+        step(engine)
+    assert engine.scheduler.statistics().num_waiting == 1
+    assert policy.num_asked == (0 if kind is Counted else 640)
 
 
 # Andes: the reader that has enough to read makes room for one that has nothing ----------------------------------------------
