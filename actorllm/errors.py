@@ -298,3 +298,10 @@ def shown(value: object) -> str:
     except Exception:  # an integer of more digits than Python writes out, or an object's own failure
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def innermost(error: BaseException) -> BaseException:
+    """What the first task of a group has raised, through all groups around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from actorllm.cli.options import Number, SeededEngineFlags, see_own_folder, with_meanings
 from actorllm.cli.other_options import OtherOptions, other_engine_options
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, innermost
 from actorllm.types.serve_options import VLLMServeOptions
 
 if TYPE_CHECKING:
@@ -362,8 +362,6 @@ def planned(
 def serve(*arguments: Any, **options: Any) -> None:
     plan = planned(*arguments, **options)
     import anyio
-
-    from actorllm.server.launcher import innermost
 
     try:
         anyio.run(plan.run, backend_options={"use_uvloop": True})

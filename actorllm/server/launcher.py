@@ -164,13 +164,6 @@ async def serve(app: FastAPI, listener: Listener) -> None:
             await to_thread.run_sync(state.llm.shutdown)
 
 
-def innermost(error: BaseException) -> BaseException:
-    """What the first task of a group has raised, through all groups around it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 async def end_on_signal(
     drain: Callable[[], Coroutine[Any, Any, None]],
     force: Callable[[], object],

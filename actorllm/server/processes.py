@@ -28,9 +28,9 @@ from actorllm.actors.child import FOR_THE_OWNER
 from actorllm.actors.shortage import above_standard_streams
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.clock import now
-from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
+from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError, innermost
 from actorllm.server.board import Board
-from actorllm.server.launcher import GRACE_S, config_of, drain_engine, end_on_signal, innermost
+from actorllm.server.launcher import GRACE_S, config_of, drain_engine, end_on_signal
 from actorllm.server.line import ControlLine
 from actorllm.server.listener import Listener
 

@@ -21,7 +21,7 @@ import numpy as np
 from actorllm.actors.record_file import read_recording, recorded_configuration, told_scheduler
 from actorllm.clock import now, to_epoch
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, innermost
 from actorllm.scheduling.cost_model import Fit, MeasuredSteps, fit
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.slo.calibration import steps_of
@@ -74,16 +74,10 @@ async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> Delays:
                 await anyio.sleep(time_s)
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None  # one that fails ends all of them: the others say nothing new
+        raise innermost(errors) from None  # one that fails ends all of them: the others say nothing new
     if not there:
         raise ConfigError(f"no request was done within {duration_s:g} s; let the engine run for longer")
     return Delays.of(there, back)
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _request(llm: AsyncLLM, rng: np.random.Generator) -> tuple[list[int], Any]:
