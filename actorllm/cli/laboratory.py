@@ -397,20 +397,17 @@ def _report_recording(
 ) -> None:
     from actorllm.slo.experiments.stamp import stamp
     from actorllm.slo.report import chrome_trace, requests_csv, run_page
+    from actorllm.slo.shadow_run import shadow_notes, told_policies
 
     check_apart(recording=recording, output=output, csv=csv, timeline=timeline, parquet=exports.parquet)
     check_writable(output=output, csv=csv, timeline=timeline, parquet=exports.parquet)
     exports.check()
     found = _recorded_run(recording)
     config = found.config
-    about = f"{config.model.name}, {config.scheduler.policy}" + (
-        "" if config.scheduler.admission is None else f" behind {config.scheduler.admission}"
-    )
+    about = f"{config.model.name}, {told_policies(found.run, config)}"
     notes = [] if found.run.deviation is None else [f"This is not what the engine did: {found.run.deviation}."]
     run = found.run
     if shadow is not None:
-        from actorllm.slo.shadow_run import shadow_notes
-
         told = shadow_notes(run, config, shadow)
         print(*told, sep="\n")
         notes += told

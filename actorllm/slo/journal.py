@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -382,6 +382,20 @@ class _Watch:
         self._policy.on_step(done, view)
 
 
+class PolicyChange(NamedTuple):
+    """Other policies decided from then on."""
+
+    at: float
+    """Seconds after the first request arrived."""
+    policy: str
+    admission: str | None
+
+    @property
+    def name(self) -> str:
+        """As NAME or NAME+ADMISSION."""
+        return self.policy if self.admission is None else f"{self.policy}+{self.admission}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedRun:
     """A live engine's recording, gone through again."""
@@ -400,6 +414,8 @@ class RecordedRun:
     """A step-time model of its own steps, with its error; None: there were too few."""
     deviation: str | None = None
     """Where what is planned again is known not to be what was planned then; what follows is not what happened."""
+    changes: tuple[PolicyChange, ...] = ()
+    """By `set_policy`, in order."""
 
     @property
     def model(self) -> StepModel | None:
@@ -436,8 +452,10 @@ def run_of_recording(
         journal, timeline, deviation = _go_through(
             entries, scheduler_arguments, policy(), frozenset((keys[row],)), keys
         )
+    began = float(timeline.arrival.min())
+    changes = tuple(PolicyChange(now - began, *named) for call, now, named in entries if call == "change_policy")
     return RecordedRun(
-        workload, timeline, journal, tuple(keys), tuple(names), row, _fitted(journal, timeline), deviation
+        workload, timeline, journal, tuple(keys), tuple(names), row, _fitted(journal, timeline), deviation, changes
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -227,6 +228,33 @@ def test_a_recording_is_reported_beside_another_policy(tmp_path: Path, capsys: p
         llm.generate("Once", params[0])
     assert cli.main(["report", str(short), "--output", str(page), "--shadow", "srpf"]) != 0
     assert "record a longer run" in capsys.readouterr().err
+
+
+def test_a_recording_is_simulated_under_the_policies_that_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`set_policy` changed the first one. An admission policy of the engine decides in its own simulation only."""
+    file, page = tmp_path / "run.bin", tmp_path / "page.html"
+    prompts = ["Once upon a time " * (1 + seed % 5) for seed in range(16)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(16)]
+    engine: dict[str, Any] = {
+        "topology": "inline",
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 14,
+    }
+    with LLM("storyteller", record=str(file), admission_policy="worst-case", **engine) as llm:
+        llm.set_policy("srpf")
+        llm.generate(prompts, params, use_tqdm=False)
+    same = "It starts 0 requests sooner and 0 later"
+    run("report", str(file), "--output", str(page), "--shadow", "srpf+worst-case")
+    out = capsys.readouterr().out
+    assert "Measured under 'fcfs+worst-case', from 0.0 s on 'srpf+worst-case': " in out
+    assert same in out
+    for other in ("fcfs+worst-case", "srpf"):
+        run("report", str(file), "--output", str(page), "--shadow", other)
+        assert same not in capsys.readouterr().out
 
 
 def test_a_recording_and_results_of_a_policy_that_is_not_there_any_more(
