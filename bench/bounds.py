@@ -963,6 +963,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "client.stat_recorder: StatRecorder._takes",
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
+        "actors.search_path: _folders",
         "config: ModelConfig.overrides",
         "config: ModelConfig.structured_outputs",
         "types.vllm_variables: _say_idle",

@@ -31,6 +31,7 @@ import anyio
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.memory_file import MemoryFile
+from actorllm.actors.search_path import note_folder
 from actorllm.attach.server import AttachServer, Joinable
 from actorllm.client import collective_calls
 from actorllm.client.cache_memory import CacheMemory, worker_pids_of
@@ -158,6 +159,7 @@ class Engine:
             self._tier_memory.append(mask)
             config = replace(config, cache=replace(config.cache, tier_mask_path=mask.path))
         self.config = self._given = config
+        note_folder()
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
         self.prompts = PromptReader(config.model)

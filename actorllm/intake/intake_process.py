@@ -13,13 +13,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.search_path import search_path
 from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError, RequestFailedError
@@ -58,7 +58,7 @@ class IntakeProcess:
                 self._process = subprocess.Popen(
                     [
                         *(interpreter(), "-P", intake_program.__file__, str(theirs.fileno()), str(os.getpid())),
-                        *(str(memory_bytes), json.dumps(sys.path)),
+                        *(str(memory_bytes), json.dumps(search_path())),
                         *(() if module is None else (module,)),
                     ],
                     stdin=subprocess.DEVNULL,

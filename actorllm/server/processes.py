@@ -25,6 +25,7 @@ import anyio
 from anyio import to_thread
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.search_path import search_path
 from actorllm.actors.shortage import above_standard_streams
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.clock import now
@@ -61,7 +62,15 @@ class ApiProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_OWNER)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    PROGRAM,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    json.dumps(search_path()),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

@@ -33,6 +33,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, LoopThread
 from actorllm.actors.heartbeat import STARTING, Heartbeat, Sign, is_stopped
 from actorllm.actors.link import Link, LinkInfo, open_ring
+from actorllm.actors.search_path import search_path
 from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
@@ -415,7 +416,7 @@ class ProcessChild(RemoteChild):
     def park(self) -> None:
         """After `spawn`: let it load what it will need, and wait for `start`, which may never come."""
         self.phase = "parked"
-        self._send("park", modules=self.spec.preload, sys_path=list(sys.path))
+        self._send("park", modules=self.spec.preload, sys_path=search_path())
 
     @property
     def parked_bytes(self) -> int | None:
@@ -450,7 +451,7 @@ class ProcessChild(RemoteChild):
             config_path=path_of(type(config)),
             config=config.to_json().decode(),
             modules=self.spec.preload,
-            sys_path=list(sys.path),
+            sys_path=search_path(),
         )
 
     async def configure(self, config: Any) -> None:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from queue import SimpleQueue
 from anyio import CapacityLimiter, to_thread, wait_readable, wait_writable
 
 from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.actors.search_path import search_path
 from actorllm.actors.shortage import above_standard_streams, interpreter
 from actorllm.server.bodies.frames import NUM_LENGTH_BYTES
 
@@ -44,7 +44,7 @@ class OwnedProcess:
         program = PROGRAM.format(module=module)
         try:
             process = subprocess.Popen(
-                [interpreter(), "-P", "-c", program, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
+                [interpreter(), "-P", "-c", program, str(theirs.fileno()), str(os.getpid()), json.dumps(search_path())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
