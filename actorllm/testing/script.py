@@ -6,6 +6,7 @@ The script belongs to the engine and outlives its workers: it knows which answer
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -107,6 +108,8 @@ class Script:
         """A request of the step that waits has ended; the worker makes a new one for each wait."""
         self._parts: dict[PartKey, list[Part]] = {}
         """Of the requests that a worker has had, and that have not ended."""
+        self._failed: Counter[PartKey] = Counter()
+        """Requests that have failed here, and of which the scheduler has not told yet."""
 
     def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, num_outputs: int) -> Part:
         """Of a request that enters a slot, the same after every fault. Each request like it has a part of its own.
@@ -131,9 +134,19 @@ class Script:
         """Its request will not come again."""
         self._keep(part.key, [other for other in self._parts.get(part.key, ()) if other is not part])
 
+    def fail(self, part: Part) -> None:
+        """Its request fails; that it has ended will be told as well, and is not of another request like it."""
+        if not part.is_left:
+            self._failed[part.key] += 1
+        self.end(part)
+
     def leave(self, prompt_ids: Sequence[int], seed: int, sample_index: int) -> None:
         """A request like this has ended: no step waits for it any more."""
-        parts = [part for part in self._parts.get((tuple(prompt_ids), seed, sample_index), ()) if not part.is_left]
+        key = tuple(prompt_ids), seed, sample_index
+        if self._failed[key]:
+            self._failed -= Counter({key: 1})
+            return
+        parts = [part for part in self._parts.get(key, ()) if not part.is_left]
         if parts:
             part = max(parts, key=lambda part: part.is_held)
             part.is_left = True

@@ -173,7 +173,7 @@ class ScriptedWorkerActor(WorkerActor):
         if at_fault := self._faults(rows):
             self._script.lose_step()
             for number in at_fault:
-                self._script.end(rows[number].part)
+                self._script.fail(rows[number].part)
             self.report(
                 link, StepFailed(step=plan.step, error="the script fails here", rows=np.array(at_fault, np.int32))
             )

@@ -76,6 +76,35 @@ async def test_a_request_fails_and_others_go_on() -> None:
             await text_of(llm, "unknown")
 
 
+async def test_of_equal_requests_one_fails_and_the_other_takes_its_time() -> None:
+    time = VirtualTime()
+    failing = ScriptedAnswer("one two", first_token_s=30.0, fails_after=1)
+    async with ScriptedAsyncLLM([failing, ScriptedAnswer([5, 6, 7], token_s=60.0)], time=time) as llm:
+        counts: dict[int, list[int]] = {0: [], 1: []}
+        failed: list[int] = []
+
+        async def read(number: int) -> None:
+            try:
+                async for output in llm.generate("x", SamplingParams(max_tokens=20, seed=1)):
+                    counts[number].append(len(output.outputs[0].token_ids))
+            except RequestFailedError:
+                failed.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(2):
+                tasks.start_soon(read, number)
+            await anyio.lowlevel.checkpoint()
+            await time.advance(30.0)
+            while not failed or not counts[1 - failed[0]]:
+                await anyio.sleep(0.001)
+            other = counts[1 - failed[0]]
+            await time.advance(59.0)
+            assert other == [1]
+            await time.advance(500.0)
+        assert other[-1] >= 3
+        assert len(failed) == 1
+
+
 async def test_a_stream_goes_on_after_the_death_of_the_worker() -> None:
     async with ScriptedAsyncLLM([ScriptedAnswer(STORY, worker_dies_after=4)]) as llm:
         assert await text_of(llm, "x") == STORY
