@@ -2,6 +2,7 @@
 
     python bench/slo_science.py --trace conv=CONV.csv --trace code=CODE.csv [--json FILE] [--store FILE] [--only LABEL ...]
                                 [--processes N] [--fairness] [--claims] [--strict]
+    python bench/slo_science.py --derive --json FILE
 
 Simulated: Llama-3-8B on one A100 (published step times), 25,000 KV blocks of 16 tokens. Half of the requests are latency
 sensitive (first token within 0.5 s + 1 s for every 4,000 prompt tokens, then one every 50 ms), half best effort (end within
@@ -24,6 +25,10 @@ beyond what the engine can take.
 --store keeps every point, so that a run may be continued: FILE.conv, FILE.code. --only runs some of the policies, by their
 label: they alone are written. --fairness, --claims and --strict: only that question; what --json had of the others is kept.
 --strict holds the policies of CANDIDATES against the best chunk of a fcfs that packs strictly.
+
+Everything but the rates follows from them. With the --store of a run that is done, the same command simulates nothing and makes
+all ratios and their bands anew. --derive needs no store: it makes anew what follows from ratios as --json has them, which are
+whether a target is met and a claim reproduced.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,9 +327,30 @@ def verdict(found: Ratio, low: float, high: float) -> str:
     return "less" if found.high < low else "more" if found.low > high else "within the band"
 
 
+def printed_ratio(text: str) -> Ratio:
+    """What `ratio` wrote, as far as it is printed: an end of the band that is not there is open."""
+    numbers = re.match(r"(?:> )?([\d.]+)(?: \((?:> )?([\d.]+)(?: to (> )?([\d.]+))?\))?", text)
+    if numbers is None:
+        return Ratio(text, 0.0, 0.0, math.inf)
+    value, low, is_open, high = numbers.groups()
+    return Ratio(text, float(value), float(low or 0), math.inf if is_open or high is None else float(high))
+
+
+def derived(known: dict[str, Any]) -> dict[str, Any]:
+    """A result with its columns `met` and `reproduced` made anew from its ratios as they are printed."""
+    made = known | {key: [dict(row) for row in known[key]] for key in ("targets", "strict", "claims") if key in known}
+    for row in (*made.get("targets", ()), *made.get("strict", ())):
+        goal = row["target"].removeprefix("≥ ")
+        row["met"] = "—" if goal == "—" else is_met(printed_ratio(row["x"]), float(goal))
+    limits = {claim: wanted for claim, _, _, wanted in CLAIMS}
+    for row in made.get("claims", ()):
+        row["reproduced"] = verdict(printed_ratio(row["x here"]), *limits[row["claim"]])
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--trace", action="append", metavar="NAME=FILE")
     parser.add_argument("--json")
     parser.add_argument("--store")
     parser.add_argument("--only", nargs="*", default=[])
@@ -333,7 +360,15 @@ def main() -> None:
     parser.add_argument("--fairness", action="store_true")
     parser.add_argument("--claims", action="store_true")
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--derive", action="store_true")
     arguments = parser.parse_args()
+    if arguments.derive:
+        if not arguments.json:
+            parser.error("--derive makes columns of a result anew; say which one with --json FILE")
+        write_json(arguments.json, derived(json.loads(Path(arguments.json).read_text())))
+        return
+    if not arguments.trace:
+        parser.error("--trace NAME=FILE says which requests are simulated; --derive needs none")
     load_before = os.getloadavg()
     if arguments.fairness:
         trace = arguments.trace[0].partition("=")[2]

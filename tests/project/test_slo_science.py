@@ -4,6 +4,7 @@ and no rival is taken for worse than it is known to be."""
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from dataclasses import replace
@@ -88,3 +89,34 @@ def test_a_load_at_which_nothing_was_tested_is_not_the_best() -> None:
     assert (row["here"], row["reproduced"]) == ("0.50 (0.50 to 0.50)", "yes")
     nothing = policies.row_of(replace(claim, loads=(1.0,)), argparse.Namespace(seeds=2))
     assert (nothing["here"], nothing["reproduced"]) == ("not known", "not tested")
+
+
+RESULT = Path(slo_science.__file__).parent / "results" / "slo_science.json"
+
+
+def test_what_follows_from_printed_ratios_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is published, too."""
+    known = json.loads(RESULT.read_text())
+    wrong = {
+        key: [row | {column: "?"} for row in known[key]]
+        for key, column in (("targets", "met"), ("claims", "reproduced"))
+    }
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(known | wrong))
+    monkeypatch.setattr(sys, "argv", ["slo_science.py", "--derive", "--json", str(file)])
+    slo_science.main()
+    assert json.loads(file.read_text()) == known
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1.71 (1.58 to 1.96)", (1.71, 1.58, 1.96)),
+        ("1.81 (1.54 to > 2.08), growing rates left out", (1.81, 1.54, math.inf)),
+        ("> 2.00 (> 1.80)", (2.0, 1.8, math.inf)),
+        ("> 7.9", (7.9, 0.0, math.inf)),
+        ("—", (0.0, 0.0, math.inf)),
+    ],
+)
+def test_a_ratio_is_read_as_it_is_printed(text: str, expected: tuple[float, float, float]) -> None:
+    assert slo_science.printed_ratio(text) == (text, *expected)
