@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actorllm.model.cpu import measured_once as module
-from actorllm.model.cpu.measured_once import MAX_ENTRIES, measured_once, path
+from actorllm.model import answer_file
+from actorllm.model.answer_file import MAX_ENTRIES
+from actorllm.model.cpu.measured_once import measured_once, path
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_a_file_that_is_not_ours_is_written_anew(text: str) -> None:
 def test_a_process_that_holds_the_file_for_too_long_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.05)
+    monkeypatch.setattr(answer_file, "WAIT_S", 0.05)
     path().parent.mkdir()
     with path().with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

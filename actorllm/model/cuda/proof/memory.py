@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import logging
 import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,14 @@ import torch
 import triton
 
 import actorllm_kernels
+from actorllm.model.answer_file import AnswerFile
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 64
-"""The oldest go first."""
 AGAIN = "ACTORLLM_SELF_CHECK"
 
-
-def path() -> Path:
-    """Of the file."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "actorllm" / "self-check.json"
+ANSWERS = AnswerFile("self-check.json", lambda entry: isinstance(entry, dict) and isinstance(entry.get("failed"), dict))
+path = ANSWERS.path
 
 
 def key_of(device: str, *model: Any) -> str:
@@ -61,34 +55,19 @@ def remembered(key: str) -> dict[str, str] | None:
     """What had failed under this key; None: it is not known."""
     if os.environ.get(AGAIN) == "again":
         return None
-    entry = _read().get(key)
+    entry = ANSWERS.read().get(key)
     return None if entry is None else dict(entry["failed"])
 
 
 def remember(key: str, failed: dict[str, str]) -> None:
     """Overwrites what was known of the key."""
-    entries = _read()
-    entries.pop(key, None)
-    entries[key] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "failed": failed}
-    kept = dict(list(entries.items())[-MAX_ENTRIES:])
+    entry = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "failed": failed}
     try:
-        file = path()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump(kept, new, indent=1)
-        os.replace(new.name, file)
+        ANSWERS.add(key, entry)
     except OSError as error:
         logger.info("the result of the self-check cannot be kept: %s", error)
 
 
 def entries() -> list[dict[str, Any]]:
     """All that is remembered, the oldest first."""
-    return list(_read().values())
-
-
-def _read() -> dict[str, Any]:
-    try:
-        entries = json.loads(path().read_text())
-        return {key: entry for key, entry in entries.items() if isinstance(entry["failed"], dict)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    return list(ANSWERS.read().values())
