@@ -14,7 +14,7 @@ from actorllm.model.cpu import layers
 from actorllm.model.cuda.linear import DeviceDense
 from actorllm.model.cuda.quantized import Workspaces
 from actorllm.model.cuda.quantized import linear as device_linear
-from actorllm.model.linear import Linear
+from actorllm.model.linear import Linear, LinearPart
 from actorllm.model.linear.dense import Dense
 from actorllm.model.weights import DummyWeights
 
@@ -47,10 +47,10 @@ def test_fused_and_reordered_products_are_those_of_the_parts() -> None:
 
 def test_shares_of_ranks_are_the_whole() -> None:
     weights = DummyWeights(0, torch.float32)
-    whole = Dense.sharded(weights, "a", 8, 12, has_bias=True)
-    rows = [Dense.sharded(weights, "a", 8, 12, rows=slice(i, i + 4), has_bias=True) for i in (0, 4)]
+    whole = Dense.sharded(weights, LinearPart("a", 8, 12, has_bias=True))
+    rows = [Dense.sharded(weights, LinearPart("a", 8, 12, rows=slice(i, i + 4), has_bias=True)) for i in (0, 4)]
     torch.testing.assert_close(Dense.fused(rows)(X), whole(X))
-    columns = [Dense.sharded(weights, "a", 8, 12, columns=slice(i, i + 6)) for i in (0, 6)]
+    columns = [Dense.sharded(weights, LinearPart("a", 8, 12, columns=slice(i, i + 6))) for i in (0, 6)]
     torch.testing.assert_close(columns[0](X[:, :6]) + columns[1](X[:, 6:]), whole.without_bias()(X))
 
 

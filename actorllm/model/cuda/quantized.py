@@ -18,7 +18,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.linear import DeviceDense, DeviceLinear
-from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.linear import Form, LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import SideBySide, side_by_side
 from actorllm.model.quantization import form_of, open_weights
@@ -223,9 +223,9 @@ class ReadOnHost:
         made = self._form.head_of(weight.cpu(), bias)
         return Dense(weight, bias) if isinstance(made, Dense) else made  # not a copy of what is there already
 
-    def sharded(self, weights: Weights, *args: Any, **kwargs: Any) -> LinearWeight:
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
         assert isinstance(weights, _OnDevice)
-        return self._form.sharded(weights.host, *args, **kwargs)
+        return self._form.sharded(weights.host, part)
 
 
 def device_form(model: ModelConfig) -> Form:

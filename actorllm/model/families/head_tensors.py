@@ -10,7 +10,7 @@ import torch
 from actorllm.errors import CorruptModelError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.tensors import DecoderTensors, LayerTensors
-from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.linear import Form, LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import Ranks
 from actorllm.model.pipeline.part import LayerPart
@@ -94,7 +94,7 @@ class HeadTensors:
         c, names, size = self._shape.layers, self._shape.layers.names, self._shape.layers.hidden_size
 
         def read(name: str, outputs: int, inputs: int, has_bias: bool) -> LinearWeight:
-            return self._form.sharded(self._weights, prefix + name, outputs, inputs, has_bias=has_bias)
+            return self._form.sharded(self._weights, LinearPart(prefix + name, outputs, inputs, has_bias=has_bias))
 
         def norm(name: str, width: int = size) -> torch.Tensor:
             return self._weights.take(f"{prefix}{name}.weight", width)
@@ -131,7 +131,7 @@ class HeadTensors:
         if (mtp := shape.mtp) is not None:
             self.hidden_norm, self.token_norm = norm(base + mtp.hidden_norm), norm(base + mtp.token_norm)
             self.norm = norm(base + mtp.norm)
-            return self._form.sharded(self._weights, base + mtp.joins, size, 2 * size)
+            return self._form.sharded(self._weights, LinearPart(base + mtp.joins, size, 2 * size))
         width = 2 * size
         if shape.method == EAGLE3:
             width = shape.state_size
@@ -142,7 +142,7 @@ class HeadTensors:
                 each = width // len(shape.taps)
                 self.fc_norms = [norm(f"{base}fc_norm.{i}", each) for i in range(len(shape.taps))]
         has_bias = self._has(f"{base}fc.bias")
-        return self._form.sharded(self._weights, f"{base}fc", size, width, has_bias=has_bias)
+        return self._form.sharded(self._weights, LinearPart(f"{base}fc", size, width, has_bias=has_bias))
 
     def _read_copies(self, mtp: MtpLayout, embedding: torch.Tensor) -> None:
         """The embedding and the head of a layer for further tokens, unless they are the target's."""
@@ -166,7 +166,7 @@ class HeadTensors:
             self.embedding = None if is_same else own
         is_narrow = shape.draft_vocab_size != vocab_size
         if is_narrow or self._has("lm_head.weight"):
-            self.lm_head = self._form.sharded(weights, "lm_head", shape.draft_vocab_size, size)
+            self.lm_head = self._form.sharded(weights, LinearPart("lm_head", shape.draft_vocab_size, size))
         if is_narrow:
             offsets = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
             if self._has("d2t"):

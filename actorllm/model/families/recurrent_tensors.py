@@ -16,7 +16,7 @@ from actorllm.model.families.recurrent_shapes import (
     RgLruShape,
     ShortConvShape,
 )
-from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.linear import Form, LinearPart, LinearWeight
 from actorllm.model.weights import ALL, Weights
 
 BETWEEN = ("x_proj", "dt_proj")
@@ -129,8 +129,12 @@ def mamba2_tensors(prefix: str, shape: Mamba2Shape, weights: Weights, form: Form
         return weights.take(prefix + name, size, dtype=torch.float32).float()
 
     return Mamba2Tensors(
-        first=form.sharded(weights, prefix + "in_proj", shape.made_size, hidden_size, has_bias=shape.has_bias),
-        last=form.sharded(weights, prefix + "out_proj", hidden_size, shape.inner_size, has_bias=shape.has_bias),
+        first=form.sharded(
+            weights, LinearPart(prefix + "in_proj", shape.made_size, hidden_size, has_bias=shape.has_bias)
+        ),
+        last=form.sharded(
+            weights, LinearPart(prefix + "out_proj", hidden_size, shape.inner_size, has_bias=shape.has_bias)
+        ),
         kernel=kernel(prefix + "conv1d", shape.conv_size, shape.kernel_size, weights),
         kernel_bias=exact("conv1d.bias", shape.conv_size) if shape.has_conv_bias else None,
         step_bias=exact("dt_bias", shape.num_heads),
@@ -146,13 +150,13 @@ def gated_delta_tensors(
     """prefix: of the mixer."""
     *firsts, _ = shape.products(hidden_size)
     start = len(shape.prefix) + 1
-    parts = [form.sharded(weights, prefix + name[start:], size, hidden_size) for name, size, _ in firsts]
+    parts = [form.sharded(weights, LinearPart(prefix + name[start:], size, hidden_size)) for name, size, _ in firsts]
     if not shape.is_split:
         orders = [order_by_part(shape, name[start:]) for name, *_ in firsts]
         parts = [part.reordered(order) for part, order in zip(parts, orders, strict=True)]
     return GatedDeltaTensors(
         first=form.fused(parts),
-        last=form.sharded(weights, prefix + "out_proj", hidden_size, shape.inner_size),
+        last=form.sharded(weights, LinearPart(prefix + "out_proj", hidden_size, shape.inner_size)),
         kernel=kernel(prefix + "conv1d", shape.conv_size, shape.kernel_size, weights),
         step_bias=weights.take(prefix + "dt_bias", shape.num_value_heads, dtype=torch.float32).float(),
         decay=-weights.take(prefix + "A_log", shape.num_value_heads, dtype=torch.float32).float().exp(),
@@ -182,10 +186,10 @@ def mamba_tensors(prefix: str, shape: MambaShape, weights: Weights, form: Form, 
         sizes = (shape.step_rank, shape.state_size, shape.state_size)
         norms = tuple(exact(f"{name}.weight", one) for name, one in zip(shape.norms, sizes, strict=True))
     return MambaTensors(
-        first=form.sharded(weights, prefix + "in_proj", 2 * size, hidden_size, has_bias=has_bias),
-        last=form.sharded(weights, prefix + "out_proj", hidden_size, size, has_bias=has_bias),
-        select=form.sharded(weights, prefix + "x_proj", shape.step_rank + 2 * shape.state_size, size),
-        steps=form.sharded(weights, prefix + "dt_proj", size, shape.step_rank),
+        first=form.sharded(weights, LinearPart(prefix + "in_proj", 2 * size, hidden_size, has_bias=has_bias)),
+        last=form.sharded(weights, LinearPart(prefix + "out_proj", hidden_size, size, has_bias=has_bias)),
+        select=form.sharded(weights, LinearPart(prefix + "x_proj", shape.step_rank + 2 * shape.state_size, size)),
+        steps=form.sharded(weights, LinearPart(prefix + "dt_proj", size, shape.step_rank)),
         kernel=kernel(prefix + "conv1d", size, shape.kernel_size, weights),
         kernel_bias=exact("conv1d.bias", size) if shape.has_conv_bias else None,
         step_bias=exact("dt_proj.bias", size),
@@ -208,11 +212,12 @@ def rg_lru_tensors(prefix: str, shape: RgLruShape, weights: Weights, form: Form,
 
     kinds = ("input", "recurrent")
     parts = [
-        form.sharded(weights, prefix + name, size, hidden_size, has_bias=True) for name in ("linear_y", "linear_x")
+        form.sharded(weights, LinearPart(prefix + name, size, hidden_size, has_bias=True))
+        for name in ("linear_y", "linear_x")
     ]
     return RgLruTensors(
         first=form.fused(parts),
-        last=form.sharded(weights, prefix + "linear_out", hidden_size, size, has_bias=True),
+        last=form.sharded(weights, LinearPart(prefix + "linear_out", hidden_size, size, has_bias=True)),
         kernel=kernel(prefix + "conv_1d", size, shape.kernel_size, weights),
         kernel_bias=exact("conv_1d.bias", size),
         gates=torch.stack([exact(f"rg_lru.{kind}_gate_weight", *blocks, shape.block_size) for kind in kinds]),
@@ -228,8 +233,8 @@ def short_conv_tensors(
     size, has_bias = shape.num_channels, shape.has_bias
     bias = weights.take(prefix + "conv.bias", size, dtype=torch.float32).float() if has_bias else None
     return ShortConvTensors(
-        first=form.sharded(weights, prefix + "in_proj", 3 * size, hidden_size, has_bias=has_bias),
-        last=form.sharded(weights, prefix + "out_proj", hidden_size, size, has_bias=has_bias),
+        first=form.sharded(weights, LinearPart(prefix + "in_proj", 3 * size, hidden_size, has_bias=has_bias)),
+        last=form.sharded(weights, LinearPart(prefix + "out_proj", hidden_size, size, has_bias=has_bias)),
         kernel=kernel(prefix + "conv", size, shape.kernel_size, weights),
         kernel_bias=bias,
     )

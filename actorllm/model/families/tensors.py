@@ -17,7 +17,7 @@ from actorllm.model.adapters import AdaptedLayer
 from actorllm.model.families.decoder_config import DecoderConfig, LatentShape
 from actorllm.model.families.recurrent_tensors import RecurrentTensors, recurrent_targets, recurrent_tensors
 from actorllm.model.families.stacked_experts import StackedExperts
-from actorllm.model.linear import Form, LinearWeight
+from actorllm.model.linear import Form, LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.pipeline.part import WHOLE, LayerPart
@@ -118,7 +118,7 @@ class DecoderTensors:
         if c.ties_embeddings or not c.has_head:
             return None
         rows = self._part(self._ranks.part(c.vocab_size))
-        return self._form.sharded(self._weights, c.names.head, c.vocab_size, c.hidden_size, rows=rows)
+        return self._form.sharded(self._weights, LinearPart(c.names.head, c.vocab_size, c.hidden_size, rows=rows))
 
     def norm(self) -> torch.Tensor:
         names = self._config.names
@@ -204,7 +204,9 @@ class DecoderTensors:
         up_dim, q_dim = shape.plain_dim + shape.value_dim, shape.plain_dim + shape.rotary_dim
 
         def read(name: str, num_outputs: int, num_inputs: int, rows: slice = ALL) -> LinearWeight:
-            return self._form.sharded(self._weights, prefix + name, num_outputs, num_inputs, rows=self._part(rows))
+            return self._form.sharded(
+                self._weights, LinearPart(prefix + name, num_outputs, num_inputs, rows=self._part(rows))
+            )
 
         q_part = _times(heads, q_dim)
         query_norm = query_up = None
@@ -332,7 +334,7 @@ class DecoderTensors:
             base = f"{prefix}{shape.experts}.{number}."
             gate_up = self._side_by_side(base, shape.gate_up, sizes, (part,) * count, False, width)
             down = self._form.sharded(
-                self._weights, base + shape.down, width, shape.intermediate_size, columns=self._part(part)
+                self._weights, LinearPart(base + shape.down, width, shape.intermediate_size, columns=self._part(part))
             )
             return gate_up, down
 
@@ -362,8 +364,12 @@ class DecoderTensors:
         if shape.latent_size is not None:
             first, last = (prefix + name for name in shape.latents)
             latents = (
-                self._form.sharded(self._weights, first, shape.latent_size, c.hidden_size, has_bias=c.has_mlp_bias),
-                self._form.sharded(self._weights, last, c.hidden_size, shape.latent_size, has_bias=c.has_mlp_bias),
+                self._form.sharded(
+                    self._weights, LinearPart(first, shape.latent_size, c.hidden_size, has_bias=c.has_mlp_bias)
+                ),
+                self._form.sharded(
+                    self._weights, LinearPart(last, c.hidden_size, shape.latent_size, has_bias=c.has_mlp_bias)
+                ),
             )
         return ExpertTensors(router.float(), bias, correction, shared, gate, numbers, read, latents)
 
@@ -403,7 +409,7 @@ class DecoderTensors:
             wanted = [(names[0], sum(sizes), part) for part in shifted]
         return self._form.fused(
             [
-                self._form.sharded(self._weights, prefix + name, size, width, rows=rows, has_bias=has_bias)
+                self._form.sharded(self._weights, LinearPart(prefix + name, size, width, rows=rows, has_bias=has_bias))
                 for name, size, rows in wanted
             ]
         )
@@ -411,7 +417,8 @@ class DecoderTensors:
     def _summed(self, name: str, in_features: int, part: slice, has_bias: bool) -> LinearWeight:
         """A layer whose product is summed over the ranks."""
         layer = self._form.sharded(
-            self._weights, name, self._config.hidden_size, in_features, columns=self._part(part), has_bias=has_bias
+            self._weights,
+            LinearPart(name, self._config.hidden_size, in_features, columns=self._part(part), has_bias=has_bias),
         )
         return layer.without_bias() if self._ranks.rank else layer
 

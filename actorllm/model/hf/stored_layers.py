@@ -16,7 +16,7 @@ import torch
 
 from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import open_weights
 from actorllm.model.quantization.checkpoint import CheckpointForm
@@ -73,7 +73,7 @@ def read_stored(
             if kind(f"{name}.weight") in FLOATS:  # schemes say what is quantized of the layers that a family has
                 continue
             shape, has_bias = (module.out_features, module.in_features), module.bias is not None
-            layer = found.layers[name] = form.sharded(weights, name, *shape, has_bias=has_bias)
+            layer = found.layers[name] = form.sharded(weights, LinearPart(name, *shape, has_bias=has_bias))
             found.plain[f"{name}.weight"] = _dense(layer).to(dtype)
             if has_bias:
                 found.plain[f"{name}.bias"] = layer.bias  # type: ignore[attr-defined]

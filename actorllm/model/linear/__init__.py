@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -54,6 +54,28 @@ class LinearWeight(Linear):
         """The same, which adds nothing."""
 
 
+class LinearPart(NamedTuple):
+    """Which linear layer is read, and which part of it: `Form.sharded`.
+
+    rows, columns: the outputs and inputs that are wanted. has_bias: it has one, which belongs to the outputs.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    rows: slice = ALL
+    columns: slice = ALL
+    has_bias: bool = False
+
+    def weight(self, weights: Weights, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Of plain numbers. dtype: as of `Weights.take`."""
+        shape = self.out_features, self.in_features
+        return weights.take(f"{self.name}.weight", *shape, rows=self.rows, columns=self.columns, dtype=dtype)
+
+    def bias(self, weights: Weights) -> torch.Tensor | None:
+        return weights.take(f"{self.name}.bias", self.out_features, rows=self.rows) if self.has_bias else None
+
+
 class Form(Protocol):
     """What the layers of a model are read as: a class of `LinearWeight`, or what chooses one for each layer by its name."""
 
@@ -63,18 +85,8 @@ class Form(Protocol):
     def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """Of the head, where it is in memory: it may be the embedding."""
 
-    def sharded(
-        self,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> LinearWeight:
-        """Some outputs (rows) or inputs (columns) of the layer `name`. The bias belongs to the outputs."""
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        """A layer of a checkpoint, or a part of it."""
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         """As `LinearWeight.fused`; parts: what `sharded` made."""

@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 
-from actorllm.model.linear import LinearWeight
-from actorllm.model.weights import ALL, Weights
+from actorllm.model.linear import LinearPart, LinearWeight
+from actorllm.model.weights import Weights
 
 
 class Dense(LinearWeight):
@@ -31,19 +31,8 @@ class Dense(LinearWeight):
         return cls.of(weight, bias)
 
     @classmethod
-    def sharded(
-        cls,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> Self:
-        weight = weights.take(f"{name}.weight", out_features, in_features, rows=rows, columns=columns)
-        return cls(weight.contiguous(), weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None)
+    def sharded(cls, weights: Weights, part: LinearPart) -> Self:
+        return cls(part.weight(weights).contiguous(), part.bias(weights))
 
     @classmethod
     def fused(cls, parts: Sequence[Self]) -> Self:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from actorllm.errors import CorruptModelError
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization import awq, bitsandbytes, compressed_tensors, float4, fp8, gptq, torchao
 from actorllm.model.quantization.stored_layer import StoredLayer
-from actorllm.model.weights import ALL, Weights
+from actorllm.model.weights import Weights
 from actorllm.types.quantization import (
     BITSANDBYTES,
     GPTQ,
@@ -60,33 +60,32 @@ class CheckpointForm:
     def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return Dense.of(weight, bias)
 
-    def sharded(
-        self,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> LinearWeight:
-        if not self.scheme.quantizes(name):
-            return Dense.sharded(
-                weights, name, out_features, in_features, rows=rows, columns=columns, has_bias=has_bias
-            )
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        if not self.scheme.quantizes(part.name):
+            return Dense.sharded(weights, part)
         group = self.scheme.group
-        if group is not None and in_features % group:
+        if group is not None and part.in_features % group:
             raise CorruptModelError(
-                f"layer {name!r} has {in_features} inputs, which quantization_config says are in groups of {group}"
+                f"layer {part.name!r} has {part.in_features} inputs, which quantization_config says are in groups of {group}"
             )
         # Some writers give every quantized layer a bias, of zeros where the model has none.
-        has_bias = has_bias or (self.scheme.layout == GPTQ and weights.stored(f"{name}.bias") is not None)
-        bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
+        if self.scheme.layout == GPTQ and weights.stored(f"{part.name}.bias") is not None:
+            part = part._replace(has_bias=True)
         read = READERS[self.scheme.layout]
         if read is fp8.read and self._keeps_floats:
             read = fp8.read_exactly
-        return read(StoredLayer(weights, self.scheme, name, out_features, in_features, rows, columns, bias))
+        return read(
+            StoredLayer(
+                weights,
+                self.scheme,
+                part.name,
+                part.out_features,
+                part.in_features,
+                part.rows,
+                part.columns,
+                part.bias(weights),
+            )
+        )
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return side_by_side(parts)

@@ -14,7 +14,7 @@ from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.cpu.latent import check_latent
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.recurrent_shapes import state_bytes
-from actorllm.model.linear import Form
+from actorllm.model.linear import Form, LinearPart
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization import form_of, open_weights
 from actorllm.model.quantization.checkpoint import CheckpointForm
@@ -121,11 +121,11 @@ def described_changes(plan: Plan, model: ModelConfig) -> str | None:
     with open_weights(model, torch.float32, False) as weights:
         for name, num_outputs, num_inputs in layers:
             full = f"{names.model}.layers.0.{name}"
-            made = form.sharded(weights, full, num_outputs, num_inputs)
+            made = form.sharded(weights, LinearPart(full, num_outputs, num_inputs))
             kind = {Int8: "int8", Int4: "int4"}.get(type(made), "the type of the model")
             change = made.change if isinstance(made, Int8) else None  # of what is rounded while it is read
             if model.quantization in ROUNDING and isinstance(made, Int8 | Int4):
-                exact = Dense.sharded(weights, full, num_outputs, num_inputs).weight.float()
+                exact = Dense.sharded(weights, LinearPart(full, num_outputs, num_inputs)).weight.float()
                 change = float((made.dense() - exact).norm() / exact.norm())
             changes.setdefault(kind, []).append(change or 0.0)
     told = [

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actorllm.errors import CorruptModelError
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization.grouped import nearest
@@ -148,32 +148,24 @@ class GgufForm:
         """A head that is the embedding: rounded as other layers are, beside the embedding."""
         return nearest(weight.float(), bias, weight.dtype)
 
-    def sharded(
-        self,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> LinearWeight:
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
         assert isinstance(weights, GgufWeights)
-        full, shape = f"{name}.weight", (out_features, in_features)
-        bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
+        full, shape = f"{part.name}.weight", (part.out_features, part.in_features)
+        bias = part.bias(weights)
         kind = weights.found(full, *shape).name_of_kind
-        start, stop, _ = columns.indices(in_features)
+        start, stop, _ = part.columns.indices(part.in_features)
         if kind in SPLIT and fitting(GROUP, start, stop) is not None:
-            codes, scales, smallest = (torch.from_numpy(y) for y in SPLIT[kind](weights.blocks(full, *shape)[rows]))
+            codes, scales, smallest = (
+                torch.from_numpy(y) for y in SPLIT[kind](weights.blocks(full, *shape)[part.rows])
+            )
             groups = slice(start // GROUP, stop // GROUP)
             scales, smallest = scales[:, groups].bfloat16().float(), smallest[:, groups]
             if not bool((scales.isfinite() & smallest.isfinite()).all()):
                 raise CorruptModelError(f"{weights.path}: tensor {file_name(full)!r} has scales that are not finite")
             return Int4(codes[:, start:stop].contiguous(), scales, smallest + MIDDLE * scales, bias)
         if kind in PLAIN:
-            return Dense(weights.take(full, *shape, rows=rows, columns=columns), bias)
-        weight = weights.take(full, *shape, rows=rows, columns=columns, dtype=torch.float32)
+            return Dense(part.weight(weights), bias)
+        weight = part.weight(weights, torch.float32)
         if not bool(weight.isfinite().all()):
             raise CorruptModelError(f"{weights.path}: tensor {file_name(full)!r} has scales that are not finite")
         return nearest(weight, bias, weights.dtype)

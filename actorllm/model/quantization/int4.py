@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import torch
 
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import LinearPart, LinearWeight
 from actorllm.model.linear.side_by_side import side_by_side
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.per_output import SLICE_NUMBERS
-from actorllm.model.weights import ALL, Weights
+from actorllm.model.weights import Weights
 from actorllm.types.quantization import is_head
 
 GROUPS = (128, 64, 32)
@@ -132,20 +132,9 @@ class Int4Weights:
     def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return Int8.of(weight, bias)
 
-    def sharded(
-        self,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> LinearWeight:
-        weight = weights.take(f"{name}.weight", out_features, in_features, rows=rows, columns=columns)
-        bias = weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None
-        return self.head_of(weight, bias) if is_head(name) else self.of(weight, bias)
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        weight, bias = part.weight(weights), part.bias(weights)
+        return self.head_of(weight, bias) if is_head(part.name) else self.of(weight, bias)
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return side_by_side(parts)

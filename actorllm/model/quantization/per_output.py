@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 
 import torch
 
-from actorllm.model.linear import LinearWeight
-from actorllm.model.weights import ALL, Weights
+from actorllm.model.linear import LinearPart, LinearWeight
+from actorllm.model.weights import Weights
 
 SLICE_NUMBERS = 4 << 20
 """Weights that are quantized at a time: in float32 they take 16 MiB beside the codes."""
@@ -55,19 +55,8 @@ class PerOutput(LinearWeight):
         return cls.of(weight, bias)
 
     @classmethod
-    def sharded(
-        cls,
-        weights: Weights,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        rows: slice = ALL,
-        columns: slice = ALL,
-        has_bias: bool = False,
-    ) -> Self:
-        weight = weights.take(f"{name}.weight", out_features, in_features, rows=rows, columns=columns)
-        return cls.of(weight, weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None)
+    def sharded(cls, weights: Weights, part: LinearPart) -> Self:
+        return cls.of(part.weight(weights), part.bias(weights))
 
     @classmethod
     def fused(cls, parts: Sequence[Self]) -> Self:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from actorllm.model.cpu.scheme import Scheme
-from actorllm.model.linear import Form, Linear, LinearWeight
+from actorllm.model.linear import Form, Linear, LinearPart, LinearWeight
 from actorllm.model.linear.by_kind import ByKindLinear, RowKinds
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import Ranks
@@ -40,8 +40,8 @@ class Dequantized:
     def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return dense(self.form.head_of(weight, bias))
 
-    def sharded(self, *args: Any, **kwargs: Any) -> LinearWeight:
-        return dense(self.form.sharded(*args, **kwargs))
+    def sharded(self, weights: Any, part: LinearPart) -> LinearWeight:
+        return dense(self.form.sharded(weights, part))
 
     def fused(self, parts: Sequence[Any]) -> LinearWeight:
         return Dense.fused(parts)
@@ -54,17 +54,12 @@ class DequantizedByRank(Dequantized):
         super().__init__(form)
         self.num_ranks = num_ranks
 
-    def sharded(
-        self, weights: Any, name: str, out_features: int, in_features: int, *args: Any, **kwargs: Any
-    ) -> LinearWeight:
-        if not name.endswith(("o_proj", "down_proj")):
-            return super().sharded(weights, name, out_features, in_features, *args, **kwargs)
-        columns = [Ranks(rank, self.num_ranks).part(in_features) for rank in range(self.num_ranks)]
-        parts = [
-            dense(self.form.sharded(weights, name, out_features, in_features, *args, **(kwargs | {"columns": part})))
-            for part in columns
-        ]
-        return Dense(torch.cat([part.weight.float() for part in parts], 1), parts[0].bias)
+    def sharded(self, weights: Any, part: LinearPart) -> LinearWeight:
+        if not part.name.endswith(("o_proj", "down_proj")):
+            return super().sharded(weights, part)
+        columns = [Ranks(rank, self.num_ranks).part(part.in_features) for rank in range(self.num_ranks)]
+        parts = [dense(self.form.sharded(weights, part._replace(columns=one))) for one in columns]
+        return Dense(torch.cat([one.weight.float() for one in parts], 1), parts[0].bias)
 
 
 class Rounded(Linear):

@@ -17,6 +17,7 @@ from actorllm import LLM, SamplingParams
 from actorllm.cli.commands import info
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError, CorruptModelError, ModelError, UnsupportedModelError
+from actorllm.model.linear import LinearPart
 from actorllm.model.linear.dense import Dense
 from actorllm.model.linear.side_by_side import SideBySideLinear
 from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, GgufWeights
@@ -86,7 +87,7 @@ def test_all_other_types_are_the_numbers_that_the_package_makes_of_them(tmp_path
     for i, (_, values) in enumerate(made.values()):
         name, exact = f"model.layers.{i}.mlp.up_proj", torch.from_numpy(values)
         assert torch.equal(weights.take(f"{name}.weight", 48, 512), exact)
-        found = GgufForm().sharded(weights, name, 48, 512)
+        found = GgufForm().sharded(weights, LinearPart(name, 48, 512))
         assert isinstance(found, Int8 | Dense)
         dense = found.dense() if isinstance(found, Int8) else found.weight
         assert (dense - exact).norm() < 0.02 * exact.norm()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from actorllm.model.cpu.layers import linear
+from actorllm.model.linear import LinearPart
 from actorllm.model.linear.side_by_side import SideBySide, side_by_side
 from actorllm.model.quantization import int4pack
 from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
@@ -99,20 +100,20 @@ def test_packed_in_slices_is_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) 
 def test_parts_are_those_of_the_whole() -> None:
     """Ranks whose inputs end with a group have the same weights as one; others have smaller groups or 8 bits."""
     form, weights = Int4Weights(32), DummyWeights(0, torch.float32)
-    whole = form.sharded(weights, "a", 8, 128, has_bias=True)
+    whole = form.sharded(weights, LinearPart("a", 8, 128, has_bias=True))
     assert isinstance(whole, Int4)
-    rows = [form.sharded(weights, "a", 8, 128, rows=slice(i, i + 4), has_bias=True) for i in (0, 4)]
+    rows = [form.sharded(weights, LinearPart("a", 8, 128, rows=slice(i, i + 4), has_bias=True)) for i in (0, 4)]
     x = torch.randn(5, 128)
     assert torch.equal(form.fused(rows)(x), whole(x))
     order = torch.randperm(8)
     assert torch.equal(whole.reordered(order)(x), whole(x)[:, order])
-    parts = [form.sharded(weights, "a", 8, 128, columns=slice(i, i + 64)) for i in (0, 64)]
+    parts = [form.sharded(weights, LinearPart("a", 8, 128, columns=slice(i, i + 64))) for i in (0, 64)]
     assert torch.equal(torch.cat([part.dense() for part in parts if isinstance(part, Int4)], 1), whole.dense())
-    narrow = Int4Weights(128).sharded(weights, "a", 8, 128, columns=slice(0, 64))
+    narrow = Int4Weights(128).sharded(weights, LinearPart("a", 8, 128, columns=slice(0, 64)))
     assert isinstance(narrow, Int4)
     assert narrow.group == 64
-    assert isinstance(form.sharded(weights, "a", 8, 128, columns=slice(0, 48)), Int8)
-    assert isinstance(form.sharded(weights, "lm_head", 8, 128), Int8)
+    assert isinstance(form.sharded(weights, LinearPart("a", 8, 128, columns=slice(0, 48))), Int8)
+    assert isinstance(form.sharded(weights, LinearPart("lm_head", 8, 128)), Int8)
 
 
 def test_groups_divide_the_inputs() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.layers import linear
+from actorllm.model.linear import LinearPart
 from actorllm.model.quantization import onednn
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
@@ -85,15 +86,15 @@ def test_weights_are_rounded_to_the_nearest_code(monkeypatch: pytest.MonkeyPatch
 
 def test_parts_are_those_of_the_whole() -> None:
     weights, x = DummyWeights(0, torch.float32), torch.randn(5, 12)
-    whole = Int8.sharded(weights, "a", 8, 12, has_bias=True)
-    rows = [Int8.sharded(weights, "a", 8, 12, rows=slice(i, i + 4), has_bias=True) for i in (0, 4)]
+    whole = Int8.sharded(weights, LinearPart("a", 8, 12, has_bias=True))
+    rows = [Int8.sharded(weights, LinearPart("a", 8, 12, rows=slice(i, i + 4), has_bias=True)) for i in (0, 4)]
     assert torch.equal(Int8.fused(rows)(x), whole(x))
     assert Int8.fused(rows[:1]) is rows[0]
     order = torch.randperm(8)
     assert torch.equal(whole.reordered(order)(x), whole(x)[:, order])
     assert whole.bias is not None
     torch.testing.assert_close(whole.without_bias()(x) + whole.bias, whole(x))
-    columns = [Int8.sharded(weights, "a", 8, 12, columns=slice(i, i + 6)) for i in (0, 6)]
+    columns = [Int8.sharded(weights, LinearPart("a", 8, 12, columns=slice(i, i + 6))) for i in (0, 6)]
     split = columns[0](x[:, :6]) + columns[1](x[:, 6:])
     assert (split - whole.without_bias()(x)).square().mean().sqrt() < 0.03 * whole(x).std(), "each has its own scales"
 

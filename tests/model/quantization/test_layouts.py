@@ -19,6 +19,7 @@ from actorllm.cli.commands import info
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, UnsupportedModelError
 from actorllm.model.cpu.layers import linear
+from actorllm.model.linear import LinearPart
 from actorllm.model.linear.dense import Dense
 from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.grouped import nearest
@@ -64,7 +65,7 @@ def layer(name: str, folder: Path, outputs: int, inputs: int, *, group: int = 32
     found = read_checkpoint({"quantization_config": tree})
     assert found is not None
     with CheckpointWeights(folder, torch.bfloat16, False) as weights:
-        read = CheckpointForm(found).sharded(weights, "a", outputs, inputs, **part)
+        read = CheckpointForm(found).sharded(weights, LinearPart("a", outputs, inputs, **part))
         weights.close(lambda _: False)
     return read, weight
 
@@ -150,7 +151,7 @@ def test_as_many_blocks_as_outputs_are_blocks(keeps_floats: bool, tree: dict[str
     scheme = read_checkpoint({"quantization_config": tree})
     assert scheme is not None
     with CheckpointWeights(tmp_path, torch.float32, False) as weights:
-        found: Any = CheckpointForm(scheme, keeps_floats=keeps_floats).sharded(weights, "a", 16, 16)
+        found: Any = CheckpointForm(scheme, keeps_floats=keeps_floats).sharded(weights, LinearPart("a", 16, 16))
     dense = found.codes * found.scales[:, None] if isinstance(found, Int8) else found.weight
     assert (dense - weight).norm() < 0.02 * weight.norm()
 
@@ -539,7 +540,7 @@ def test_zero_points_of_awq_count_where_they_are(tmp_path: Path) -> None:
     scheme = read_checkpoint({"quantization_config": AWQ | {"zero_point": False}})
     assert scheme is not None
     with CheckpointWeights(tmp_path, torch.bfloat16, False) as weights:
-        assert_near(CheckpointForm(scheme).sharded(weights, "a", 48, 256), weight)
+        assert_near(CheckpointForm(scheme).sharded(weights, LinearPart("a", 48, 256)), weight)
         weights.close(lambda _: False)
 
 
