@@ -243,20 +243,6 @@ class Workload:
         _check_positive("factor", factor)
         return self.arriving((self.arrival - self.arrival[:1]) * factor)
 
-    def warped(self, bounds: Sequence[float], speeds: Sequence[float]) -> Workload:
-        """The same requests with time running at speeds[i] between bounds[i-1] and bounds[i] (seconds of this workload).
-
-        A speed of 2 lets them come twice as fast there. speeds has one entry more than bounds, which must increase.
-        """
-        if len(speeds) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)):
-            raise InvalidParameterError(f"time warp: {len(bounds)} increasing bounds need {len(bounds) + 1} speeds")
-        for speed in speeds:
-            _check_positive("speed", speed)
-        last = max([float(self.arrival[-1]) if len(self) else 0.0, *bounds]) + 1
-        knots = np.array([0.0, *bounds, last])
-        mapped = np.concatenate(([0.0], np.cumsum(np.diff(knots) / np.array(speeds, float))))
-        return self.arriving(np.interp(self.arrival, knots, mapped))
-
     def repeated(self, num: int) -> Workload:
         """So many requests: this workload again and again, one mean gap apart. Each round has prefixes of its own."""
         rounds = -(-num // len(self)) if len(self) else 0
@@ -414,12 +400,6 @@ def lognormal_lengths(
         return tokens
 
     return draw(*prompt), draw(*output)
-
-
-def resampled_lengths(num: int, source: Workload, seed: int = 0) -> tuple[I32, I32]:
-    """Pairs drawn from those of another workload, with replacement."""
-    rows = seed_stream(seed, "lengths").integers(0, len(source), num)
-    return source.num_prompt[rows], source.num_output[rows]
 
 
 # Workloads ---------------------------------------------------------------------------------------------------------------
