@@ -16,9 +16,11 @@ import importlib
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from actorllm.config import EngineConfig
@@ -51,6 +53,35 @@ class RayAgent:
         self._bound: NodeAddress | None = None
         self._has_bound = threading.Event()
         self._over = threading.Event()
+        self._is_draining = False
+        self._drain_on_sigterm()
+
+    def _drain_on_sigterm(self) -> None:
+        """SIGTERM is a drain, as for an agent that was started by hand; then Ray ends the process, as it would have done at once.
+
+        Ray makes actors on the main thread. On another one there are no signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        as_ray_ends = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        told: SimpleQueue[int] = SimpleQueue()  # no lock: a signal may come while the one before is heard
+
+        def hear(number: int, _: object) -> None:
+            if self._bound is not None and not self._over.is_set():
+                told.put(number)
+                return
+            signal.signal(number, as_ray_ends)
+            os.kill(os.getpid(), number)
+
+        def follow() -> None:
+            while True:
+                told.get()
+                self._is_draining = True
+                with contextlib.suppress(EngineShutdownError):
+                    self._thread.call(self._agent.leave)
+
+        threading.Thread(target=follow, name="actorllm:signals", daemon=True).start()
+        signal.signal(signal.SIGTERM, hear)
 
     def listen(self) -> tuple[str, int]:
         """Where it listens: the address by which Ray knows this node, and a port that was free."""
@@ -72,6 +103,8 @@ class RayAgent:
     def _end(self, _: object) -> None:
         self._has_bound.set()
         self._over.set()
+        if self._is_draining:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def wait(self) -> None:
         """Until the agent has ended; the death of this process ends the call as well."""

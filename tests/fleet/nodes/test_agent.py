@@ -7,6 +7,8 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,13 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from anyio import to_thread
 
 from actorllm import AsyncLLM, EngineConfig
 from actorllm.errors import AttachError, ConfigError, ModelNotFoundError
 from actorllm.fleet.nodes import agent as agent_module
-from tests.fleet.nodes.agents import Agent, free_port, key_file
+from tests import programs
+from tests.fleet.nodes.agents import KEY, Agent, free_port, key_file
 from tests.fleet.streams import PROMPTS, Told, all_run, assert_same, moved, params, run_all, until
 
 pytestmark = pytest.mark.leaks_by_module
@@ -150,6 +154,69 @@ async def test_an_agent_that_is_told_to_end_moves_its_streams_first(
     assert told == [0]
     assert moved(fleet) > before
     await all_run(fleet)
+
+
+RAY_ACTOR = f"""
+import signal, sys, threading, time, types
+ray = types.ModuleType("ray")
+ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+sys.modules["ray"] = ray
+from actorllm.fleet.nodes.ray_cluster import RayAgent
+def end(number, frame):
+    print("as Ray ends it; has left:", agent._over.is_set(), flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+agent = RayAgent({KEY!r}, {{}})
+def listen():
+    print(*agent.listen(), flush=True)
+    agent.wait()
+threading.Thread(target=listen, daemon=True).start()
+while True:
+    time.sleep(0.01)
+"""
+"""What a process of Ray does with the actor, whose methods run on other threads."""
+
+
+@contextmanager
+def ray_actor() -> Iterator[subprocess.Popen[str]]:
+    process = programs.popen([sys.executable, "-c", RAY_ACTOR], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.anyio
+async def test_an_agent_of_ray_moves_its_streams_at_sigterm_as_well(
+    agents: list[Agent], folder: Path, undisturbed: dict[str, Told]
+) -> None:
+    with ray_actor() as actor:
+        assert actor.stdout is not None
+        address = ":".join((await to_thread.run_sync(actor.stdout.readline)).split())
+        nodes = {"nodes": [address, agents[0].address], "node_key_file": key_file(folder), "router": "round-robin"}
+        async with AsyncLLM("storyteller", enable_prompt_embeds=True, **nodes, **ENGINE) as llm:
+            await all_run(llm)
+
+            async def strike() -> None:
+                assert llm.health().replicas[0].num_requests
+                actor.terminate()
+                await until(lambda: actor.poll() is not None)
+
+            assert_same(await run_all(llm, 5, strike), undisturbed)
+            assert moved(llm) > 0
+        assert actor.returncode == 7
+        assert actor.stdout.read() == "as Ray ends it; has left: True\n"
+
+
+def test_an_agent_of_ray_that_does_not_listen_ends_at_once() -> None:
+    source = RAY_ACTOR.replace("threading.Thread(target=listen, daemon=True).start()", "print('made', flush=True)")
+    process = programs.popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "made\n"
+    process.terminate()
+    assert process.communicate(timeout=40)[0] == "as Ray ends it; has left: False\n"
+    assert process.returncode == 7
 
 
 @pytest.mark.slow(reason="a start, and a second in which a scheduler stands still")
