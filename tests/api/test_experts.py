@@ -10,7 +10,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
-from tests.api.greedy_choices import check_choices
+from tests.api.greedy_choices import streams_alone
 from tests.api.prompted import DRAFTS
 from tests.model.hf.decoders import prompt, save
 
@@ -45,11 +45,8 @@ def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]
 
 @pytest.fixture(scope="module")
 def expected(model: Model) -> list[list[int]]:
-    """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
     folder, module = model
-    streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    check_choices(module, PROMPTS[::2], streams[::2])
-    return streams
+    return streams_alone(folder, module, PROMPTS, PARAMS, INLINE)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.slo.simulator import EngineShape
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
-from tests.api.greedy_choices import check_choices
+from tests.api.greedy_choices import streams_alone
 from tests.api.prompted import DRAFTS
 from tests.model.architectures import table
 from tests.model.hf.decoders import prompt, save
@@ -69,11 +69,8 @@ def test_the_table_of_architectures_says_so() -> None:
 
 @pytest.fixture(scope="module")
 def expected(model: tuple[Path, Any]) -> list[list[int]]:
-    """The streams of requests that are computed one by one; the greedy ones are transformers' choices."""
     folder, module = model
-    streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    check_choices(module, PROMPTS[::2], streams[::2])
-    return streams
+    return streams_alone(folder, module, PROMPTS, PARAMS, INLINE)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
-from tests.api.greedy_choices import check_choices
+from tests.api.greedy_choices import streams_alone
 from tests.api.prompted import DRAFTS
 from tests.model.hf.decoders import prompt, save
 
@@ -46,10 +46,7 @@ def run(folder: Path, prompts: list[Any] = PROMPTS, **arguments: Any) -> tuple[l
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, model: Any) -> list[list[int]]:
-    """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
-    streams, _ = run(folder, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False)
-    check_choices(model, PROMPTS[::2], streams[::2])
-    return streams
+    return streams_alone(folder, model, PROMPTS, PARAMS, INLINE)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from actorllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cpu.recurrent.states import StateRows
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
-from tests.api.greedy_choices import check_choices
+from tests.api.greedy_choices import check_choices, streams_alone
 from tests.api.prompted import DRAFTS
 from tests.model.adapters.lora_folders import adaptable, merged, write_adapter
 from tests.model.hf.decoders import prompt, save
@@ -57,15 +57,8 @@ def run(folder: Path, prompts: list[Any] = PROMPTS, **arguments: Any) -> tuple[l
 
 @pytest.fixture(scope="module")
 def expected(model: tuple[Path, Any]) -> list[list[int]]:
-    """The streams of requests that are computed one by one and in one piece; the greedy ones are transformers' choices."""
     folder, module = model
-    streams = []
-    for one, params in zip(PROMPTS, PARAMS, strict=True):
-        with LLM(str(folder), **INLINE, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False) as llm:
-            (output,) = llm.generate([one], params, use_tqdm=False)
-        streams.append(list(output.outputs[0].token_ids))
-    check_choices(module, PROMPTS[::2], streams[::2])
-    return streams
+    return streams_alone(folder, module, PROMPTS, PARAMS, INLINE, is_fresh=True)
 
 
 @pytest.mark.parametrize(
