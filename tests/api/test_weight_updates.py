@@ -500,6 +500,7 @@ def test_a_thousand_updates_leak_nothing(llm: LLM) -> None:
 
 
 @pytest.mark.slow(reason="ten thousand requests and two hundred updates")
+@pytest.mark.timeout(900)
 def test_no_stale_prefix_over_random_requests_with_updates_between(folders: list[Path]) -> None:
     """Every stream is that of an engine which has these weights and no prefix cache."""
     rng = random.Random(3)

@@ -252,6 +252,7 @@ def test_the_ring_behaves_like_queues() -> None:
 
 
 @pytest.mark.slow(reason="1,500 long runs; the quick test has 40")
+@pytest.mark.timeout(1800)
 def test_the_ring_behaves_like_queues_at_length() -> None:
     run_state_machine_as_test(
         make_machine(actorllm.ring.ring),
