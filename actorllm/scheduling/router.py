@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -221,9 +222,12 @@ def looked_at(num_blocks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def word_indices(num_blocks: int) -> tuple[int, ...]:
-    """Where their hashes begin, in words of 8 bytes."""
-    return tuple(at * HASH_BYTES // 8 for at in looked_at(num_blocks))
+def words_looked_at(num_blocks: int) -> Callable[[memoryview], tuple[int, ...]]:
+    """Gets the first word of each of their hashes, of the words of 8 bytes that all hashes of the prompt are."""
+    indices = [at * HASH_BYTES // 8 for at in looked_at(num_blocks)]
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda words: tuple(words[at] for at in indices)
 
 
 class SentPrefixes:
@@ -244,11 +248,10 @@ class SentPrefixes:
         self._turns_at = math.inf
 
     @staticmethod
-    def keys(request: Routable) -> list[int]:
+    def keys(request: Routable) -> tuple[int, ...]:
         """Those of the beginnings of the prompt that are looked at, the shortest first (`looked_at`)."""
         hashes = request.block_hashes
-        words = memoryview(hashes).cast("Q")
-        return [words[at] for at in word_indices(len(hashes) // HASH_BYTES)]
+        return words_looked_at(len(hashes) // HASH_BYTES)(memoryview(hashes).cast("Q"))
 
     def find(self, keys: Sequence[int], num_blocks: int) -> dict[int, int]:
         """How many blocks of a prompt each replica was sent before; of the others it is 0. num_blocks: of the prompt."""
@@ -367,19 +370,19 @@ class Seconds(LeastLoad):
         sent = self._sent.find(keys, len(request.block_hashes) // HASH_BYTES)
         has_times = None not in [view.step_seconds for view in views]
         has_promise = has_times and request.slo is not None
-        best: tuple[float, ...] | None = None
-        best_wait, later = 0.0, self.later
-        number, num_prompt, chosen = views[0].number, request.num_prompt, self._chosen
+        best: tuple[float, ...] = (math.inf,)
+        best_wait, later, costs_s = 0.0, self.later, self.costs_s
+        number, num_prompt, hashes, chosen = views[0].number, request.num_prompt, request.block_hashes, self._chosen
         for view in views:
             candidate, find = view.number, view.find
             num_found = sent.get(candidate, 0) if sent else 0
-            if find is not None and (in_cache := find(request.block_hashes)) > num_found:
+            if find is not None and (in_cache := find(hashes)) > num_found:
                 num_found = in_cache
             num_new = num_prompt - num_found * view.block_size
             if num_new < 1:
                 num_new = 1
             if has_times:
-                wait, work = self.costs_s(view, num_new)
+                wait, work = costs_s(view, num_new)
             else:
                 wait, work = self._wait_tokens(view, num_new), 0.0
             # First those that keep the promise, by what they have to compute; without a promise, all by their wait.
@@ -387,7 +390,7 @@ class Seconds(LeastLoad):
                 key: tuple[float, ...] = (0.0, num_new, wait, chosen.get(candidate, 0))
             else:
                 key = (1.0, wait + later * work, num_new, chosen.get(candidate, 0))
-            if best is None or key < best:
+            if key < best:
                 best, number, best_wait = key, candidate, wait
         if has_times:
             self._sent.expect(best_wait)
@@ -404,19 +407,22 @@ class Seconds(LeastLoad):
     @staticmethod
     def costs_s(view: ReplicaView, num_new: int) -> tuple[float, float]:
         """Until a replica whose step times are known has computed so many tokens more; and how much of that is theirs."""
-        assert view.step_seconds is not None
-        seconds, rows = view.step_seconds, view.num_running
-        room = max(1, view.max_num_batched_tokens - rows)
-        full, rest = divmod(view.num_waiting_tokens + num_new, room)
-        full_step = seconds(room, rows, view.num_context)
-        wait = full * full_step
+        seconds, rows, num_context = view.step_seconds, view.num_running, view.num_context
+        assert seconds is not None
+        room = view.max_num_batched_tokens - rows
+        if room < 1:
+            room = 1
+        num_tokens = view.num_waiting_tokens + num_new
+        full_step = seconds(room, rows, num_context)
+        rest = num_tokens % room
+        wait = num_tokens // room * full_step
         if rest:
-            wait += seconds(rest, rows, view.num_context)
-        if view.num_free_blocks is not None:
-            missing = -(-(view.num_waiting_tokens + num_new) // view.block_size) - view.num_free_blocks
-            if missing > 0 and rows:  # until rows have ended; each is about as long as the mean
-                tokens = missing * view.block_size / max(1.0, view.num_context / rows)
-                wait += tokens * seconds(0, rows, view.num_context)
+            wait += seconds(rest, rows, num_context)
+        if rows and (num_free := view.num_free_blocks) is not None:
+            missing = -(-num_tokens // view.block_size) - num_free
+            if missing > 0:  # until rows have ended; each is about as long as the mean
+                tokens = missing * view.block_size / max(1.0, num_context / rows)
+                wait += tokens * seconds(0, rows, num_context)
         return wait, num_new / room * full_step
 
     @staticmethod
