@@ -6,9 +6,10 @@ One engine with the bundled storyteller in float32 serves mixed requests while i
 random, programs join it and leave or are killed, memory is taken away, /dev/shm is filled and the owner runs out of
 descriptors. Every stream is held against an oracle (`tests/oracle.py`), those of the programs that leave included. Prints the
 figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and its children have grown: medians
-of the last quarter of the samples against those of the second (the first is warm-up), all with as many processes. Fails when a
-stream is lost or differs, and when something has grown by more than GROWTH allows. With --replicas 2 or more it is a fleet: whole
-replicas are killed, also while they start, and it is drained and scaled under its streams.
+of the last quarter of the samples against those of the second (the first is warm-up), all with as many processes. Of the
+children's memory the KV cache is left out: its pages come with use, so that a worker which lives longer has more of them.
+Fails when a stream is lost or differs, and when something has grown by more than GROWTH allows. With --replicas 2 or more it
+is a fleet: whole replicas are killed, also while they start, and it is drained and scaled under its streams.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from anyio.abc import Process  # noqa: E402
 from report import environment, print_table, write_json  # noqa: E402
 
 from actorllm import AsyncLLM  # noqa: E402
-from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, Load, resident_mib  # noqa: E402
+from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, Load, is_parked, own_mib, resident_mib  # noqa: E402
 from tests.oracle import MAX_RATE, oracle_model  # noqa: E402
 
 NAME = f"soak-{os.getpid()}"
@@ -76,8 +77,11 @@ asyncio.run(main())
 NUM_OF_GUEST = 8
 """Requests of a guest that leaves."""
 
+CACHE_BYTES = 256 << 20
+"""Of the KV cache of a replica; one engine alone has more."""
 PROCESSES = "processes"
-"""Some are parked, for a worker that dies. Only samples with as many processes as most samples have are compared."""
+"""Only samples with as many of them as most samples have are compared. Those that are parked are left out: they load for a
+while, and have half their memory meanwhile."""
 GROWTH = {
     "memory of the owner, MiB": (0.05, 10.0),
     "memory of its children, MiB": (0.05, 10.0),
@@ -136,13 +140,13 @@ class Soak:
             health = self.chaos.engine.health()
             if self._has_guest or health.state != "running" or any(one.state != "running" for one in health.replicas):
                 continue  # a fleet runs with fewer processes while one of its replicas does not
-            pids = [os.getpid(), *self.chaos.pids().values()]
+            pids = [pid for name, pid in self.chaos.pids().items() if not is_parked(name)]
             with contextlib.suppress(OSError):  # a process is gone, or no file can be opened now
                 self.samples.append(
                     {
-                        PROCESSES: len(pids) - 1,
-                        "memory of the owner, MiB": resident_mib(pids[:1]),
-                        "memory of its children, MiB": resident_mib(pids[1:]),
+                        PROCESSES: len(pids),
+                        "memory of the owner, MiB": resident_mib([os.getpid()]),
+                        "memory of its children, MiB": own_mib(pids, CACHE_BYTES),
                         "descriptors of the owner": len(os.listdir("/proc/self/fd")),
                         "threads of the owner": threading.active_count(),
                         "names in /dev/shm": len(os.listdir("/dev/shm")),
@@ -308,9 +312,15 @@ async def soak(
     minutes: float, seed: int, num_replicas: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """The figures, the growth, and what went wrong."""
-    options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "num_threads": 1, "name": NAME}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 32,
+        "num_threads": 1,
+        "name": NAME,
+    }
     if num_replicas > 1:
-        options |= {"data_parallel_size": num_replicas, "kv_cache_memory_bytes": 256 << 20}
+        options |= {"data_parallel_size": num_replicas, "kv_cache_memory_bytes": CACHE_BYTES}
     oracle_model()  # it could not be read while the descriptors are taken
     engine = AsyncLLM("storyteller", **options)
     chaos = Chaos(engine, seed)

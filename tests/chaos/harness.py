@@ -282,7 +282,7 @@ class Chaos:
         with anyio.fail_after(NO_TOKEN_WITHIN_S):
             while (began := self._kill_now(victims, in_prefill, enough)) is None:
                 await self._tick()
-        parked = {pid for name, pid in self.pids().items() if name.startswith("parked ")}
+        parked = {pid for name, pid in self.pids().items() if is_parked(name)}
         self._may_feed.set()
         if is_patient:
             await self._recovered({pid for name, pid in self._killed.items() if name.startswith(victims)})
@@ -399,6 +399,29 @@ def pidfds(pids: Any) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             os.close(handle)
+
+
+def is_parked(name: str) -> bool:
+    """Whether an actor of this name, of a replica or not, waits to take the place of another one."""
+    return name.rpartition("/")[2].startswith("parked ")
+
+
+def own_mib(pids: Any, cache_bytes: int) -> float:
+    """Memory of these processes together that no file backs, without KV caches of at least so many bytes.
+
+    The pages of a cache come with use: a process that lives longer has more of them, up to its size.
+    """
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            size = 0
+            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name == "Size":
+                    size = 1024 * int(value.split()[0])
+                elif name == "Anonymous" and size < cache_bytes:
+                    total += 1024 * int(value.split()[0])
+    return total / 2**20
 
 
 def resident_mib(pids: Any) -> float:

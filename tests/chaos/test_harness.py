@@ -15,7 +15,7 @@ import pytest
 
 from actorllm import SamplingParams
 from tests.chaos import harness
-from tests.chaos.harness import Chaos, Request
+from tests.chaos.harness import Chaos, Request, is_parked, own_mib
 
 
 @pytest.fixture
@@ -159,3 +159,42 @@ async def test_the_soak_counts_what_it_did(soak: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1 << 30, f_frsize=4096))
     await run.run(1e-4)
     assert run.counts.keys() == {"/dev/shm filled, not possible here"}
+
+
+def test_memory_that_leaks_is_counted_and_a_cache_that_fills_is_not() -> None:
+    program = (
+        "import mmap, sys\n"
+        "def write(size):\n"
+        "    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)\n"
+        "    if size > 100 << 20:\n"
+        "        pages.madvise(mmap.MADV_HUGEPAGE)  # as a cache; so neighbours are no part of it\n"
+        "    pages[: 40 << 20] = bytes(40 << 20)\n"
+        "    return pages\n"
+        "print(flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    kept = write(int(line)), globals().get('kept')\n"
+        "    print(flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def used_after(size: int) -> float:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            print(size, file=child.stdin, flush=True)
+            child.stdout.readline()
+            return own_mib([child.pid], 256 << 20)
+
+        child.stdout.readline()
+        first = used_after(64 << 20)
+        assert used_after(300 << 20) < first + 4
+        assert used_after(64 << 20) > first + 36
+        child.stdin.close()
+
+
+def test_a_parked_process_of_a_replica_is_one() -> None:
+    assert is_parked("parked worker0")
+    assert is_parked("replica1/parked worker0")
+    assert not is_parked("replica1/worker0")
