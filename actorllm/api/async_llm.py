@@ -975,11 +975,11 @@ class AsyncLLM:
 
     async def shutdown_weight_transfer_engine(self) -> None:
         """Forget an update that was started and not finished. Does nothing otherwise."""
-        self._engine.weight_transfer.close()
+        await to_thread.run_sync(self._engine.weight_transfer.close)
 
     async def start_weight_update(self) -> None:
         """Begin an update in parts; one that was not finished is forgotten."""
-        self._engine.weight_transfer.start()
+        await to_thread.run_sync(self._engine.weight_transfer.start)
 
     async def update_weights(self, request: Any) -> None:
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.

@@ -69,9 +69,8 @@ class WeightTransfer:
 
     def start(self) -> None:
         """What came of an update that was not finished is forgotten."""
-        forgotten = self._parts
         with self._lock:
-            self._parts = []
+            forgotten, self._parts = self._parts, []
             self._number += 1
         del forgotten  # not under the lock: the system takes a tenth of a second for a GiB
 
@@ -120,9 +119,8 @@ class WeightTransfer:
 
     def close(self) -> None:
         """Forget what came. Idempotent."""
-        forgotten = self._parts
         with self._lock:
-            self._parts = None
+            forgotten, self._parts = self._parts, None
         del forgotten
 
 

@@ -218,7 +218,7 @@ class WeightUpdates:
         Raises what is wrong with the weights, or EngineError; then nothing has changed.
         """
         if self._is_under_way:
-            new.close()
+            await self._close(new.tensor_files)
             raise EngineError("an update of the weights is under way; wait for it before the next one")
         self._is_under_way = True
         try:
@@ -236,7 +236,7 @@ class WeightUpdates:
                 lay = partial(laid_over, self._tensor_files, new.tensor_files)
                 layers, dropped = await self._aside(lay) if self._tensor_files else lay()
             except BaseException:
-                new.close()
+                await self._close(new.tensor_files)
                 raise
         source = WeightSource(
             version=str(self._num_updates + 1) if version is None else version,
@@ -248,9 +248,7 @@ class WeightUpdates:
         try:
             await self._engine.ask_all_schedulers("stage_weights", timeout=LONGEST_S, source=source.to_tree())
         except BaseException:
-            for file in (*layers, *new.tensor_files):
-                if file not in self._tensor_files:
-                    file.close()
+            await self._close([file for file in (*layers, *new.tensor_files) if file not in self._tensor_files])
             with contextlib.suppress(ActorLLMError):  # the caller is told of the first error
                 await self._engine.ask_all_schedulers("discard_weights", timeout=LONGEST_S)
             raise
@@ -275,6 +273,14 @@ class WeightUpdates:
         if self._engine.stepper is not None:  # there is no loop
             return function(*arguments)
         return await to_thread.run_sync(function, *arguments)
+
+    async def _close(self, files: Sequence[TensorFile]) -> None:
+        """Beside the loop, also where the update was cancelled."""
+        if self._engine.stepper is not None:
+            close_all(files)
+            return
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(close_all, files)
 
     async def name(self, version: str) -> str:
         """Call the version that counts otherwise, for tokens from now on. Raises EngineError while an update is under way."""

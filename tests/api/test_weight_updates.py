@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from actorllm import LLM, AsyncLLM, LLMEngine, LoRARequest, SamplingParams
+from actorllm.client.weight_memory import WeightFile
 from actorllm.errors import CollectiveCallError, CorruptModelError, EngineError, InvalidParameterError
 from actorllm.kvcache import prefix_index
 from actorllm.model.updates.tensor_files import TensorFile
@@ -210,6 +211,45 @@ async def test_an_update_is_laid_over_those_before_it_beside_the_loops(copying_t
     assert len(copying_threads) == 1
     assert "actorllm" not in copying_threads[0].name
     assert copying_threads[0] is not threading.current_thread()
+
+
+async def test_what_an_update_that_fails_has_brought_is_closed_beside_the_loops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes the system a while to take the memory back, and streams go on."""
+    threads: list[threading.Thread] = []
+    right = TensorFile.close
+
+    def close(self: TensorFile) -> None:
+        threads.append(threading.current_thread())
+        right(self)
+
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFile, "close", close)
+            with pytest.raises(CorruptModelError, match="has shape"):
+                await llm.update_weights_from_tensors({"model.norm.weight": torch.ones(3)})
+    assert threads
+    assert not any("actorllm" in thread.name or thread is threading.current_thread() for thread in threads)
+
+
+async def test_parts_that_are_forgotten_are_given_back_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    right = WeightFile.__del__
+
+    def give_back(self: WeightFile) -> None:
+        if self.fd >= 0:
+            threads.append(threading.current_thread())
+        right(self)
+
+    monkeypatch.setattr(WeightFile, "__del__", give_back)
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        for forget in (llm.start_weight_update, llm.shutdown_weight_transfer_engine):
+            await llm.start_weight_update()
+            await llm.update_weights({"update_info": {"tensors": {"a": torch.ones(2)}}})
+            await forget()
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize(
