@@ -9,6 +9,7 @@ import pytest
 
 from actorllm.scheduling.tiers.transfers import MAX_WAIT_S, BlockLoad, BlockStore
 from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import make_submit
 from tests.scheduling.tiers.tiered_engine import Tier, TieredEngine
 
 PREFIX = list(range(16))
@@ -175,6 +176,51 @@ def test_preempted_requests_are_stored_first_and_loaded_first() -> None:
     for rid in range(1, 5):
         assert engine.streams[rid] == reference_stream(other(rid, 12), rid, 24)
     assert engine.tier.contents, "what it had computed was stored"
+
+
+def test_preempted_requests_are_loaded_before_those_that_come_first() -> None:
+    engine = TieredEngine(stored(), max_num_seqs=2)
+    for rid in (1, 2):
+        run(engine, rid, [*other(7, 16), 50 + rid])
+    assert len(engine.tier.contents) == 8
+    engine.submit(3, [*PREFIX, 52], max_tokens=8, ignore_eos=True)
+    engine.begin_moves()
+    engine.finish_move()
+    engine.launch()
+    engine.complete()
+    assert engine.streams[3], "it has started"
+    engine.transfers.costs.observe_step(100, 100, 10.0)  # loading is faster
+    engine.lose_workers()
+    engine.submit(4, [*other(7, 16), 53], max_tokens=4, ignore_eos=True, priority=-1)
+    engine.begin_moves()
+    first, second = engine.moves
+    assert isinstance(first, BlockLoad)
+    assert isinstance(second, BlockLoad)
+    assert first.hashes == engine.scheduler.sequence((0, 3)).hashes[: len(first.hashes)]
+    assert second.hashes == engine.scheduler.sequence((0, 4)).hashes[: len(second.hashes)]
+    engine.run()
+    assert engine.streams[3] == reference_stream([*PREFIX, 52], 3, 8)
+    assert engine.streams[4] == reference_stream([*other(7, 16), 53], 4, 4)
+
+
+def test_what_preempted_requests_leave_is_stored_before_what_was_used_again() -> None:
+    engine = TieredEngine()
+    prompts = {rid: [*other(rid, 16), 50] for rid in (1, 2)}
+    for rid, prompt in prompts.items():
+        engine.submit(rid, prompt, max_tokens=4, ignore_eos=True)
+        super(TieredEngine, engine).run()
+    used, left = (engine.transfers._index.find(make_submit(9, p).block_hashes.tobytes(), 4) for p in prompts.values())
+    engine.transfers.reused(used)
+    engine.transfers.preempted(left)
+    stores: list[int] = []
+    for _ in range(6):
+        engine.begin_moves()
+        for move in engine.moves:
+            assert isinstance(move, BlockStore)
+            stores += move.blocks.tolist()
+        while engine.moves:
+            engine.finish_move()
+    assert (stores[:4], sorted(stores[4:])) == (left.tolist(), sorted(used.tolist()))
 
 
 @pytest.mark.parametrize("what", ["reset", "forget"])
