@@ -19,7 +19,7 @@ from actorllm.scheduling.results import NEAR, ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.effort import examples
-from tests.scheduling.chained_tokens import EOS, reference_stream
+from tests.scheduling.chained_tokens import EOS, SIBLING, reference_stream
 from tests.scheduling.conftest import Engine
 
 ALL = ((1, 100, 15),)
@@ -40,22 +40,30 @@ def drafting(dice: random.Random, most: int, depth: int = 2, **more: Any) -> Eng
     return engine
 
 
-def expected_of(rid: int, prompt: list[int], most: int, *, ignore_eos: bool) -> list[int]:
-    stream = reference_stream(prompt, rid, min(most, 64 - len(prompt)))
+def expected_of(seed: int, prompt: list[int], most: int, *, ignore_eos: bool) -> list[int]:
+    stream = reference_stream(prompt, seed, min(most, 64 - len(prompt)))
     return stream if ignore_eos or EOS not in stream else stream[: stream.index(EOS) + 1]
 
 
 @settings(max_examples=examples(25, 300), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 7]), st.sampled_from([1, 2]), st.sampled_from([13, 16, 60]))
 def test_streams_do_not_depend_on_drafts(seed: int, most: int, depth: int, num_blocks: int) -> None:
-    """With preemptions, aborts, forks and lost workers in the middle."""
+    """With preemptions, forks, aborts, deadlines and lost workers in the middle."""
     dice = random.Random(seed)
     engine = drafting(dice, most, depth, num_blocks=num_blocks, max_num_seqs=dice.randint(1, 6))
-    requests: dict[int, tuple[list[int], int, bool]] = {}
-    for rid in range(1, 10):
+    requests: dict[int, tuple[int, list[int], int, bool]] = {}
+    for first in range(1, 28, 3):
         prompt = [dice.randrange(97) for _ in range(dice.randint(1, 40))]
-        requests[rid] = prompt, dice.randint(1, 40), dice.random() < 0.5
-        engine.submit(rid, prompt, max_tokens=requests[rid][1], ignore_eos=requests[rid][2])
+        number, ignore_eos = dice.randint(1, 40), dice.random() < 0.5
+        arguments: dict[str, Any] = {"max_tokens": number, "ignore_eos": ignore_eos}
+        if dice.random() < 0.2:
+            arguments["deadline"] = dice.uniform(0.01, 1.0)
+        rids = [first]
+        if dice.random() < 0.3:
+            rids = engine.submit_several(first, 3, prompt, **arguments)
+        else:
+            engine.submit(first, prompt, **arguments)
+        requests |= {rid: (first + SIBLING * i, prompt, number, ignore_eos) for i, rid in enumerate(rids)}
     aborted = set()
     for _ in range(400):
         while engine.scheduler.has_room and engine.launch() is not None:
@@ -73,12 +81,13 @@ def test_streams_do_not_depend_on_drafts(seed: int, most: int, depth: int, num_b
             engine.abort(rid)
         else:
             engine.complete()
+        engine._ended(engine.scheduler.expire(engine.now))
     engine.run()
-    for rid, (prompt, most_tokens, ignore_eos) in requests.items():
-        expected = expected_of(rid, prompt, most_tokens, ignore_eos=ignore_eos)
+    for rid, (stream_seed, prompt, most_tokens, ignore_eos) in requests.items():
+        expected = expected_of(stream_seed, prompt, most_tokens, ignore_eos=ignore_eos)
         end = engine.ends[rid]
         if end.reason in ("abort", "error"):  # or the workers died of it, as far as the scheduler can tell
-            assert rid in aborted or "workers" in str(end.error)
+            assert rid in aborted or end.stop_reason == "deadline" or "workers" in str(end.error)
             assert engine.streams[rid] == expected[: len(engine.streams[rid])]
         else:
             assert engine.streams[rid] == expected
