@@ -132,6 +132,7 @@ class OutputRows:
                 end.details,
                 sequence.num_draft_tokens,
                 sequence.num_accepted_tokens,
+                sequence.accepted_per_position,
                 *sequence.seconds,
             ]
         )

@@ -14,6 +14,7 @@ Scheduler, which is the `View` that policies get.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import add
 
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES
@@ -278,7 +279,9 @@ class RequestTable:
         if self._drafts.is_used:
             drafted, accepted = self._drafts.take(slot)
             sequence.num_draft_tokens += drafted
-            sequence.num_accepted_tokens += accepted
+            sequence.num_accepted_tokens += sum(accepted)
+            before = sequence.accepted_per_position or (0,) * len(accepted)
+            sequence.accepted_per_position = tuple(map(add, before, accepted))
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

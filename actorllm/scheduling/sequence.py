@@ -102,6 +102,8 @@ class Sequence:
     """Drafts of it that were checked, before it last left a slot."""
     num_accepted_tokens: int = 0
     """Those of them that were right."""
+    accepted_per_position: tuple[int, ...] = ()
+    """The same for each position behind its last token; empty: it had no slot with drafts."""
     num_recoveries: int = 0
     """How often the workers died with a step of it in flight."""
     interrupted: float = 0.0

@@ -318,5 +318,6 @@ def metrics_of(state: PromptState, slo: SLO | None) -> dict[str, Any] | None:
         "num_recoveries": metrics.num_recoveries,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "slo_met": met,
     }

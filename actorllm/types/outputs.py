@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar, Literal
 
 from actorllm.clock import to_epoch
@@ -80,6 +81,9 @@ class RequestFacts:
             recovery_time=max([end.recovery_s for end in ends]),
             num_draft_tokens=sum([end.num_draft_tokens for end in ends]),
             num_accepted_tokens=sum([end.num_accepted_tokens for end in ends]),
+            num_accepted_tokens_per_pos=tuple(
+                map(sum, zip_longest(*(end.accepted_per_position for end in ends), fillvalue=0))
+            ),
             scheduler_time=max([end.planning_s for end in ends]),
             model_forward_time=max([end.forward_s for end in ends]),
             model_execute_time=max([end.execution_s for end in ends]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,6 +33,8 @@ class RequestEnd:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Drafts that were checked, and those that were right (`speculative_config`)."""
+    accepted_per_position: Sequence[int] = ()
+    """The right ones by position behind the last token."""
     planning_s: float = 0.0
     forward_s: float = 0.0
     execution_s: float = 0.0

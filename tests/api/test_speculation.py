@@ -418,6 +418,10 @@ def test_a_request_and_a_step_tell_of_their_drafts(plain_and_drafting: tuple[LLM
         for event in other._engine.ask_scheduler("take_timeline").result()
         if "drafts" in event.get("args", {})
     ]
+    by_position = zip(*(one.num_accepted_tokens_per_pos for one in metrics), strict=True)
+    before_by_position, after_by_position = (one["num_accepted_tokens_per_pos"] for one in (before, after))
+    found = [earlier + sum(here) for earlier, here in zip(before_by_position, by_position, strict=True)]
+    assert found == list(after_by_position) != list(before_by_position)
     for name, key in (("num_draft_tokens", "drafts"), ("num_accepted_tokens", "accepted")):
         number = after[name] - before[name]
         assert number > 0

@@ -179,6 +179,7 @@ def test_statistics_count_drafts_by_position() -> None:
     assert found is not None
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (4, 11, 6)
     assert found.num_accepted_tokens_per_pos == (3, 2, 1)
+    assert engine.ends[1].sequence.accepted_per_position == (3, 2, 1)
     assert Engine().scheduler.statistics().speculation is None
 
 
