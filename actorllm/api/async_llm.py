@@ -205,6 +205,7 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         data_parallel_rank: int | None = None,
         lora_request: LoRARequest | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt.
@@ -224,6 +225,7 @@ class AsyncLLM:
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
             data_parallel_rank: the replica that it is pinned to (docs/fleet.md); None: any.
             lora_request: the adapter that it is computed with; None: none. Needs enable_lora=True.
+            mm_processor_kwargs: arguments of the model's processor, for images or recordings in the prompt; None: none.
             vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
 
         Raises:
@@ -250,6 +252,7 @@ class AsyncLLM:
             tokenization_kwargs=tokenization_kwargs,
             data_parallel_rank=data_parallel_rank,
             lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
             **vllm_arguments,
         )
 

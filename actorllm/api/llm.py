@@ -161,7 +161,7 @@ class LLM(BlockingDoor):
             timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
                 stop_reason "deadline". None: no limit.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
-            vllm_arguments: trace_headers, and further arguments of vLLM, accepted at their defaults.
+            vllm_arguments: trace_headers; mm_processor_kwargs as in `chat`; and further arguments of vLLM at their defaults.
 
         Raises:
             RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
@@ -197,7 +197,7 @@ class LLM(BlockingDoor):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them.
@@ -207,7 +207,7 @@ class LLM(BlockingDoor):
             sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
-            mm_processor_kwargs: accepted at None.
+            mm_processor_kwargs: arguments of the model's processor, for the images or recordings of all prompts; None: none.
             priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
             chat_template: a Jinja template, or the name of one of the model's; None: that of the constructor, else the model's own.
             chat_template_content_format: "string" gives the template text, "openai" lists of parts; "auto" (default) reads it.
@@ -515,7 +515,7 @@ class LLM(BlockingDoor):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns.
@@ -523,7 +523,7 @@ class LLM(BlockingDoor):
         Arguments:
             prompts, sampling_params, priority, tokenization_kwargs, vllm_arguments: as in `generate`.
             lora_request: the adapter of all prompts, or one (or None) per prompt; None: none. Needs enable_lora=True.
-            mm_processor_kwargs: accepted at None.
+            mm_processor_kwargs: arguments of the model's processor, for the images or recordings of all prompts; None: none.
             use_tqdm: changes nothing.
 
         Raises:
@@ -555,7 +555,7 @@ class LLM(BlockingDoor):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """As `chat`, without waiting: see `enqueue`.
 

@@ -76,6 +76,7 @@ from actorllm.intake.tokenization import (
     checked_tokenization,
     prompt_text,
     snapshot,
+    with_processor_kwargs,
 )
 from actorllm.intake.tokenizer_pool import TokenizerPool
 from actorllm.messages import Submit
@@ -643,13 +644,15 @@ class Engine:
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream.
 
-        arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, and VLLM_REQUEST_ARGUMENTS at their defaults.
+        arrival_time: in epoch seconds; None: now. vllm_arguments: lora_request, trace_headers, mm_processor_kwargs, and
+        VLLM_REQUEST_ARGUMENTS at their defaults.
         """
         self._check()
         self.sleep_state.check_request()
         replica = self._pinned_replica(vllm_arguments)
         lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         trace_headers = checked_trace_headers(vllm_arguments.pop("trace_headers", None))
+        prompt = with_processor_kwargs(prompt, vllm_arguments.pop("mm_processor_kwargs", None))
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -718,6 +721,7 @@ class Engine:
         replica = self._pinned_replica(of_vllm)
         lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
         trace_headers = checked_trace_headers(of_vllm.pop("trace_headers", None))
+        prompt = with_processor_kwargs(prompt, of_vllm.pop("mm_processor_kwargs", None))
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:

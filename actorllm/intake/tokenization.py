@@ -535,6 +535,25 @@ def items_of(prompt: Prompt) -> dict[str, list[Any]]:
     return {name: given for name, given in listed.items() if given}
 
 
+def with_processor_kwargs(prompt: Prompt, given: object) -> Prompt:
+    """A prompt with arguments of the model's processor, before which its own count. One without items is left as it is.
+
+    Raises InvalidParameterError: they are no mapping of plain values.
+    """
+    try:
+        options = processor_kwargs(PROCESSOR_KEY, given)
+    except ConfigError as error:
+        raise InvalidParameterError(str(error)) from error
+    if not options or not items_of(prompt):
+        return prompt
+    if not isinstance(prompt, Mapping):
+        return {"prompt": prompt, PROCESSOR_KEY: options}
+    own = prompt.get(PROCESSOR_KEY)
+    if own is not None and not isinstance(own, Mapping):
+        return prompt  # that it is none is told where the keys are checked
+    return {**prompt, PROCESSOR_KEY: {**options, **(own or {})}}
+
+
 def given_media(prompt: Mapping[str, Any], modality: Modality, items: list[Any]) -> GivenMedia:
     """With what stands beside the items in the mapping of a prompt. Raises InvalidPromptError."""
     from actorllm.intake.media.media_reader import GivenMedia

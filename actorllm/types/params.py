@@ -106,7 +106,6 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "session_id": (None,),
     "kv_hints": (None,),
     "reasoning_parser_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
     "guided_options_request": (None,),
 }
 """What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
@@ -114,6 +113,7 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 REQUEST_ARGUMENTS = (
     *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
     *("arrival_time", "tokenization_kwargs", "data_parallel_rank", "lora_request", "trace_headers"),
+    "mm_processor_kwargs",
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""

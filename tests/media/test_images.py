@@ -278,6 +278,31 @@ def test_the_processor_takes_arguments_of_a_prompt(llm: LLM) -> None:
         tokens(llm, prompt(TEXT, wide) | {"mm_processor_kwargs": {"size": "wide"}})
 
 
+def test_a_call_has_arguments_of_the_processor_for_all_of_its_prompts(llm: LLM) -> None:
+    """Those of a prompt itself go first, and texts have none."""
+    options = {"do_center_crop": False, "size": {"height": 30, "width": 30}}
+    wide = prompt(TEXT, picture(83, 90, 30))
+    own = wide | {"mm_processor_kwargs": options}
+    expected = tokens(llm, own, "Once upon")
+
+    def generated_with(given: Any, *prompts: Any) -> list[list[int]]:
+        outputs = llm.generate(list(prompts), GREEDY, use_tqdm=False, mm_processor_kwargs=given)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    assert generated_with(options, wide, "Once upon") == expected
+    assert generated_with({"size": "wide"}, own, "Once upon") == expected
+    assert generated_with({}, wide) != expected[:1]
+    part = {"type": "image", "image": picture(83, 90, 30)}
+    asked: Any = [{"role": "user", "content": [{"type": "text", "text": "See "}, part]}]
+    (plain,) = llm.chat(asked, GREEDY, use_tqdm=False)
+    (cut,) = llm.chat(asked, GREEDY, use_tqdm=False, mm_processor_kwargs=options)
+    assert cut.outputs[0].token_ids != plain.outputs[0].token_ids
+    llm.enqueue_chat(asked, GREEDY, mm_processor_kwargs=options)
+    assert llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids == cut.outputs[0].token_ids
+    with pytest.raises(InvalidParameterError, match=r"mm_processor_kwargs=\[9\] must be a mapping"):
+        llm.chat(asked, GREEDY, use_tqdm=False, mm_processor_kwargs=[9])  # type: ignore[arg-type]
+
+
 def test_arguments_by_kind_count_for_several_images_as_for_one(llm: LLM) -> None:
     options = {"do_center_crop": False, "size": {"height": 30, "width": 30}}
     two = "Two <image> and <image>: which?"
