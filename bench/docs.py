@@ -363,8 +363,11 @@ def body_fields() -> str:
     return "\n".join(parts)
 
 
+OF_ONE_PROCESS = "of several API processes the one that answers"
 ENDPOINTS_THAT_DIFFER = {
     "POST /init_weight_transfer_engine": "backend `shm` only",
+    "POST /reset_encoder_cache": OF_ONE_PROCESS,
+    "POST /reset_mm_cache": OF_ONE_PROCESS,
     "POST /update_weights": "parts are files: [weights.md](weights.md)",
 }
 

@@ -118,6 +118,17 @@ class BlockingDoor(ABC):
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 
+    def reset_mm_cache(self) -> None:
+        """Keep no images or recordings by their uuids (`multi_modal_uuids`): each has to be sent once more."""
+        self._engine.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Keep no rows of images, recordings or texts that were encoded: each is encoded once more. Requests that run keep theirs.
+
+        KV of them stays in the prefix cache; `reset_prefix_cache` forgets that.
+        """
+        self._engine.reset_encoder_cache()
+
     def set_policy(self, scheduling_policy: str | None = None, *, admission_policy: str | None = None) -> None:
         """Let another scheduling or admission policy decide from the next step on, as `AsyncLLM.set_policy`.
 

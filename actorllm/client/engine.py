@@ -1148,6 +1148,17 @@ class Engine:
             raise ConfigError("no profile is under way: the engine was built without profiler_config")
         return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder)
 
+    def reset_mm_cache(self) -> None:
+        """Keep no images or recordings by their uuids. May wait for a prompt with items that is read."""
+        if self.prompts.media is not None:
+            self.prompts.media.forget_items()
+
+    def reset_encoder_cache(self) -> None:
+        """Keep no rows of what was encoded; requests that run have theirs."""
+        reader = self.prompts.media or self.prompts.sources
+        if reader is not None:
+            reader.encoder.forget()
+
     def statistics(self) -> dict[str, Any]:
         """What this side knows without asking another process."""
         reader = self.prompts.media or self.prompts.sources

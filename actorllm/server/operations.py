@@ -225,6 +225,20 @@ async def reset_prefix_cache(request: Request) -> Response:
     return JSONResponse({"reset": done})
 
 
+@router.post("/reset_mm_cache")
+async def reset_mm_cache(request: Request) -> Response:
+    """Keep no images or recordings by their uuids. Of several API processes the one that answers forgets its own."""
+    await state_of(request).llm.reset_mm_cache()
+    return Response()
+
+
+@router.post("/reset_encoder_cache")
+async def reset_encoder_cache(request: Request) -> Response:
+    """Keep no rows of images or recordings that were encoded. Of several API processes the one that answers forgets its own."""
+    await state_of(request).llm.reset_encoder_cache()
+    return Response()
+
+
 @router.get("/metrics")
 async def get_metrics(request: Request) -> Response:
     """Counters, gauges and histograms over all programs that use the engine: Prometheus' text format, or OpenMetrics on Accept."""

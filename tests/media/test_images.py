@@ -246,6 +246,24 @@ def test_what_a_prompt_must_not_hold_is_named(llm: LLM, given: Any, told: str) -
     assert told in str(caught.value)
 
 
+def test_what_is_kept_of_images_is_forgotten_when_asked(llm: LLM) -> None:
+    """And encoded, or sent, once more; tokens are the same."""
+    given = prompt(TEXT, picture(91)) | {"multi_modal_uuids": {"image": ["kept"]}}
+    again = given | {"multi_modal_data": {"image": [None]}}
+    expected = tokens(llm, given)
+    assert tokens(llm, again) == expected
+    before = encoder(llm)["num_encoded"]
+    llm.reset_encoder_cache()
+    assert (encoder(llm)["num_cached"], encoder(llm)["cached_bytes"]) == (0, 0)
+    assert tokens(llm, again) == expected
+    assert encoder(llm)["num_encoded"] == before + 1
+    llm.reset_mm_cache()
+    with pytest.raises(InvalidPromptError, match="nothing is kept of uuid 'kept'"):
+        tokens(llm, again)
+    assert tokens(llm, given) == expected
+    assert encoder(llm)["num_encoded"] == before + 1, "the rows were kept"
+
+
 def test_an_image_may_have_a_name(llm: LLM) -> None:
     """It is sent once; its content alone says what it is. Of a name that is not known nothing is made."""
     named = prompt(TEXT, picture(81)) | {"multi_modal_uuids": {"image": ["mine"]}}
@@ -415,6 +433,10 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
                 assert told in answer.json()["error"]["message"]
             answer = await ask(address(picture(51)))
             assert answer.status_code == 200, answer.text
+            assert engine._engine.statistics()["encoder"]["num_cached"] == 1
+            for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+                assert (await client.post(path)).status_code == 200
+            assert engine._engine.statistics()["encoder"]["num_cached"] == 0
             part = {"type": "image", "image": picture(51)}
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             message = {"role": "user", "content": [{"type": "text", "text": "See "}, part]}

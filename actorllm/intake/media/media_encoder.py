@@ -133,6 +133,13 @@ class MediaEncoder:
                 "encoded_s": self._seconds,
             }
 
+    def forget(self) -> None:
+        """Keep no rows of earlier items. Those that are being encoded are kept again."""
+        with self._lock:
+            forgotten, self._rows = self._rows, OrderedDict()
+            self._num_bytes = 0
+        del forgotten  # not under the lock, for which steps of an event loop may wait
+
     def close(self, timeout: float = 5.0) -> None:
         """Encode no more; what waits fails. The process is gone when this returns."""
         with self._lock:

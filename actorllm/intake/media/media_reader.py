@@ -252,12 +252,17 @@ class MediaReader:
                 self._processor = load_processor(self._model.path)
             return self._processor
 
+    def forget_items(self) -> None:
+        """Keep no items by their uuids: each has to be sent once more."""
+        with self._lock:
+            self._named.clear()
+            self._num_named_bytes = 0
+
     def forget(self) -> None:
         """Give back processor and encoder; they are loaded again when needed."""
         with self._lock:
             self._processor = None
-            self._named.clear()
-            self._num_named_bytes = 0
+        self.forget_items()
         self.encoder.close()
         self.encoder = self.encoder.renewed()
 
