@@ -23,6 +23,7 @@ from actorllm.model.sampler import Sampler
 from actorllm.scheduling.telemetry.recording import replay
 from actorllm.types.device import BackendRules, rules_of
 from actorllm.types.logits_processors import LogitsProcessor
+from tests.api import worker_functions
 from tests.api.knowing_drafter import STREAMS
 from tests.model.cpu.draft_head_oracle import save_eagle, save_eagle3
 from tests.oracle import Account, Stream
@@ -265,6 +266,28 @@ def test_keys_of_a_wrong_draft_that_are_kept_are_found(
     assert compare(drafting(), reference).real > 0
 
 
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_mask_of_attention_that_is_shifted_is_found(
+    reference: list[Stream], monkeypatch: pytest.MonkeyPatch, by: int
+) -> None:
+    """Drafts do not see themselves, or rows see the draft behind them."""
+    inputs = PersistentBatch.inputs
+
+    def shifting(self: Any, plan: Any, drafts: Any = None) -> Any:
+        made = inputs(self, plan, drafts)
+        if drafts is not None and by < 0:
+            made.decode_lengths[made.draft_tokens] -= 1
+        elif drafts is not None:
+            have = np.flatnonzero(drafts.counts)
+            last = np.cumsum(drafts.counts)[have] - 1
+            made.decode_lengths[np.delete(made.draft_tokens, last)] += 1
+            made.decode_lengths[made.result_tokens[have]] += 1
+        return made
+
+    monkeypatch.setattr(PersistentBatch, "inputs", shifting)
+    assert compare(drafting(), reference).real > 0
+
+
 def test_a_draft_that_is_taken_unseen_is_found(reference: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every draft were what was sampled."""
     check = CpuRunner._check_drafts
@@ -283,8 +306,11 @@ def test_a_draft_that_is_taken_unseen_is_found(reference: list[Stream], monkeypa
 
 # What else a request may ask for --------------------------------------------------------------------------------------
 
+END_OF_TEXT = 0
+"""Of the storyteller. A bias makes it the most likely token wherever it may be one."""
+
 RULES: list[dict[str, Any]] = [
-    {"min_tokens": 20, "ignore_eos": False, "temperature": 1.0},
+    {"min_tokens": 20, "ignore_eos": False, "logit_bias": {END_OF_TEXT: 100.0}, "temperature": 0.0},
     {"bad_words": [" the", " said the"], "temperature": 0.0},
     {"stop": ["ing ", ". "], "temperature": 0.0},
     {"stop": ["e"], "include_stop_str_in_output": True, "temperature": 0.0},
@@ -303,6 +329,15 @@ SHORT = pytest.mark.slow(reason="the end of a request is in fewer drafts; each r
 
 def told(outputs: list[Any], number: Callable[[float], Any] = float) -> list[Any]:
     """Everything that a caller sees of the outputs. number: how log-probabilities are compared."""
+
+    def entries(positions: Any) -> list[Any]:
+        return [
+            None
+            if position is None
+            else {token: (entry.rank, entry.decoded_token, number(entry.logprob)) for token, entry in position.items()}
+            for position in positions or ()
+        ]
+
     return [
         [
             completion.index,
@@ -310,10 +345,8 @@ def told(outputs: list[Any], number: Callable[[float], Any] = float) -> list[Any
             completion.token_ids,
             completion.finish_reason,
             completion.stop_reason,
-            [
-                {token: (entry.rank, entry.decoded_token, number(entry.logprob)) for token, entry in position.items()}
-                for position in completion.logprobs or ()
-            ],
+            entries(completion.logprobs),
+            entries(output.prompt_logprobs),
         ]
         for output in outputs
         for completion in output.outputs
@@ -479,12 +512,14 @@ def test_the_draft_model_that_ships_is_often_right() -> None:
 
 
 KILLS = [
-    (victim, method, most)
+    (victim, method, most, depth)
     for victim in ("worker0", "scheduler")
     for method in ("knowing", "ngram", "suffix", "draft_model", "eagle", "eagle3")
     for most in (1, 3, 7)
+    for depth in (1, 2)
 ]
-QUICK_KILLS = {("worker0", "knowing", 3), ("scheduler", "knowing", 3), ("worker0", "eagle3", 3)}
+KILLS += [("worker1", "ngram", 3, 2), ("worker1", "draft_model", 3, 1)]  # of one of two ranks
+QUICK_KILLS = {("worker0", "knowing", 3, 2), ("scheduler", "knowing", 3, 1), ("worker0", "eagle3", 3, 2)}
 
 
 def kills() -> list[Any]:
@@ -493,8 +528,10 @@ def kills() -> list[Any]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("victim", "method", "most"), kills())
-def test_a_kill_in_the_middle_changes_no_token(reference: list[Stream], victim: str, method: str, most: int) -> None:
+@pytest.mark.parametrize(("victim", "method", "most", "depth"), kills())
+def test_a_kill_in_the_middle_changes_no_token(
+    reference: list[Stream], victim: str, method: str, most: int, depth: int
+) -> None:
     import anyio
 
     prompts, params = requests()
@@ -508,7 +545,8 @@ def test_a_kill_in_the_middle_changes_no_token(reference: list[Stream], victim: 
                 kill_at = None
 
     async def main() -> dict[str, Any]:
-        arguments = ARGUMENTS | {"speculative_config": config(method, most)}
+        arguments = ARGUMENTS | {"speculative_config": config(method, most), "async_scheduling": depth == 2}
+        arguments["tensor_parallel_size"] = 1 + (victim == "worker1")
         async with AsyncLLM("storyteller", **arguments) as engine, anyio.create_task_group() as group:
             async with anyio.create_task_group() as consumers:
                 for number in range(12):
@@ -541,11 +579,14 @@ def test_costs_are_measured_once_and_recorded(tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         prompt = "One, two, one, two, one, two"
         before = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        known = llm.collective_rpc(f"{worker_functions.__name__}:step_costs")
         os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == before
+        assert llm.collective_rpc(f"{worker_functions.__name__}:step_costs") == known, "it has measured nothing anew"
         used = llm._engine.config.speculation
         assert llm.stats()["workers"][0]["num_steps"] > 0
     assert used is not None
+    assert known == [[list(entry) for entry in used.step_costs]]
     assert [size for size, _ in used.step_costs][:4] == [1, 2, 4, 8]
     assert all(seconds > 0 for _, seconds in used.step_costs)
     assert recorded_configuration(file).speculation == used

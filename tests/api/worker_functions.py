@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from actorllm.errors import CorruptModelError
 from actorllm.model.rank_worker import RankWorker
 
 
@@ -51,6 +52,42 @@ def many_bytes(worker: RankWorker, num_bytes: int) -> Any:
 
 def kill(worker: RankWorker) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse_weights_once(worker: RankWorker) -> bool:
+    """The second rank or replica cannot use the next ones. Whether this is it."""
+    if worker.rank + worker.replica != 1:
+        return False
+    runner = worker.model_runner
+    right = runner.stage_weights
+
+    def refusing(source: Any) -> Any:
+        runner.stage_weights = right
+        raise CorruptModelError("planted: this rank alone cannot use them")
+
+    runner.stage_weights = refusing
+    return True
+
+
+def step_costs(worker: RankWorker) -> Any:
+    """What it takes the number of drafts by; nothing: it goes by none."""
+    paying = worker.model_runner._speculator._paying
+    return [] if paying is None else paying._steps
+
+
+def die_in_the_middle_of(worker: RankWorker, call: str, number: int) -> None:
+    """Of this call of `os` that moves a block to a disk, or from one, when it comes for so many times: after a part."""
+    right = getattr(os, call)
+    numbers = iter(range(1, number))
+
+    def dying(fd: int, views: Any, at: int) -> int:
+        if next(numbers, None) is not None:
+            return int(right(fd, views, at))
+        right(fd, [memoryview(views[0])[: views[0].nbytes // 2]], at)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    setattr(os, call, dying)
 
 
 def count_slots(worker: RankWorker) -> int:
