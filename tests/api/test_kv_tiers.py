@@ -16,6 +16,7 @@ import torch
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
+from tests.api import worker_functions
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4, "block_size": 16,
@@ -246,6 +247,31 @@ def test_workers_and_schedulers_that_are_killed_change_no_token(tmp_path: Path, 
     asyncio.run(run())
     with LLM("storyteller", **INLINE | disk(tmp_path)) as llm:
         assert tokens(llm, [prompt(number) for number in range(4)]) == expected
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_worker_that_dies_in_the_middle_of_a_block_changes_no_token(
+    tmp_path: Path, expected: list[list[int]], call: str
+) -> None:
+    """While it stores the third block, or loads it; nobody finds what is half of one."""
+    if call == "preadv":
+        fill(tmp_path, expected)
+    with LLM("storyteller", **OPTIONS | disk(tmp_path)) as llm:
+        llm.collective_rpc(f"{worker_functions.__name__}:die_in_the_middle_of", args=(call, 3))
+        first = llm._engine.pids["worker0"]
+        for number in range(2):
+            assert tokens(llm, [prompt(number)]) == expected[number : number + 1]
+        while llm._engine.pids.get("worker0") in (None, first):
+            time.sleep(0.01)
+        for number in range(4):
+            assert tokens(llm, [prompt(number)]) == expected[number : number + 1]
+        if call == "preadv":
+            assert transfers(llm)["num_loaded_blocks"] == 7, "by the next worker"
+        wait_for_stores(llm, 0 if call == "preadv" else 5)
+    with LLM("storyteller", **INLINE | disk(tmp_path)) as llm:
+        assert tokens(llm, [prompt(number) for number in range(4)]) == expected
+        assert transfers(llm)["num_loaded_blocks"] == 7
 
 
 @pytest.mark.timeout(180)

@@ -15,6 +15,7 @@ import pytest
 
 from actorllm import AsyncLLM
 from actorllm.errors import CorruptModelError, EngineDeadError, EngineError
+from tests.api import worker_functions
 from tests.model.updates.weight_folders import ENGINE, PROMPT, STORYTELLER, changed, greedy, stream_of_fresh, write
 
 pytestmark = pytest.mark.timeout(240)
@@ -107,6 +108,40 @@ async def test_an_update_has_changed_everything_or_nothing(
     await check(point, victims, folder, expected)
 
 
+MORE = pytest.mark.slow(reason="an engine and a kill; the quick case has the worker")
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [("worker0",), pytest.param(("scheduler",), marks=MORE), pytest.param(("scheduler", "worker0"), marks=MORE)],
+)
+async def test_a_stream_goes_on_over_an_update_and_a_kill_in_it(victims: tuple[str, ...], folder: Path) -> None:
+    """With tokens of the old weights, then with those of a fresh engine that knows what is before them."""
+    length = 900
+    async with killed("during commit_weights", victims, max_model_len=1000) as (llm, killer):
+        outputs: list[Any] = []
+        has_begun = anyio.Event()
+
+        async def listen() -> None:
+            async for output in llm.generate(PROMPT, greedy(length)):
+                outputs[:] = [output]
+                has_begun.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            await has_begun.wait()
+            await llm.update_weights_from_disk(folder, version="one")
+            assert killer.has_killed
+            assert not outputs[0].finished
+    found, prompt = outputs[0].outputs[0], outputs[0].prompt_token_ids
+    (_, middle, before), (start, end, behind) = found.weight_versions
+    assert (before, behind, start, end) == ("0", "one", middle, length)
+    known = [*prompt, *found.token_ids[:middle]]
+    assert found.token_ids[:middle] == stream_of_fresh(STORYTELLER, PROMPT, middle, max_model_len=1000)
+    fresh = stream_of_fresh(folder, {"prompt_token_ids": known}, 40, max_model_len=1000)
+    assert found.token_ids[middle : middle + 40] == fresh
+
+
 async def test_a_worker_dies_while_an_update_is_committed(folder: Path, expected: dict[str, list[int]]) -> None:
     async with killed("during commit_weights", ("worker0",)) as (llm, killer):
         assert (await tell(llm)).token_ids == expected["0"]
@@ -177,6 +212,28 @@ async def test_all_ranks_and_all_replicas_change_or_none(folder: Path, expected:
             assert (found.token_ids, found.weight_versions[-1].version) == (expected["one"], "one")
         os.kill(llm._engine.pids["replica1/worker0"], signal.SIGKILL)
         assert (await tell(llm, data_parallel_rank=1)).token_ids == expected["one"]
+
+
+@pytest.mark.parametrize("several", ["data_parallel_size", "tensor_parallel_size"])
+@pytest.mark.slow(reason="two workers")
+async def test_one_rank_that_cannot_use_the_weights_keeps_all_from_them(folder: Path, several: str) -> None:
+    async with AsyncLLM("storyteller", **ENGINE, **{several: 2}) as llm:
+        numbers = range(2 if several == "data_parallel_size" else 1)
+
+        async def told() -> list[tuple[str, list[int]]]:
+            found = [await tell(llm, data_parallel_rank=number) for number in numbers]
+            return [(one.weight_versions[-1].version, one.token_ids) for one in found]
+
+        before = await told()
+        assert [version for version, _ in before] == ["0"] * len(numbers)
+        assert await llm.collective_rpc(f"{worker_functions.__name__}:refuse_weights_once") == [False, True]
+        with pytest.raises(CorruptModelError, match="planted"):
+            await llm.update_weights_from_disk(folder, version="one")
+        assert await told() == before
+        await llm.update_weights_from_disk(folder, version="one")
+        after = await told()
+        assert [version for version, _ in after] == ["one"] * len(numbers)
+        assert all(new != old for (_, new), (_, old) in zip(after, before, strict=True))
 
 
 @pytest.mark.slow(reason="three replicas")
