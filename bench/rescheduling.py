@@ -43,7 +43,7 @@ def shape_of(num_blocks: int) -> EngineShape:
 def measure(router: str, num_blocks: int, moved: str, workload: Workload, seed: int) -> dict[str, float]:
     run = simulate(
         workload, shape_of(num_blocks), preset("a100-llama-3-8b"), num_replicas=NUM_REPLICAS, router=router, seed=seed,
-        rescheduling=RULES[moved],
+        rescheduling=RULES[moved], view_interval_s=0.0,
     )  # fmt: skip
     timeline = run.timeline
     return {

@@ -134,6 +134,7 @@ def measure_full(number: int, trace: str | None) -> dict[str, Any]:
         policy=policy,
         num_replicas=num_replicas,
         router=router,
+        view_interval_s=0.0,  # as in the versions that it is compared with
     )
     metrics = run.evaluate()
     return {

@@ -66,8 +66,8 @@ class ScenarioOptions:
     """Where KV is kept besides, the fastest first: BLOCKS:LOAD_S:STORE_S[:LATENCY_S], in seconds of a block."""
     num_replicas: int = 1
     router: str = "round-robin"
-    view_interval: float = 0.0
-    """How old what a router knows may be, in seconds."""
+    view_interval: float = 0.005
+    """How old what a router knows may be, in seconds; that of an engine if not given. 0: it is exact."""
     max_concurrency: int | None = None
     """Requests under way at a time; others are sent when one has ended."""
 

@@ -43,14 +43,12 @@ from actorllm.fleet.views import (
 )
 from actorllm.messages import I64, KvOffer, Submit
 from actorllm.scheduling.role_router import RoleRouter
-from actorllm.scheduling.router import ReplicaView, Routable, Router, Seconds
+from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, Routable, Router, Seconds
 from actorllm.types.kv_transfer import answer_of
 from actorllm.types.weight_version import WeightSource
 
 logger = logging.getLogger(__name__)
 
-VIEW_AGE_S = 0.005
-"""How old views may be that routers are given."""
 TRIAL_S = 10.0
 """How long after a death the replica that took its suspects takes those of other deaths."""
 

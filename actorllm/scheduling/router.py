@@ -27,6 +27,8 @@ MAX_REPLICAS = 64
 """Of one engine."""
 HASH_BYTES = 32
 """Of one block in `Routable.block_hashes`."""
+VIEW_AGE_S = 0.005
+"""How old views may be that routers are given, in seconds. What was sent since is counted in them."""
 
 StepSeconds = Callable[[float, float, float], float]
 """What a step of so many prompt tokens and decode rows takes, which attend to so many tokens of context."""

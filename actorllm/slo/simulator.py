@@ -45,7 +45,7 @@ from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
 from actorllm.scheduling.role_router import RoleRouter
-from actorllm.scheduling.router import ReplicaView, Routable, Router, StepSeconds, make_router
+from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, Routable, Router, StepSeconds, make_router
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
@@ -1067,7 +1067,7 @@ def simulate(
     admission: str | Callable[[], AdmissionPolicy] | None = None,
     num_replicas: int = 1,
     router: str | Router = "round-robin",
-    view_interval_s: float = 0.0,
+    view_interval_s: float = VIEW_AGE_S,
     seed: int = 0,
     until: float = math.inf,
     skip: bool = True,
@@ -1089,9 +1089,9 @@ def simulate(
     shape, model: of all replicas, or a sequence with one for each.
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
-    `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
-    are exact. until: cut the run off at this time; what comes later is left out. skip: make steady decode steps many at a
-    time; not with on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of
+    `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get, by default
+    as they do live; 0: they are exact. until: cut the run off at this time; what comes later is left out. skip: make steady
+    decode steps many at a time; not with on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of
     `EngineShape.scheduler` (a `RecordedScheduler`, say). max_concurrency: requests under way at a time; others are sent,
     and arrive, when one has ended. autoscaler: decides how many replicas there are, num_replicas being 1 then; each
     takes requests start_s after it was wanted (`slo.scaling`).

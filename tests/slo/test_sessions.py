@@ -123,7 +123,7 @@ def test_what_a_router_is_shown_is_not_of_later() -> None:
             seen.append(max(view.seen for view in views))
             return len(seen) % 2
 
-    run = simulate(workload, SHAPE, MODEL, num_replicas=2, router=Watching())  # type: ignore[arg-type]
+    run = simulate(workload, SHAPE, MODEL, num_replicas=2, router=Watching(), view_interval_s=0.0)  # type: ignore[arg-type]
     assert seen == run.workload.arrival.tolist()
     assert (np.diff(run.workload.arrival) >= 0).all()
 

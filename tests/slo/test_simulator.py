@@ -13,16 +13,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from actorllm.cli.laboratory import ScenarioOptions
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.cost_model import LinearModel, Regime, StepDetail, preset
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Admit, KeyPolicy, PlanPolicy
-from actorllm.scheduling.router import ROUTERS, LeastLoad, ReplicaView, RoundRobin, Routable
+from actorllm.scheduling.router import ROUTERS, VIEW_AGE_S, LeastLoad, ReplicaView, RoundRobin, Routable
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
+from actorllm.slo.experiments import Scenario
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.objectives import Promises
 from actorllm.slo.simulator import EngineShape, SimulatedDrafts, SimulatedRun, rerun, simulate
@@ -415,8 +417,13 @@ def test_views_may_be_old() -> None:
     simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(), view_interval_s=1.0)
     assert 0.5 < max(seen) < 1.0
     seen.clear()
-    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy())
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(), view_interval_s=0.0)
     assert set(seen) == {0.0}
+    seen.clear()
+    workload = mixed(60, 400.0)
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy())
+    assert 0.2 * VIEW_AGE_S < max(seen) < VIEW_AGE_S, "by default as in an engine"
+    assert Scenario().view_interval_s == ScenarioOptions().view_interval == VIEW_AGE_S
     with pytest.raises(ConfigError, match="num_replicas=0 must be at least 1"):
         simulate(workload, SHAPE, NOISY, num_replicas=0)
 
@@ -430,7 +437,7 @@ def test_exact_views_have_what_was_sent_at_the_same_instant() -> None:
             return 0 if self.num_routed <= 10 else super().route(request, views)
 
     workload = make_workload(np.array([0.0] * 10 + [0.25] * 10), fixed_lengths(20, 10, 50))
-    run = simulate(workload, SHAPE, every_step(0.5), num_replicas=2, router=Lopsided())
+    run = simulate(workload, SHAPE, every_step(0.5), num_replicas=2, router=Lopsided(), view_interval_s=0.0)
     assert run.timeline.replica.tolist() == [0] * 10 + [1] * 10
 
 

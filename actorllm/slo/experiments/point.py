@@ -28,7 +28,7 @@ from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, load
 from actorllm.scheduling.cost_model import PRESETS, StepModel, load_model
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import KeyPolicy, PlanPolicy, policy_path
-from actorllm.scheduling.router import ROUTERS
+from actorllm.scheduling.router import ROUTERS, VIEW_AGE_S
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
@@ -88,7 +88,8 @@ class Scenario:
     shape: EngineShape = SHAPE
     num_replicas: int = 1
     router: str = "round-robin"
-    view_interval_s: float = 0.0
+    view_interval_s: float = VIEW_AGE_S
+    """How old the router's views may get, as in an engine; 0: they are exact."""
     max_concurrency: int | None = None
     """Requests under way at a time; None: any number."""
 
@@ -131,6 +132,8 @@ class Scenario:
     def to_dict(self) -> dict[str, Any]:
         """Without what is not used: the results of earlier versions stay those of the same scenario."""
         values = asdict(self)
+        if self.num_replicas == 1 and self.view_interval_s == VIEW_AGE_S:  # nothing is routed: written as it was
+            values["view_interval_s"] = 0.0
         if self.max_concurrency is None:
             del values["max_concurrency"]
         if not self.shape.stages:
@@ -142,6 +145,8 @@ class Scenario:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Scenario:
         values = _known(cls, given)
+        if values["num_replicas"] == 1 and values["view_interval_s"] == 0.0:
+            del values["view_interval_s"]
         shape = _known(EngineShape, values["shape"])
         tiers = tuple(TierShape(**_known(TierShape, one)) for one in shape.get("tiers", ()))
         values["shape"] = EngineShape(**shape | {"stages": tuple(shape.get("stages", ())), "tiers": tiers})
