@@ -20,9 +20,9 @@ from actorllm.errors import ConfigError
 from actorllm.scheduling.router import LinearSteps, ReplicaView, Routable, Router, make_router
 from actorllm.types.objective import SLO
 
-VERSION = 2
-READABLE = (1, VERSION)
-"""Version 1 knows of no prefix caches."""
+VERSION = 3
+READABLE = (1, 2, VERSION)
+"""Version 1 knows of no prefix caches, and 2 of no decisions that failed."""
 
 
 def record_path(record: str | os.PathLike[str]) -> Path:
@@ -43,8 +43,15 @@ class RecordedRouter:
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         shown = [_view_to_tree(view, request) for view in views]
         seen = [_with_found(view, tree["num_found"]) for view, tree in zip(views, shown, strict=True)]
-        number = self._router.route(request, seen)
-        self._write({"request": _request_to_tree(request), "views": shown, "chosen": number})
+        asked = {"request": _request_to_tree(request), "views": shown}
+        try:
+            number = self._router.route(request, seen)
+        except (
+            Exception
+        ) as error:  # of the application's own code: the dispatcher tells of it, and a replay fails there, too
+            self._write({**asked, "failed": repr(error)})
+            raise
+        self._write({**asked, "chosen": number})
         return number
 
     def forget(self, number: int) -> None:
@@ -64,7 +71,7 @@ class RecordedRouter:
 
 
 class RouteReplay(NamedTuple):
-    """What a replay found."""
+    """What a replay found. A decision that failed is one that chose nothing."""
 
     num_decisions: int
     differing: list[int]
@@ -98,7 +105,13 @@ def replay_routes(path: str | os.PathLike[str]) -> RouteReplay:
                     router.forget(entry["forget"])  # type: ignore[attr-defined]
                 else:
                     views = [_view_from_tree(view) for view in entry["views"]]
-                    if router.route(_request_from_tree(entry["request"]), views) != entry["chosen"]:
+                    request = _request_from_tree(entry["request"])
+                    chosen = None if "failed" in entry else entry["chosen"]
+                    try:
+                        found = router.route(request, views)
+                    except Exception:  # of the application's own code, as when it was recorded, or not
+                        found = None
+                    if found != chosen:
                         differing.append(num_decisions)
                     num_decisions += 1
             except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -11,7 +12,8 @@ import pytest
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.errors import ConfigError
-from actorllm.fleet.route_record import record_path, replay_routes
+from actorllm.fleet.route_record import RecordedRouter, record_path, replay_routes
+from actorllm.scheduling.router import ReplicaView, Routable, make_router
 from actorllm.scheduling.telemetry.recording import replay
 
 
@@ -45,6 +47,38 @@ async def test_what_a_router_decided_it_decides_again(tmp_path: Path, router: st
     lines[3] = lines[3].replace(b'"chosen":0', b'"chosen":7').replace(b'"chosen":1', b'"chosen":7')
     path.write_bytes(b"".join(lines))
     assert replay_routes(path).differing == [2]
+
+
+class Moody:
+    """A router of an application that fails at each third request."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        self.num_asked += 1
+        if self.num_asked % 3 == 0:
+            raise ValueError("not now")
+        return self.num_asked % 2
+
+
+def test_a_decision_that_failed_fails_again(tmp_path: Path) -> None:
+    """A router that keeps something has changed by then, so it is asked in the replay as well."""
+    name, record = "tests.fleet.test_route_record:Moody", tmp_path / "run.rec"
+    router = RecordedRouter(make_router(name), name, record)
+    views = [ReplicaView(0), ReplicaView(1)]
+    for number in range(1, 9):
+        if number % 3:
+            assert router.route(Routable(number), views) == number % 2
+        else:
+            with pytest.raises(ValueError, match="not now"):
+                router.route(Routable(number), views)
+    router.close()
+    path = record_path(record)
+    assert replay_routes(path) == (8, [])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3] + lines[4:]))
+    assert replay_routes(path).differing == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
