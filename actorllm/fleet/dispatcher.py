@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 TRIAL_S = 10.0
 """How long after a death the replica that took its suspects takes those of other deaths."""
+SUSPECTS_PACED_S = 5.0
+"""How long a program that has joined may hold suspects back. A scheduler believes its suspicions for `SUSPECTS_EXPECTED_S`."""
 
 
 class Dispatcher:
@@ -591,14 +593,10 @@ class Dispatcher:
                 number = self._choose(moving_routable_of([*sequences.values()]), candidates)
                 by_target.setdefault(number, {}).update(sequences)
         for number, part in by_target.items():
-            target, tightest_first = (
-                self._replicas[number],
-                dict(sorted(part.items(), key=lambda item: urgency(item[1]))),
-            )
-            if lost_at is None and not is_trial:
-                target.frontend.adopt_paced(tightest_first, partial(self._room_at, target))
-            else:
-                target.frontend.adopt(tightest_first, lost_at)
+            target = self._replicas[number]
+            tightest_first = dict(sorted(part.items(), key=lambda item: urgency(item[1])))
+            until = now() + SUSPECTS_PACED_S if is_trial and self._program else math.inf
+            target.frontend.adopt_paced(tightest_first, partial(self._room_at, target, until), lost_at)
             self._show_sent(target)
         self._show_sent(source)
         self.num_moved += len(entries)
@@ -610,8 +608,10 @@ class Dispatcher:
         )
 
     @staticmethod
-    def _room_at(target: RoutedReplica) -> float:
-        """How many tokens of what has moved there may be computed at a time."""
+    def _room_at(target: RoutedReplica, until: float) -> float:
+        """How many tokens of what has moved there may be computed at a time. until: when the rest is sent at once."""
+        if now() >= until:
+            return math.inf
         arriving = target.frontend.arriving
         others = [entry for rid, entry in target.frontend.journal().items() if rid not in arriving]
         (view,) = views_of([target])

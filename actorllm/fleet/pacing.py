@@ -1,10 +1,11 @@
 """How fast streams that move are sent on: the tightest objective first, and no faster than the promises of others allow.
 
-A stream that moves from a replica that lives is computed again elsewhere. In a step that computes its prompt and its tokens, the
-others of that replica wait. So what moves is sent bit by bit. The replica's own step times tell how many tokens a step may have
-without a broken promise of those that are there. Without promises everything is sent at once.
+A stream that moves is computed again elsewhere. In a step that computes its prompt and its tokens, the others of that replica
+wait. So what moves is sent bit by bit. The replica's own step times tell how many tokens a step may have without a broken
+promise of those that are there. Without promises everything is sent at once.
 
-After a death nothing is paced here. Suspects are probed in groups (`supervision.blame.scheduler_deaths`), in the same order.
+After a death it is the same. The suspects that were sent are probed in groups (`supervision.blame.scheduler_deaths`), in the same
+order. A replica of a trial that dies is sent all that is left with its next life, since nothing runs there by then.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, cast
 
 import anyio
 
-from actorllm.actors.frontend import FrontendActor, JournalEntry, OutputObserver
+from actorllm.actors.frontend import RETRY_S, FrontendActor, JournalEntry, OutputObserver
 from actorllm.actors.link import Link
 from actorllm.actors.load_board import LoadBoard
 from actorllm.client.cache_memory import worker_pids_of
@@ -41,6 +41,9 @@ from actorllm.types.quantization import scheme_of
 from actorllm.types.speculation import draft_costs_of
 
 ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "lost", "stopped"]
+
+UNSEEN_S = 0.1
+"""How long a stream that moved is taken to be computed again, if its tokens come together later."""
 
 
 def replica_config(config: EngineConfig, number: int, num_replicas: int, board_path: str) -> EngineConfig:
@@ -101,8 +104,8 @@ class ReplicaFrontend(FrontendActor):
         self._pause_mode_of = pause_mode_of
         self._held: dict[int, None] = {}
         """Of the journal, what has moved here and was not sent yet, in its order."""
-        self._sent: dict[int, int] = {}
-        """What was sent of it and has had no token since: how many it had."""
+        self._sent: dict[int, tuple[int, float]] = {}
+        """What was sent of it and has had no token since: how many it had, and when it was sent."""
         self._room: Callable[[], float] = lambda: math.inf
         self.lives_on = False
         """Its replica is made anew when this life ends: what is here ends with a stop only if the replica does."""
@@ -152,16 +155,29 @@ class ReplicaFrontend(FrontendActor):
 
     # What moves here bit by bit
 
-    def adopt_paced(self, entries: Mapping[int, JournalEntry], room: Callable[[], float]) -> None:
-        """As `adopt` of requests whose scheduler lives. They are sent in their order, as far as there is room (`pacing`).
+    def adopt_paced(
+        self, entries: Mapping[int, JournalEntry], room: Callable[[], float], lost_at: float | None = None
+    ) -> None:
+        """As `adopt`. They are sent in their order, as far as there is room (`pacing`).
 
         room: tokens that may be computed at a time. One request is always under way.
         """
         self._room = room
-        self._take_in(entries, None)
+        self._take_in(entries, lost_at)
         if self._scheduler is not None:  # else the next one is sent the whole journal
             self._held |= dict.fromkeys(entries)
             self._send_held()
+            if self._held and self.is_running:
+                self.wake()
+
+    async def run(self) -> None:
+        """As of one alone. What is held is looked at now and then, since nothing need come that would bring the next turn."""
+        while self.is_running:
+            is_waiting = self._held or (self._unsent and self._scheduler is not None)
+            await self.wait(now() + RETRY_S if is_waiting else None)
+            self._flush()
+            if self._held:
+                self._send_held()
 
     @property
     def arriving(self) -> Set[int]:
@@ -170,7 +186,7 @@ class ReplicaFrontend(FrontendActor):
 
     def _send_held(self, is_all: bool = False) -> None:
         journal = self._journal
-        waiting = {rid: n for rid, n in self._sent.items() if rid in journal and len(journal[rid].emitted) == n}
+        waiting = {rid: sent for rid, sent in self._sent.items() if rid in journal and self._is_under_way(rid, *sent)}
         self._sent = waiting
         under_way = sum(size(journal[rid]) for rid in waiting)
         most, at = math.inf if is_all or not under_way else self._room(), now()
@@ -183,10 +199,18 @@ class ReplicaFrontend(FrontendActor):
                 if not under_way:
                     most = math.inf if is_all else self._room()
                 under_way += size(entry)
-                waiting[rid] = len(entry.emitted)
+                waiting[rid] = len(entry.emitted), at
                 for message in self._as_sent(entry):
                     self._post(message)
             del self._held[rid]
+
+    def _is_under_way(self, rid: int, num_tokens: int, sent_at: float) -> bool:
+        """Whether what was sent of what moved here is yet to be computed, as far as is seen."""
+        entry = self._journal[rid]
+        is_unseen = (
+            entry.submit.stream_interval != 1 and entry.submit.pooling is None
+        )  # its next token comes with others
+        return len(entry.emitted) == num_tokens and not (is_unseen and now() - sent_at > UNSEEN_S)
 
     def abort(self, rid: int) -> None:
         if rid in self._held:  # its scheduler has to know of it, to end it

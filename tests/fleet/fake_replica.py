@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actorllm.fleet.replica import ReplicaFrontend
-from actorllm.messages import Abort, Submit
+from actorllm.messages import Abort, Submit, sequences_of
+from actorllm.scheduling.router import LearntSteps, LinearSteps
 from tests.actors.scheduler_bench import FakeLink
 
 END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
 """Of the request in the first row, as a scheduler tells it."""
+STEPS = LinearSteps((0.001, 0.0001, 0.0, 0.0))
+"""A step of 100 tokens takes 11 ms."""
+LEARNT = LearntSteps(STEPS.weights, (1000.0, 0.0, 0.0, 0.0))
 
 
 @dataclass
@@ -35,6 +39,8 @@ class FakeReplica:
     told: Counter[int] = field(default_factory=Counter)
     """How many ends its scheduler has told of each request that it was told to end."""
     find: None = None
+    steps: LearntSteps | None = None
+    """What it has learnt."""
 
     @property
     def state(self) -> str:
@@ -42,10 +48,10 @@ class FakeReplica:
 
     @property
     def takes_requests(self) -> bool:
-        return not (self.is_draining or self.is_lost)
+        return not (self.is_draining or self.is_lost or self.is_removed)
 
-    def load(self) -> None:
-        return None
+    def load(self) -> tuple[int, LearntSteps] | None:
+        return None if self.steps is None else (1000, self.steps)
 
     def connect(self) -> None:
         self.num_links += 1
@@ -59,7 +65,7 @@ class FakeReplica:
         alive: dict[int, Submit] = {}
         for message in [] if self.link is None else self.link.sent:
             if isinstance(message, Submit):
-                alive[message.rid] = message
+                alive |= {one.rid: one for one in sequences_of(message)}
             elif isinstance(message, Abort):
                 for rid in message.rids.tolist():
                     alive.pop(rid, None)
@@ -70,7 +76,7 @@ class FakeReplica:
         has_it, num_ended = False, 0
         for message in [] if self.link is None else self.link.sent:
             if isinstance(message, Submit):
-                has_it |= message.rid == rid
+                has_it |= rid == message.rid or rid in message.siblings
             elif isinstance(message, Abort) and has_it and rid in message.rids:
                 has_it, num_ended = False, num_ended + 1
         return num_ended - self.told[rid]

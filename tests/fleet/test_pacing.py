@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,31 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.scheduler import SUSPECTS_EXPECTED_S
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
-from actorllm.fleet.dispatcher import Dispatcher
+from actorllm.fleet import dispatcher as module
+from actorllm.fleet import replica as replica_module
+from actorllm.fleet.dispatcher import SUSPECTS_PACED_S, Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
-from actorllm.fleet.replica import ReplicaFrontend
+from actorllm.fleet.replica import UNSEEN_S, ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import LearntSteps, LinearSteps, ReplicaView, RoundRobin, Router, make_router
+from actorllm.scheduling.router import ReplicaView, RoundRobin, Router, make_router
 from actorllm.types.objective import SLO
-from tests.fleet.fake_replica import END, FakeReplica
-
-STEPS = LinearSteps((0.001, 0.0001, 0.0, 0.0))
-"""A step of 100 tokens takes 11 ms."""
+from tests.fleet.fake_replica import END, LEARNT, STEPS, FakeReplica
 
 
-class TimedReplica(FakeReplica):
-    def load(self) -> Any:
-        return 1000, LearntSteps(STEPS.weights, (1000.0, 0.0, 0.0, 0.0))
-
-
-def new_fleet(num_replicas: int = 2, router: Router | None = None) -> tuple[Dispatcher, list[TimedReplica]]:
+def new_fleet(num_replicas: int = 2, router: Router | None = None) -> tuple[Dispatcher, list[FakeReplica]]:
     replicas: dict[int, Any] = {}
     dispatcher = Dispatcher(replicas, router or RoundRobin())
     for number in range(num_replicas):
         frontend = ReplicaFrontend(dispatcher.next_rid, lambda entries, error: None)
-        replicas[number] = TimedReplica(number, frontend, limits={"max_num_batched_tokens": 2048})
+        limits = {"max_num_batched_tokens": 2048}
+        replicas[number] = FakeReplica(number, frontend, limits=limits, steps=LEARNT)
         replicas[number].connect()
     return dispatcher, [*replicas.values()]
 
@@ -67,19 +64,19 @@ def ask_several(dispatcher: Dispatcher, replica: int, n: int) -> list[int]:
     return rids
 
 
-def say(replica: TimedReplica, rid: int, index: int, ends: list[Any] | None = None) -> None:
+def say(replica: FakeReplica, rid: int, index: int, ends: list[Any] | None = None) -> None:
     one = np.array([rid], np.int32)
     message = Outputs(rids=one, index=one * 0 + index, tokens=one * 0, ends=ends or [], emitted=now())
     replica.frontend.on_message(replica.link, message)  # type: ignore[arg-type]
     replica.frontend.on_batch()
 
 
-def sent(replica: TimedReplica) -> list[int]:
+def sent(replica: FakeReplica) -> list[int]:
     assert replica.link is not None
     return [message.rid for message in replica.link.sent if isinstance(message, Submit)]
 
 
-def survivor(dispatcher: Dispatcher, replicas: list[TimedReplica], tpot: float | None) -> int:
+def survivor(dispatcher: Dispatcher, replicas: list[FakeReplica], tpot: float | None) -> int:
     """A stream of replica 1, which has had its first token."""
     rid = ask(dispatcher, 1, slo=None if tpot is None else SLO(tpot=tpot))
     say(replicas[1], rid, 0)
@@ -109,7 +106,8 @@ def test_what_moves_counts_for_its_output_and_for_its_sequences() -> None:
     assert [sent(replica) for replica in replicas[1:]] == [siblings, alone]
 
 
-def test_the_tightest_comes_first_and_steps_stay_within_the_promise() -> None:
+@pytest.mark.parametrize("has_died", [False, True])
+def test_the_tightest_comes_first_and_steps_stay_within_the_promise(has_died: bool) -> None:
     """At 26 ms a step has room for 250 tokens: two at a time, and the next when one of them has had a token, or its end."""
     dispatcher, replicas = new_fleet()
     survivor(dispatcher, replicas, 0.026)
@@ -117,7 +115,7 @@ def test_the_tightest_comes_first_and_steps_stay_within_the_promise() -> None:
     tight = ask(dispatcher, 0, slo=SLO(ttft=0.5))
     urgent = ask(dispatcher, 0, deadline=now() + 0.2)
     order = [urgent, tight, *loose]
-    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    dispatcher.move(replicas[0], now() if has_died else None)  # type: ignore[arg-type]
     assert sent(replicas[1])[1:] == order[:2]
     assert dispatcher.num_open == 5
     say(replicas[1], urgent, 0)
@@ -143,6 +141,34 @@ def test_one_is_always_under_way_and_each_can_be_ended() -> None:
     assert set(sent(replicas[1])) == {1, moving[0], moving[1], moving[3]}, "a new scheduler gets the journal"
     say(replicas[1], moving[1], 0)
     assert len(sent(replicas[1])) == 4
+
+
+def test_one_whose_tokens_come_at_its_end_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has been computed again is not seen."""
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0, stream_interval=0), ask(dispatcher, 0), ask(dispatcher, 0)]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    replicas[1].frontend.on_batch()
+    assert sent(replicas[1])[1:] == moving[:1]
+    for _ in range(2):
+        monkeypatch.setattr(replica_module, "now", lambda: now() + 2 * UNSEEN_S)
+        replicas[1].frontend.on_batch()
+        assert sent(replicas[1])[1:] == moving[:2], "and the next one is seen"
+
+
+def test_a_program_that_has_joined_sends_suspects_while_schedulers_believe_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it brings later counts as a request that no replica has died of."""
+    assert SUSPECTS_PACED_S < SUSPECTS_EXPECTED_S
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0) for _ in range(3)]
+    dispatcher.share(SimpleNamespace(has_others=False), 1)  # type: ignore[arg-type]
+    dispatcher.move(replicas[0], now())  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == moving[:1]
+    monkeypatch.setattr(module, "now", lambda: now() + SUSPECTS_PACED_S)
+    replicas[1].frontend.on_batch()
+    assert sent(replicas[1])[1:] == moving
 
 
 def test_what_was_not_sent_can_move_on() -> None:
