@@ -504,7 +504,7 @@ class Dispatcher:
 
     def choose_trial(self, source: RoutedReplica) -> int | None:
         """The replica that takes the suspects of this one, from here on; None: there is no other one."""
-        trial = self._trial_of(source)
+        trial = self._trying(source) or self._trial_of(source)
         self.set_trial(None if trial is None else trial.number)
         return self._trial_replica
 
@@ -519,12 +519,22 @@ class Dispatcher:
 
     def _trial_of(self, source: RoutedReplica) -> RoutedReplica | None:
         """The one whose trial goes on, though it recovers just now; else one that can begin."""
-        named = self._named_trial(source)
-        if named is not None:
-            return named
+        going_on = self._named_trial(source) or self._trying(source)
+        if going_on is not None:
+            return going_on
         candidates = self._candidates(source)
         on_trial = [replica for replica in candidates if replica.frontend.has_suspects]
         return min(on_trial or candidates, key=lambda replica: replica.frontend.num_open, default=None)
+
+    def _trying(self, source: RoutedReplica) -> RoutedReplica | None:
+        """Another one that tries what may go anywhere, however long its own restart takes; what is pinned is tried where it is."""
+        trying = [one for one in self._others_than(source) if one.takes_requests and self._tries(one)]
+        return min(trying, key=lambda one: one.frontend.num_open, default=None)
+
+    @staticmethod
+    def _tries(replica: RoutedReplica) -> bool:
+        entries = replica.frontend.journal().values()
+        return any(entry.record.num_deaths and pin_of(entry.consumer) is None for entry in entries)
 
     def _named_trial(self, source: RoutedReplica) -> RoutedReplica | None:
         """Another one whose trial goes on."""
@@ -540,7 +550,9 @@ class Dispatcher:
 
         restart_s: how long it may take until its processes run again.
         """
-        trial = None if self.is_on_trial(source) else self._trial_of(source)
+        trial = None if self._tries(source) else self._trying(source)
+        if trial is None and not self.is_on_trial(source):
+            trial = self._trial_of(source)
         if trial is not None and not self.is_on_trial(trial):
             is_sooner = self.can_move(source) and self._expected_move_s(source) < restart_s
             trial = trial if is_sooner else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +21,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from actorllm.actors import frontend
 from actorllm.actors.frontend import FrontendActor
-from actorllm.client.stream import Mailbox
+from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError
+from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, ReplicaLostError
 from actorllm.fleet import dispatcher
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
+from actorllm.fleet.views import pin_of
 from actorllm.messages import Outputs, Submit
-from actorllm.scheduling.router import RoundRobin
+from actorllm.messages.schema import SCHEMA
+from actorllm.scheduling.router import ReplicaView, RoundRobin, Routable
+from actorllm.types.objective import SLO
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
-from tests.fleet.fake_replica import END, FakeReplica, FakeSupervisor
+from tests.fleet.fake_replica import END, LEARNT, FakeReplica, FakeSupervisor
 
 NUM_REPLICAS = 3
 
@@ -43,59 +49,91 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Asked:
-    """A request of the model."""
+    """A sequence of a request of the model."""
 
     mailbox: Mailbox
     rid: int
+    index: int = 0
     num_tokens: int = 0
     has_ended: bool = False
 
 
 class FleetOfJournals(RuleBasedStateMachine):
     dispatcher_class = Dispatcher
+    frontend_class = ReplicaFrontend
 
-    @initialize()
-    def build(self) -> None:
+    @initialize(is_paced=st.booleans())
+    def build(self, is_paced: bool) -> None:
+        """is_paced: promises leave no room, so that what moves is sent one by one."""
         self.replicas: dict[int, Any] = {}
         self.dispatcher = self.dispatcher_class(self.replicas, RoundRobin())
+        if is_paced:
+            self.dispatcher._room_at = lambda target, until: 0.0  # type: ignore[method-assign]
         self.asked: list[Asked] = []
+        self.tried: dict[int, int] = {}
+        """Requests that may be what a replica died of, and where they are; without those that are pinned."""
+        self.gone: set[int] = set()
+        """Replicas that were lost or stopped since that was looked at."""
         for number in range(NUM_REPLICAS):
-            self.replicas[number] = FakeReplica(number, self.new_frontend(number))
-            self.replicas[number].connect()
+            self.add(number)
+
+    def add(self, number: int) -> None:
+        limits = {"max_num_batched_tokens": 2048}
+        self.replicas[number] = FakeReplica(number, self.new_frontend(number), limits=limits, steps=LEARNT)
+        self.replicas[number].connect()
 
     def new_frontend(self, number: int) -> ReplicaFrontend:
         def lose(entries: Any, error: BaseException) -> None:
-            self.replicas[number].is_lost = True
-            self.replicas[number].frontend = self.new_frontend(number)
-            self.dispatcher.move_lost(self.replicas[number], entries, now(), error)
+            """As `Fleet._on_lost`."""
+            replica = self.replicas[number]
+            replica.is_lost = True
+            replica.frontend = self.new_frontend(number)
+            trying = self.trying(replica)
+            trial = self.dispatcher.choose_trial(replica)
+            assert trial in trying or not trying, "the trial that goes on is that of all replicas"
+            self.dispatcher.move_lost(replica, entries, now(), error)
+            assert {self.owner_of(rid).number for rid in entries if self.owner_of(rid) is not None} <= {trial, number}
+            self.gone.add(number)
 
-        return ReplicaFrontend(self.dispatcher.next_rid, lose)
+        return self.frontend_class(self.dispatcher.next_rid, lose)
 
     @property
     def open(self) -> list[Asked]:
         return [one for one in self.asked if not one.has_ended and one.mailbox.error is None]
 
-    def owner_of(self, one: Asked) -> Any:
-        return next((r for r in self.replicas.values() if r.frontend.has(one.rid)), None)
+    def owner_of(self, rid: int) -> Any:
+        return next((r for r in self.replicas.values() if r.frontend.has(rid)), None)
+
+    def trying(self, source: Any) -> list[int]:
+        """The other replicas that try what may go anywhere, and take requests."""
+        others = [r for r in self.replicas.values() if r is not source and r.takes_requests]
+        return [r.number for r in others if suspects_of(r)]
 
     # What callers do
 
-    @rule(pin=st.none() | st.integers(0, NUM_REPLICAS - 1))
-    def submit(self, pin: int | None) -> None:
-        mailbox = Mailbox()
+    @rule(pin=st.none() | st.integers(0, NUM_REPLICAS - 1), n=st.sampled_from([1, 1, 2]))
+    def submit(self, pin: int | None, n: int) -> None:
+        mailbox = Mailbox(num_sequences=n)
         mailbox.replica = pin
         rids: list[int] = []
 
         def make(rid: int) -> Submit:
             return Submit(rid=rid, arrival=0.0, prompt=np.array([1, 2, 3], np.int32), max_tokens=99)
 
-        self.dispatcher.submit(make, mailbox, rids.append)
+        if n == 1:
+            self.dispatcher.submit(make, mailbox, rids.append)
+        else:
+            siblings = [Sibling(mailbox, index, lambda mailbox: None) for index in range(n)]
+            self.dispatcher.submit_several(make, siblings, rids.append)
         if rids:
-            assert rids[0] not in {one.rid for one in self.open}
-            self.asked.append(Asked(mailbox, rids[0]))
+            assert len(rids) == n
+            assert not {*rids} & {one.rid for one in self.open}
+            self.asked += [Asked(mailbox, rid, index) for index, rid in enumerate(rids)]
+        elif pin is not None:
+            assert pin not in self.replicas
+            assert isinstance(mailbox.error, ReplicaLostError)
         else:
             assert mailbox.error is not None, "it is told why"
-            assert pin is None
             assert not any(r.takes_requests for r in self.replicas.values())
 
     @precondition(lambda self: self.open)
@@ -116,6 +154,7 @@ class FleetOfJournals(RuleBasedStateMachine):
             emitted=now(),
         )
         replica.frontend.on_message(replica.link, outputs)
+        replica.frontend.on_batch()
 
     def ends_come(self, replica: Any, one: Asked) -> None:
         """Of each time that the request was here and was ended: it was moved, and has come back, or it was aborted."""
@@ -127,7 +166,7 @@ class FleetOfJournals(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), count=st.integers(1, 3), is_end=st.booleans())
     def tokens_come(self, which: int, count: int, is_end: bool) -> None:
         one = self.open[which % len(self.open)]
-        replica = self.owner_of(one)
+        replica = self.owner_of(one.rid)
         if replica is None or replica.link is None:
             return
         self.ends_come(replica, one)
@@ -150,34 +189,59 @@ class FleetOfJournals(RuleBasedStateMachine):
     def late_tokens_come(self, which: int, number: int) -> None:
         """Of a scheduler that had the request before."""
         one = self.asked[which % len(self.asked)]
-        replica = self.replicas[number]
+        replica = self.replicas.get(number)
+        if replica is None:
+            return
         entry = replica.frontend.journal().get(one.rid)
         if replica.link is None or (entry is not None and replica.num_ends_due(one.rid) <= entry.is_aborted):
             return
+        num_late = replica.frontend._num_late
         self.say(replica, one, [777], one.num_tokens, [])  # if it has come back since, these are of before
+        assert replica.frontend._num_late == num_late + 1
 
     # What happens to replicas
 
-    @rule(number=st.integers(0, NUM_REPLICAS - 1), moves=st.booleans())
-    def scheduler_dies(self, number: int, moves: bool) -> None:
-        replica = self.replicas[number]
-        if replica.link is None or replica.is_lost:
+    def fall(self, replica: Any, group: str, is_slow: bool) -> None:
+        """As `Fleet._tell_fall`. is_slow: computing elsewhere is sooner than the restart."""
+        trying, was_tried = self.trying(replica), bool(suspects_of(replica))
+        had_suspects = replica.frontend.has_suspects
+        before = {one.rid: self.owner_of(one.rid).number for one in self.open}
+        can_move = self.dispatcher.can_move(replica)
+        trial = self.dispatcher.trial_after_fall(replica, 1e9 if is_slow else 0.0)
+        self.dispatcher.move_to_trial(replica, group, now())
+        moved = {rid for rid, number in before.items() if self.owner_of(rid).number != number}
+        assert {self.owner_of(rid).number for rid in moved} <= {trial}, "all suspects go to one replica"
+        if trying and not was_tried:
+            assert trial in trying, "the trial that goes on is that of all replicas"
+        if is_slow and can_move and not had_suspects and trial != replica.number:
+            left = [e for e in replica.frontend.journal().values() if not pinned(e)]
+            assert not left
+        for rid in (*moved, *replica.frontend.journal()):
+            assert self.owner_of(rid).frontend.journal()[rid].record.num_deaths, "what was there is suspected"
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1), is_slow=st.booleans())
+    def scheduler_dies(self, number: int, is_slow: bool) -> None:
+        replica = self.replicas.get(number)
+        if replica is None or replica.link is None or replica.is_lost:
             return
         replica.link.is_open, replica.link.lost = False, PeerRestartedError("killed")
         replica.supervisor.state = "recovering"
         link, replica.link = replica.link, None
         replica.frontend.on_peer_lost(link)
-        if moves and self.dispatcher.can_move(replica):
-            self.dispatcher.move(replica, lost_at=now())
+        self.fall(replica, "scheduler", is_slow)
 
-    @rule(number=st.integers(0, NUM_REPLICAS - 1))
-    def worker_dies(self, number: int) -> None:
-        replica = self.replicas[number]
-        if replica.link is not None and not replica.is_lost and self.dispatcher.can_move(replica):
-            self.dispatcher.move(replica, lost_at=now())
+    @rule(number=st.integers(0, NUM_REPLICAS - 1), is_slow=st.booleans())
+    def worker_dies(self, number: int, is_slow: bool) -> None:
+        replica = self.replicas.get(number)
+        if replica is not None and replica.link is not None and not replica.is_lost:
+            self.fall(replica, "worker0", is_slow)
 
     @rule(number=st.integers(0, NUM_REPLICAS - 1))
     def comes_back(self, number: int) -> None:
+        """From a death or from its loss, or it is new."""
+        if number not in self.replicas:
+            self.add(number)
+            return
         replica = self.replicas[number]
         if replica.is_lost:
             replica.num_links = 0
@@ -188,31 +252,54 @@ class FleetOfJournals(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, NUM_REPLICAS - 1))
     def is_given_up(self, number: int) -> None:
-        replica = self.replicas[number]
-        if not replica.is_lost:
+        replica = self.replicas.get(number)
+        if replica is not None and not replica.is_lost:
             replica.link = None
             replica.frontend.fail_all(EngineDeadError("it died too often"))
 
     @rule(number=st.integers(0, NUM_REPLICAS - 1))
+    def is_removed(self, number: int) -> None:
+        """As `Fleet._remove`: its scheduler may live, and what is pinned to it fails."""
+        replica = self.replicas.get(number)
+        if replica is None or len(self.replicas) == 1:
+            return
+        replica.is_removed = True
+        if self.dispatcher.can_move(replica):
+            self.dispatcher.move(replica, lost_at=None)
+        self.dispatcher.move_rest(replica)
+        assert not replica.frontend.num_open
+        del self.replicas[number]
+        self.gone.add(number)
+
+    @rule(number=st.integers(0, NUM_REPLICAS - 1))
     def drains(self, number: int) -> None:
-        replica = self.replicas[number]
-        if not replica.is_lost and self.dispatcher.can_move(replica):
+        replica = self.replicas.get(number)
+        if replica is not None and not replica.is_lost and self.dispatcher.can_move(replica):
             replica.is_draining = True
             self.dispatcher.move(replica, lost_at=None)
 
     @rule(number=st.integers(0, NUM_REPLICAS - 1))
     def drains_no_more(self, number: int) -> None:
-        self.replicas[number].is_draining = False
+        if number in self.replicas:
+            self.replicas[number].is_draining = False
+
+    @rule()
+    def the_trial_is_over(self) -> None:
+        """As far as time tells."""
+        self.dispatcher._trial_until = -math.inf
 
     # What holds
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
+        homes: dict[int, set[int]] = {}
         for one in self.open:
             places = [r.number for r in self.replicas.values() if r.frontend.has(one.rid)]
             assert len(places) == 1, (one.rid, places)
             if one.mailbox.replica is not None:
                 assert places == [one.mailbox.replica]
+            homes.setdefault(id(one.mailbox), set()).update(places)
+        assert all(len(places) == 1 for places in homes.values()), "the sequences of a request are together"
         num_known = sum(r.frontend.num_open for r in self.replicas.values())
         assert num_known == len(self.open)
 
@@ -221,35 +308,52 @@ class FleetOfJournals(RuleBasedStateMachine):
         for replica in self.replicas.values():
             if replica.link is None or replica.is_lost:
                 continue
-            wanted = {rid for rid, entry in replica.frontend.journal().items() if not entry.is_aborted}
+            journal, held = replica.frontend.journal(), replica.frontend._held.keys()
+            wanted = {rid for rid, entry in journal.items() if not entry.is_aborted} - held
             open_rids = {one.rid for one in self.open}
             assert {rid for rid in replica.known() if rid in open_rids} == wanted
             for rid, submit in replica.known().items():
                 if rid in wanted:
-                    assert submit.output.size <= len(replica.frontend.journal()[rid].emitted)
+                    assert submit.output.size <= len(journal[rid].emitted)
+            sent = replica.frontend._sent.items()
+            under_way = [rid for rid, (num, _) in sent if rid in journal and len(journal[rid].emitted) == num]
+            ends_due = [one.rid for one in self.asked if replica.num_ends_due(one.rid)]
+            assert held <= journal.keys()
+            assert not held or under_way or ends_due, "what moves is not starved"
 
     @invariant()
     def every_token_comes_once(self) -> None:
         for one in self.asked:
-            tokens = [token for _, delta in one.mailbox.deltas for token in delta.tokens]
-            assert tokens == list(range(one.num_tokens))
+            deltas = [delta for index, delta in one.mailbox.deltas if index == one.index]
+            assert [token for delta in deltas for token in delta.tokens] == list(range(one.num_tokens))
 
     @invariant()
-    def trials_do_not_spread(self) -> None:
-        """A request that may be to blame is nowhere else: the one that died, and the one that tries it."""
-        for replica in self.replicas.values():
-            for entry in replica.frontend.journal().values():
-                assert entry.record.num_deaths == 0 or pinned(entry) or replica.frontend.has_suspects
+    def suspects_stay_where_they_are_tried(self) -> None:
+        """As long as that replica is not lost: else a poison request would kill one after the other."""
+        tried = {rid: r.number for r in self.replicas.values() for rid in suspects_of(r)}
+        for rid, number in tried.items():
+            before = self.tried.get(rid, number)
+            assert number == before or before in self.gone
+        self.tried = tried
+        self.gone.clear()
 
     @invariant()
     def only_without_a_replica_requests_fail(self) -> None:
         for one in self.asked:
-            if one.mailbox.error is not None:
+            if isinstance(one.mailbox.error, ReplicaLostError):
+                assert one.mailbox.replica is not None
+            elif one.mailbox.error is not None:
                 assert isinstance(one.mailbox.error, EngineDeadError) or "died" in str(one.mailbox.error)
 
 
 def pinned(entry: Any) -> bool:
-    return entry.consumer.replica is not None
+    return pin_of(entry.consumer) is not None
+
+
+def suspects_of(replica: Any) -> list[int]:
+    """What is tried there and may go anywhere."""
+    journal = replica.frontend.journal()
+    return [rid for rid, entry in journal.items() if entry.record.num_deaths and not pinned(entry)]
 
 
 TestFleetOfJournals = pytest.mark.filterwarnings("error")(FleetOfJournals.TestCase)
@@ -286,23 +390,76 @@ class LosesTheOutput(Dispatcher):
         super()._rehome(source, entries, lost_at, is_trial)
 
 
-def walk(dispatcher_class: type[Dispatcher], num_walks: int) -> None:
+class TriesWhereTheFewestAre(Dispatcher):
+    def _trial_of(self, source: Any) -> Any:
+        return min(self._candidates(source), key=lambda replica: replica.frontend.num_open, default=None)
+
+    def _trying(self, source: Any) -> Any:
+        return None
+
+    def _named_trial(self, source: Any) -> Any:
+        return None
+
+
+class MovesSuspects(Dispatcher):
+    def move(self, source: Any, lost_at: float | None) -> int:
+        if lost_at is not None:
+            return super().move(source, lost_at)
+        entries = source.frontend.surrender(lambda entry: pin_of(entry.consumer) != source.number)
+        self._rehome(source, entries, lost_at, is_trial=False)
+        return len(entries)
+
+
+class PartsSequences(Dispatcher):
+    def _rehome(self, source: Any, entries: Any, lost_at: Any, is_trial: bool) -> None:
+        for rid, entry in entries.items():
+            super()._rehome(source, {rid: entry}, lost_at, is_trial)
+
+
+class HoldsForEver(ReplicaFrontend):
+    def on_batch(self) -> None:
+        FrontendActor.on_batch(self)
+
+
+class SendsTwice(ReplicaFrontend):
+    def surrender(self, is_moved: Any = lambda entry: True) -> Any:
+        held = dict(self._held)
+        taken = super().surrender(is_moved)
+        self._held = held
+        return taken
+
+
+def walk(
+    num_walks: int,
+    dispatcher_class: type[Dispatcher] = Dispatcher,
+    frontend_class: type[ReplicaFrontend] = ReplicaFrontend,
+) -> None:
     """Events at random, the same in every run, and what holds after each of them."""
     draws = random.Random(7)
-    names = ("submit", "tokens_come", "tokens_come", "late_tokens_come", "scheduler_dies", "worker_dies", "comes_back")
-    names += ("is_given_up", "drains", "drains_no_more")
+    often = ("submit", "tokens_come", "drains", "drains_no_more", "comes_back")
+    seldom = (
+        "abort",
+        "late_tokens_come",
+        "scheduler_dies",
+        "worker_dies",
+        "is_given_up",
+        "is_removed",
+        "the_trial_is_over",
+    )
+    names = (*often, *often, *often, *seldom)
     values: dict[str, Any] = {
         "pin": lambda: draws.choice([None, None, *range(NUM_REPLICAS)]),
         "which": lambda: draws.randrange(100),
         "count": lambda: draws.randint(1, 3),
         "is_end": lambda: draws.random() < 0.2,
-        "moves": lambda: draws.random() < 0.8,
+        "n": lambda: draws.choice([1, 1, 2]),
+        "is_slow": lambda: draws.random() < 0.8,
         "number": lambda: draws.randrange(NUM_REPLICAS),
     }
     for _ in range(num_walks):
         machine = FleetOfJournals()
-        machine.dispatcher_class = dispatcher_class
-        machine.build()
+        machine.dispatcher_class, machine.frontend_class = dispatcher_class, frontend_class
+        machine.build(draws.random() < 0.5)
         for _ in range(40):
             name = draws.choice(names) if machine.open else "submit"
             method = getattr(machine, name)
@@ -310,18 +467,28 @@ def walk(dispatcher_class: type[Dispatcher], num_walks: int) -> None:
             machine.each_request_is_in_one_place()
             machine.schedulers_work_on_their_journals()
             machine.every_token_comes_once()
-            machine.trials_do_not_spread()
+            machine.suspects_stay_where_they_are_tried()
             machine.only_without_a_replica_requests_fail()
 
 
 def test_walks_find_nothing() -> None:
-    walk(Dispatcher, 60)
+    walk(60)
 
 
-@pytest.mark.parametrize("mistaken", [AdoptsTwice, ForgetsPins, LeavesTheOldOneRunning, LosesTheOutput])
+MISTAKEN = (AdoptsTwice, ForgetsPins, LeavesTheOldOneRunning, LosesTheOutput)
+MISTAKEN += (TriesWhereTheFewestAre, MovesSuspects, PartsSequences)
+
+
+@pytest.mark.parametrize("mistaken", MISTAKEN)
 def test_planted_mistakes_are_found(mistaken: type[Dispatcher]) -> None:
     with pytest.raises((AssertionError, IndexError, KeyError)):
-        walk(mistaken, 60)
+        walk(60, mistaken)
+
+
+@pytest.mark.parametrize("mistaken", [HoldsForEver, SendsTwice])
+def test_planted_mistakes_in_what_moves_bit_by_bit_are_found(mistaken: type[ReplicaFrontend]) -> None:
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        walk(60, frontend_class=mistaken)
 
 
 def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
@@ -339,6 +506,149 @@ def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
     link = FakeLink("scheduler")
     frontend.on_link(link)  # type: ignore[arg-type]
     assert [message.rid for message in link.sent] == [rids[1]]
+
+
+def new_fleet(num_replicas: int, router: Any = None) -> tuple[Dispatcher, list[FakeReplica]]:
+    replicas: dict[int, Any] = {}
+    fleet = Dispatcher(replicas, router or RoundRobin())
+    for number in range(num_replicas):
+        frontend = ReplicaFrontend(fleet.next_rid, lambda entries, error: None)
+        limits = {"max_num_batched_tokens": 2048}
+        replicas[number] = FakeReplica(number, frontend, limits=limits, steps=LEARNT)
+        replicas[number].connect()
+    return fleet, [*replicas.values()]
+
+
+def ask(fleet: Dispatcher, home: int, num_prompt: int = 3) -> int:
+    """Of a request that begins on this replica and may move."""
+    mailbox, rids = Mailbox(), list[int]()
+    mailbox.replica = home
+    prompt = np.zeros(num_prompt, np.int32)
+    fleet.submit(lambda rid: Submit(rid=rid, arrival=0.0, prompt=prompt, max_tokens=9), mailbox, rids.append)
+    mailbox.replica = None
+    return rids[0]
+
+
+@pytest.mark.parametrize(
+    ("num_there", "restart_s", "moves"), [(0, 0.001, False), (0, 0.002, True), (1000, 0.05, False), (1000, 0.2, True)]
+)
+def test_streams_of_a_process_that_died_move_if_that_is_sooner_than_its_restart(
+    num_there: int, restart_s: float, moves: bool
+) -> None:
+    """Three tokens take 1.3 ms elsewhere; behind a thousand that wait there they take 0.1 s."""
+    fleet, (first, second) = new_fleet(2)
+    rid = ask(fleet, 0)
+    if num_there:
+        ask(fleet, 1, num_there)
+    assert fleet.trial_after_fall(first, restart_s) == moves  # type: ignore[arg-type]
+    fleet.move_to_trial(first, "scheduler", now())  # type: ignore[arg-type]
+    assert (second if moves else first).frontend.journal()[rid].record.num_deaths == 1, (
+        "it is suspected in either place"
+    )
+
+
+def test_a_trial_goes_on_as_long_as_its_replica_takes_to_recover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another replica dies of meanwhile is tried there, too, though there is one without any suspect."""
+    monkeypatch.setattr(dispatcher, "TRIAL_S", 0.0)
+    fleet, (first, trial, third) = new_fleet(3)
+    tried, later = ask(fleet, 0), ask(fleet, 2)
+    third.is_draining = True  # so that the first suspects go to the second one
+    fleet.trial_after_fall(first, 60.0)  # type: ignore[arg-type]
+    fleet.move_to_trial(first, "worker0", now())  # type: ignore[arg-type]
+    assert trial.frontend.has(tried)
+    third.is_draining = False
+    assert trial.link is not None
+    trial.link.is_open, trial.link.lost = False, PeerRestartedError("killed")  # type: ignore[attr-defined]
+    trial.frontend.on_peer_lost(trial.link)  # type: ignore[arg-type]
+    trial.link = None
+    monkeypatch.setattr(dispatcher, "TRIAL_S", 10.0)
+    assert fleet.trial_after_fall(third, 60.0) == trial.number  # type: ignore[arg-type]
+    fleet.move_to_trial(third, "worker0", now())  # type: ignore[arg-type]
+    assert trial.frontend.has(later)
+    assert fleet.choose_trial(third) == trial.number  # type: ignore[arg-type]
+
+
+def test_a_pinned_suspect_does_not_end_the_trial_of_the_others() -> None:
+    """It is tried on its replica. What a third one dies of goes where the trial of all is."""
+    fleet, (first, trial, third) = new_fleet(3)
+    ask(fleet, 0)
+    pinned_rid = ask(fleet, 0)
+    first.frontend.journal()[pinned_rid].consumer.replica = 0  # type: ignore[attr-defined]
+    third.is_draining = True
+    for _ in range(2):  # the second death is that of the pinned one
+        fleet.trial_after_fall(first, 60.0)  # type: ignore[arg-type]
+        fleet.move_to_trial(first, "worker0", now())  # type: ignore[arg-type]
+    third.is_draining = False
+    assert first.frontend.has_suspects
+    assert trial.frontend.has_suspects
+    ask(fleet, 2)
+    assert fleet.trial_after_fall(third, 60.0) == trial.number  # type: ignore[arg-type]
+
+
+class Wrong:
+    """A router of an application."""
+
+    def __init__(self, answer: int | None) -> None:
+        self.answer = answer
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        if self.answer is None:
+            raise ValueError("it has a mistake")
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [None, 77])
+def test_where_a_router_fails_the_request_goes_where_the_fewest_are(answer: int | None) -> None:
+    fleet, replicas = new_fleet(3, Wrong(answer))
+    ask(fleet, 0)
+    ask(fleet, 2)
+    mailbox = Mailbox()
+    prompt = np.zeros(3, np.int32)
+    fleet.submit(lambda rid: Submit(rid=rid, arrival=0.0, prompt=prompt, max_tokens=9), mailbox, lambda rid: None)
+    assert mailbox.error is None
+    assert [replica.frontend.num_open for replica in replicas] == [1, 1, 1]
+
+
+SET_BY_A_MOVE = {"output", "is_resumed", "had_slot", "first_token", "num_deaths", "probe_size", "num_losses"}
+KEPT_EMPTY = {"rid", "siblings", "hands_off", "kv_lease"}
+"""What is no parameter of the request."""
+VALUES: dict[str, Any] = {
+    "i4": np.array([5, 6], np.int32),
+    "u1": np.arange(64, dtype=np.uint8),
+    "int": 7,
+    "float": 0.25,
+    "str": "word",
+    "strs": ["word"],
+    "ints": [7],
+    "map": {"name": 7},
+    "floats": SLO(ttft=5.0, tpot=0.5).to_fields(),
+}
+
+
+@pytest.mark.parametrize("has_died", [False, True])
+def test_what_moves_is_sent_as_it_was(has_died: bool) -> None:
+    """Every parameter, its clocks and its place in the output; sampling, grammars and penalties go on from there."""
+    known = {one.name: one for one in dataclasses.fields(Submit)}
+    told = {
+        name: field.kind for name, field in SCHEMA["Submit"].fields.items() if name not in SET_BY_A_MOVE | KEPT_EMPTY
+    }
+    values = {name: not known[name].default if kind == "bool" else VALUES[kind] for name, kind in told.items()}
+    values |= {"arrival": now(), "deadline": now() + 60.0}
+    fleet, (first, second) = new_fleet(2)
+    fleet.submit(lambda rid: Submit(rid=rid, **values), Mailbox(), lambda rid: None)
+    (submit,) = first.known().values()
+    one, tokens = np.array([submit.rid], np.int32), np.array([8, 9], np.int32)
+    message = Outputs(rids=one, index=one * 0, tokens=tokens, counts=one * 0 + 2, emitted=3.5)
+    first.frontend.on_message(first.link, message)  # type: ignore[arg-type]
+    fleet.move(first, now() if has_died else None)  # type: ignore[arg-type]
+    assert not first.known()
+    (moved,) = second.known().values()
+    assert (moved.output.tolist(), moved.is_resumed, moved.first_token) == ([8, 9], True, 3.5)
+    assert moved.num_deaths == has_died
+    for name in known.keys() - SET_BY_A_MOVE:
+        np.testing.assert_equal(getattr(moved, name), getattr(submit, name), name)
+        if name in values:
+            np.testing.assert_equal(getattr(moved, name), values[name], name)
 
 
 @pytest.mark.parametrize("pin", [None, 0])
