@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.scheduling.router import ReplicaView, Routable
 from actorllm.types.structured_outputs import StructuredOutputsParams
 
 NUM_TOKENS = 90
 PROMPTS = [f"Once upon a time, in forest number {number}," for number in range(6)]
+
+
+class ToTheFirst:
+    """A router: what happens to one replica happens to all requests."""
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        return views[0].number
 
 
 def params(seed: int, **more: Any) -> SamplingParams:

@@ -2,7 +2,8 @@
 
 Rows are the events below, a replica that is lost, and one that dies while it starts. Each happens while requests of all kinds
 run at the same time: those of `streams.REQUESTS`, the same pinned to the replica that it happens to, one that is aborted, and one
-with a deadline. Pooling has an engine of its own, and all rows. `test_moves` has a sample that takes seconds.
+with a deadline. All that may go anywhere is sent to that replica, so each cell of the matrix is one that moves, or that waits.
+Pooling has an engine of its own, and all rows. `test_moves` has a sample that takes seconds.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ pytestmark = [
 
 LONG = params(11, max_tokens=1500)
 NUM_BEFORE_ABORT = 60
+NUM_LONG = 8
+"""Sequences of `REQUESTS` that have NUM_TOKENS tokens whatever they are: they run when one of them has 20 or 30."""
 DEADLINE_S = 3.0
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "data_parallel_size": 2, "standby_worker": False}
 
@@ -55,7 +58,7 @@ def short_trials() -> Iterator[None]:
 
 
 async def start(**more: Any) -> AsyncLLM:
-    llm = AsyncLLM("storyteller", router="round-robin", **OPTIONS, **more)
+    llm = AsyncLLM("storyteller", router="tests.fleet.streams:ToTheFirst", **OPTIONS, **more)
     await llm.start()
     await all_run(llm)
     return llm
@@ -135,8 +138,13 @@ async def run_every_kind(
     long_tokens: list[int],
     at_token: int,
     victim: int = 0,
+    num_moves: int = 0,
 ) -> None:
-    """Requests of all kinds at once; the event comes when one of them has so many tokens. victim: the replica of the pinned."""
+    """Requests of all kinds at once; the event comes when one of them has so many tokens.
+
+    victim: the replica of those that are pinned. num_moves: sequences that go on elsewhere at least.
+    """
+    num_moved = moved(llm)
     last: dict[str, RequestOutput] = {}
     pinned: dict[str, Told] = {}
 
@@ -159,12 +167,18 @@ async def run_every_kind(
             found = await run_all(llm, at_token, lambda: strike(llm))
     assert_same(found, undisturbed)
     assert_same(pinned, undisturbed)
+    assert moved(llm) - num_moved >= num_moves
     assert {"aborted None", f"aborted {victim}"} <= set(last), "a deadline may pass before the first token"
     for name, output in last.items():
         (end,) = output.outputs
         assert end.token_ids == long_tokens[: len(end.token_ids)], name
-        if len(end.token_ids) < len(long_tokens):
-            assert (end.finish_reason, end.stop_reason) == ("abort", "deadline" if "deadline" in name else None)
+        if "deadline" in name and end.finish_reason == "length":  # only if that came sooner
+            metrics = output.metrics
+            assert metrics is not None
+            assert metrics.finished_time is not None
+            assert metrics.finished_time - metrics.arrival_time < DEADLINE_S
+        else:
+            assert (end.finish_reason, end.stop_reason) == ("abort", "deadline" if "deadline" in name else None), name
 
 
 @pytest.mark.anyio
@@ -173,7 +187,8 @@ async def test_every_kind_of_request_outlives(
     fleet: AsyncLLM, undisturbed: dict[str, Told], long_tokens: list[int], event: str, at_token: int
 ) -> None:
     await all_run(fleet)
-    await run_every_kind(fleet, EVENTS[event], undisturbed, long_tokens, at_token)
+    num_moves = NUM_LONG if at_token > 1 else 1
+    await run_every_kind(fleet, EVENTS[event], undisturbed, long_tokens, at_token, num_moves=num_moves)
 
 
 async def lose(llm: AsyncLLM) -> None:
@@ -191,7 +206,7 @@ def first_death_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("first_death_is_the_last")
 async def test_every_kind_outlives_a_replica_that_is_lost(undisturbed: dict[str, Told], long_tokens: list[int]) -> None:
     llm = await start(enable_prompt_embeds=True)
-    await run_every_kind(llm, lose, undisturbed, long_tokens, 20)
+    await run_every_kind(llm, lose, undisturbed, long_tokens, 20, num_moves=NUM_LONG)
     llm.shutdown()
 
 
@@ -232,9 +247,11 @@ async def run_every_vector(
     llm: AsyncLLM, strike: Strike, vectors: tuple[list[str], list[Any]], after: int, victim: int = 0
 ) -> None:
     """Texts of all kinds at once, every second one pinned; the event comes when so many have their vectors."""
+    num_moved = moved(llm)
     texts, wanted = vectors
     found: dict[int, Any] = {}
     codes: dict[str, str] = {}
+    asked: set[str] = set()
     is_time = anyio.Event()
 
     async def encode(number: int) -> None:
@@ -245,7 +262,9 @@ async def run_every_vector(
             is_time.set()
 
     async def end_early(kind: str, **more: Any) -> None:
-        async for output in llm.encode(texts[0], request_id=kind, data_parallel_rank=victim, **more):
+        stream = llm.encode(texts[0], request_id=kind, data_parallel_rank=victim, **more)
+        asked.add(kind)
+        async for output in stream:
             codes[kind] = "none" if output.error is None else output.error.code
 
     with anyio.fail_after(240):
@@ -257,10 +276,18 @@ async def run_every_vector(
             await is_time.wait()
             await strike(llm)
             await llm.abort("aborted")
+            group.start_soon(end_early, "aborted while it is dead")
+            group.start_soon(partial(end_early, "late while it is dead", timeout=0.01))
+            await until(lambda: "aborted while it is dead" in asked)
+            await llm.abort("aborted while it is dead")
     for number, vector in enumerate(wanted):
         assert np.allclose(found[number], vector, atol=1e-4), number
     assert codes["aborted"] in ("abort", "none"), "it may have its vector before"
     assert codes["late"] in ("deadline", "none")
+    assert codes["aborted while it is dead"] == "abort"
+    assert codes["late while it is dead"] == "deadline"
+    if victim == 0:
+        assert moved(llm) > num_moved
 
 
 @pytest.mark.anyio
