@@ -55,9 +55,54 @@ def test_every_process_knows_the_adapters_of_the_command_line(tmp_path: Path) ->
     assert status == 0, log
 
 
+@pytest.mark.slow(reason="it starts a server of several processes and two replicas")
+@pytest.mark.timeout(180)
+def test_streams_of_every_process_outlive_a_replica() -> None:
+    """Each process routes for itself, so both have streams on the replica that dies. Their texts are those of before."""
+    fleet = ("--data-parallel-size", "2", "--ready-replicas", "2", "--router", "round-robin", "--dtype", "float32")
+    made = Server("--api-processes", "2", "--num-threads", "1", *fleet)
+
+    def ask() -> list[Stream]:
+        streams: list[Stream] = []
+        serving: list[int | None] = []
+        while len(streams) < 12 or min(map(serving.count, pids)) < 2:
+            assert len(streams) < 24, "one process takes all connections"
+            streams.append(Stream(made, seed=len(streams), max_tokens=300, min_tokens=300))
+            serving.append(streams[-1].served_by(pids))
+        return streams
+
+    def texts_of(streams: list[Stream]) -> list[bytes]:
+        with ThreadPoolExecutor(24) as pool:
+            answers = list(pool.map(Stream.read, streams))
+        assert all(b"[DONE]" in answer for answer in answers)
+        return [b"".join(TEXT.findall(answer)) for answer in answers]
+
+    try:
+        pids = api_pids(made)
+        undisturbed = texts_of(ask())
+        text = httpx.get(f"{made.url}/metrics", timeout=30).text
+        counts = re.findall(r'^vllm:generation_tokens_total\{.*engine="(\d)".*\} (\S+)$', text, re.MULTILINE)
+        assert {engine for engine, count in counts if float(count)} == {"0", "1"}
+        streams = ask()
+        schedulers = [pid for pid in descendants(made.process.pid) if comm_of(pid) == "actor:scheduler"]
+        assert len(schedulers) == 2
+        os.kill(schedulers[0], signal.SIGKILL)
+        found = texts_of(streams)
+        assert all(theirs == mine for mine, theirs in zip(found, undisturbed, strict=False))
+        assert api_pids(made) == pids
+    finally:
+        status, log = made.stop()
+    assert status == 0, log
+
+
 def api_pids(server: Server) -> list[int]:
     task = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
-    return [pid for pid in map(int, task.split()) if Path(f"/proc/{pid}/comm").read_text().strip() == "actorllm:api"]
+    return [pid for pid in map(int, task.split()) if comm_of(pid) == "actorllm:api"]
+
+
+def comm_of(pid: int) -> str:
+    """What a process calls itself."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 class Stream:
