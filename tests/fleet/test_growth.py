@@ -12,7 +12,7 @@ from actorllm import AsyncLLM
 from actorllm.client.stream import RequestStream
 from actorllm.errors import EngineDrainingError, EngineError, InvalidParameterError
 from actorllm.fleet.replica import ReplicaFrontend
-from tests.fleet.streams import PROMPTS, REQUESTS, Told, assert_same, moved, params, run_all
+from tests.fleet.streams import PROMPTS, REQUESTS, Told, assert_same, moved, params, run_all, until
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "enable_prompt_embeds": True, "standby_worker": False}
 
@@ -80,3 +80,30 @@ async def test_it_goes_on_as_it_was_where_it_cannot_grow(monkeypatch: pytest.Mon
         await llm.drain()
         with pytest.raises(EngineDrainingError):
             await llm.scale(2)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("ready_replicas", [None, 2])
+async def test_as_many_replicas_as_were_asked_for_make_it_ready(
+    monkeypatch: pytest.MonkeyPatch, ready_replicas: int | None
+) -> None:
+    """One by default. The others start behind, and here the second one cannot."""
+    config_of = actorllm.fleet.fleet.replica_config
+
+    def wrong(config: Any, number: int, *more: Any) -> Any:
+        made = config_of(config, number, *more)
+        return made if number == 0 else replace(made, model=replace(made.model, path="/nowhere"))
+
+    monkeypatch.setattr(actorllm.fleet.fleet, "replica_config", wrong)
+    more = {} if ready_replicas is None else {"ready_replicas": ready_replicas}
+    llm = AsyncLLM("storyteller", data_parallel_size=2, num_threads=1, **OPTIONS, **more)
+    if ready_replicas is None:
+        await llm.start()
+        await until(lambda: llm.health().replicas[1].state == "lost")
+        assert "nowhere" in str(llm.health().replicas[1].last_failure)
+        assert (await llm.complete(PROMPTS[0], params(1, max_tokens=3))).finished
+        assert (llm.health().state, llm.health().replicas[0].state) == ("running", "running")
+    else:
+        with pytest.raises(Exception, match="nowhere"):
+            await llm.start()
+    llm.shutdown()

@@ -12,9 +12,10 @@ import pytest
 
 import actorllm.client.engine_supervisor
 import actorllm.fleet.dispatcher
-from actorllm import LLM, AsyncLLM, LoRARequest, RequestOutput
+import actorllm.fleet.fleet
+from actorllm import LLM, SLO, AsyncLLM, LoRARequest, RequestOutput
 from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError, ReplicaLostError
-from actorllm.fleet.replica import Replica
+from actorllm.fleet.replica import Replica, ReplicaFrontend
 from actorllm.supervision.restart import RestartLimits
 from tests.effort import each_value
 from tests.fleet.streams import (
@@ -76,6 +77,29 @@ async def test_streams_of_a_killed_replica_go_on_with_the_same_tokens(
 
     assert_same(await run_all(fleet, at_token, strike), undisturbed)
     assert moved(fleet) > before
+
+
+@pytest.mark.anyio
+async def test_streams_that_are_sent_on_bit_by_bit_keep_their_tokens(
+    fleet: AsyncLLM, undisturbed: dict[str, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a promise that leaves no room beside it. Also one whose tokens come at its end."""
+    await all_run(fleet)
+    await run_all(fleet)  # from here on schedulers know what their steps take, also those that were killed before
+    num_held: list[int] = []
+    adopt_paced = ReplicaFrontend.adopt_paced
+
+    def noted(self: ReplicaFrontend, *arguments: Any) -> None:
+        adopt_paced(self, *arguments)
+        num_held.append(len(self._held))
+
+    monkeypatch.setattr(ReplicaFrontend, "adopt_paced", noted)
+
+    async def strike() -> None:
+        kill(fleet.health().replicas[0].pids.values())
+
+    assert_same(await run_all(fleet, 10, strike, slo=SLO(tpot=0.0005)), undisturbed)
+    assert sum(num_held) > 0
 
 
 @pytest.mark.anyio
@@ -321,7 +345,34 @@ async def test_adapters_and_drafts_go_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_loss_of_the_last_replica_is_the_end_of_the_engine() -> None:
+async def test_the_loss_of_the_last_replica_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its error, which is also that of what waits for another one."""
+    monkeypatch.setattr(actorllm.client.engine_supervisor, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    monkeypatch.setattr(actorllm.fleet.fleet, "FIRST_PAUSE_S", 600.0)
+    llm = AsyncLLM("storyteller", data_parallel_size=2, num_threads=1)
+    await llm.start()
+    await all_run(llm)
+    waiting = llm.generate(PROMPTS[0], params(1, max_tokens=1000), data_parallel_rank=0)
+    await anext(waiting)
+    kill([llm.health().replicas[0].pids["scheduler"]])
+    await until(lambda: llm.health().replicas[0].state == "lost")
+    assert (await llm.complete(PROMPTS[0], params(1, max_tokens=3))).finished
+    assert llm.health().state == "running"
+    running = llm.generate(PROMPTS[0], params(1, max_tokens=1000))
+    await anext(running)
+    kill([llm.health().replicas[1].pids["scheduler"]])
+    for stream in (waiting, running):
+        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9"):
+            async for _ in stream:
+                pass
+    with pytest.raises(EngineDeadError):
+        llm.generate("x")
+    assert llm.health().state == "dead"
+    llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_the_first_death_is_the_end_of_an_engine_that_is_to_raise_it() -> None:
     llm = AsyncLLM("storyteller", data_parallel_size=2, on_failure="raise", num_threads=1)
     await llm.start()
     await all_run(llm)
