@@ -92,7 +92,7 @@ BOT = PRINT_PIDS + textwrap.dedent("""
 
 
 def told(kills_the_worker: bool) -> dict[str, Any]:
-    host = run_host("-c", f"KILL = {kills_the_worker}\n{BOT}")
+    host = run_host("-c", f"KILL = {kills_the_worker}\n{BOT}", is_copied=True)
     found: dict[str, Any] = json.loads(host.output.splitlines()[-1])
     return found
 

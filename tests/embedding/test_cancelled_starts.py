@@ -14,6 +14,8 @@ from actorllm import AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
 from tests.embedding.host_program import children, wait_until
 
+pytestmark = pytest.mark.usefixtures("processes_are_execed")
+
 
 def has_loaded_torch(pid: int) -> bool:
     try:

@@ -20,6 +20,8 @@ from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineStartError
 from tests.embedding.host_program import children, wait_until
 
+pytestmark = pytest.mark.usefixtures("processes_are_execed")
+
 HANGS = """
 import threading
 

@@ -29,7 +29,7 @@ from actorllm.text.tokenizer import Tokenizer
 from tests.embedding.host_program import run_host
 from tests.hostile.grammars import large_tag
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("processes_are_execed")]
 
 NUM_STREAMS = 64
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
