@@ -50,9 +50,9 @@ CLONE_PARENT = 0x8000
 """The new process is a child of the parent of the one that makes it, and not its own."""
 IS_ASKED_TO_EXEC = bool(os.environ.get("ACTORLLM_EXEC"))
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_", "TORCHINDUCTOR_CACHE_DIR")
-"""What variables begin with that nothing reads while it is imported. torch sets the last one in the tests' process."""
-OF_A_PROGRAM = (*OF_A_TEST, "ACTORLLM_", "PYTHONPATH", "PYTHONUNBUFFERED", "XDG_")
+OF_A_TEST = ("PYTEST_CURRENT_TEST", "ACTORLLM_TEST_", "TORCHINDUCTOR_CACHE_DIR", "XDG_")
+"""What variables begin with that nothing reads while it is imported. torch sets that of its compiler in the tests' process."""
+OF_A_PROGRAM = (*OF_A_TEST, "ACTORLLM_", "PYTHONPATH", "PYTHONUNBUFFERED")
 """The same for programs. `run` does what Python does with those of Python."""
 OF_SCRIPTED_WORKERS = ("numpy",)
 """What workers without a model import (`tests.actors.scripted_topology`): less than a scheduler does."""
@@ -406,11 +406,13 @@ class OwnCopies(Source):
         from actorllm.model.threads import worker_environment
         from actorllm.supervision import children
 
-        loaded_with = children.ENVIRONMENT | worker_environment(
-            EngineConfig.from_arguments("storyteller", num_threads=1)
+        alone, by_default = (
+            children.ENVIRONMENT | worker_environment(EngineConfig.from_arguments("storyteller", num_threads=number))
+            for number in (1, None)
         )
-        kept = without(OF_A_PROGRAM, environment)
-        is_known = all(kept.pop(name, value) == value for name, value in loaded_with.items())
+        loaded_with, kept = alone, without(OF_A_PROGRAM, environment)
+        # A worker tells torch how many threads it has, whatever number that was loaded with.
+        is_known = all(kept.pop(name, value) in (value, by_default[name]) for name, value in loaded_with.items())
         is_same = kept == {name: value for name, value in self._environment.items() if name not in loaded_with}
         is_here = os.getpid() == self._pid and limits() == self._limits and self._modules.issuperset(modules)
         return self if is_known and is_same and is_here else None

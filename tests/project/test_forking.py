@@ -140,17 +140,20 @@ def test_a_copied_program_ends_as_one_that_was_made_by_exec(how: str) -> None:
 
 
 OWNER = """
+import json, sys
 from actorllm import LLM
-with LLM("storyteller", num_threads=1) as llm:
+with LLM("storyteller", **json.loads(sys.argv[1])) as llm:
+    llm.generate("Once", use_tqdm=False)
     print(*llm._engine.pids.values(), flush=True)
     input()
 """
 
 
 @MAKES_COPIES
-def test_a_copied_program_has_copies_for_its_engines() -> None:
+@pytest.mark.parametrize("arguments", ['{"num_threads": 1}', "{}"])
+def test_a_copied_program_has_copies_for_its_engines(arguments: str) -> None:
     with programs.popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert sorted(pids) == sorted(programs.children_of(owner.pid))
