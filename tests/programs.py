@@ -114,12 +114,12 @@ def popen(command: Sequence[str | bytes | os.PathLike[str]], **options: Any) -> 
 
 
 def is_of_ours(arguments: list[str]) -> bool:
-    """Whether they are source text, a script or a module of actorllm."""
+    """Whether they are source text, a script, or a module of actorllm or of its tests."""
     match arguments:
         case ["-c", *_]:
             return True
         case ["-m", name, *_]:
-            return name.partition(".")[0] == "actorllm"
+            return name.partition(".")[0] in ("actorllm", "tests")
         case [script, *_]:
             return not script.startswith("-")
     return False

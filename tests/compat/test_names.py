@@ -13,6 +13,7 @@ import pytest
 import actorllm.compat
 from actorllm.compat import MODULES
 from actorllm.errors import EngineDeadError
+from tests import programs
 
 NO_HOMES = [("entrypoints.launchers.run_batch", "make_arg_parser")]
 """The parser of another command than the one by that name here."""
@@ -130,7 +131,7 @@ def test_everything_of_a_submodule_and_a_submodule_of_a_submodule() -> None:
 
 def test_the_server_starts_by_the_module_that_vllm_has_for_it() -> None:
     command = [sys.executable, "-m", "actorllm.compat.entrypoints.openai.api_server", "--model", "storyteller"]
-    done = subprocess.run([*command, "--api-processes", "0"], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run([*command, "--api-processes", "0"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "--api-processes 0 must be at least 1" in done.stderr
 
@@ -149,7 +150,7 @@ def test_a_module_of_a_command_runs_it(tmp_path: Path, command: list[str]) -> No
     module, *more = command
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     options = ["--model", "storyteller", "--topology", "inline", "--num-threads", "1"]
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-m", f"actorllm.compat.{module}", *more, *files, *options],
         capture_output=True,
         text=True,

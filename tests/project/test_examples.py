@@ -23,6 +23,7 @@ import uvicorn
 from actorllm.errors import EngineDeadError
 from actorllm.server.launcher import Server
 from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM, VirtualTime
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,7 +35,7 @@ def anyio_backend() -> str:
 
 
 def output_of(example: str, *arguments: str) -> str:
-    result = subprocess.run(
+    result = programs.run(
         [sys.executable, str(EXAMPLES / example), *arguments],
         capture_output=True,
         text=True,

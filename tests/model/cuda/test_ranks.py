@@ -23,6 +23,7 @@ from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
+from tests import programs
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GPT_OSS
 from tests.model.cuda.host_engine import ARGUMENTS, generate, load
@@ -132,7 +133,7 @@ def run_ranks(path: Path, tmp_path: Path, *more: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.model.cuda.rank", str(path), str(tmp_path / "meeting")]
     ranks = [
-        subprocess.Popen(
+        programs.popen(
             [*command, str(rank), *more], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for rank in range(2)
