@@ -70,7 +70,7 @@ BOUNDS = (
         (
             "scheduling.router: SentPrefixes._replicas",
             "scheduling.router: SentPrefixes._older",
-            "scheduling.router: word_indices",
+            "scheduling.router: words_looked_at",
             "scheduling.router: looked_at",
         ),
         "each request to an engine of several replicas",
