@@ -601,9 +601,14 @@ class Dispatcher:
             requests: dict[int, dict[int, JournalEntry]] = {}  # the sequences of one share a record, and go together
             for rid, entry in entries.items():
                 requests.setdefault(id(entry.record), {})[rid] = entry
-            for sequences in requests.values():
-                number = self._choose(moving_routable_of([*sequences.values()]), candidates)
-                by_target.setdefault(number, {}).update(sequences)
+            self._views_of(candidates)
+            self._views_at = math.inf  # they alone know where the first of these go, until the journals have them
+            try:
+                for sequences in requests.values():
+                    number = self._choose(moving_routable_of([*sequences.values()]), candidates)
+                    by_target.setdefault(number, {}).update(sequences)
+            finally:
+                self._views_at = -math.inf
         for number, part in by_target.items():
             target = self._replicas[number]
             tightest_first = dict(sorted(part.items(), key=lambda item: urgency(item[1])))

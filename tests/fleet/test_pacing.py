@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from actorllm.fleet.dispatcher import SUSPECTS_PACED_S, Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
 from actorllm.fleet.replica import UNSEEN_S, ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import ReplicaView, RoundRobin, Router, make_router
+from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, RoundRobin, Router, make_router
 from actorllm.types.objective import SLO
 from tests.fleet.fake_replica import END, LEARNT, STEPS, FakeReplica
 
@@ -91,8 +92,12 @@ def test_without_promises_everything_moves_at_once() -> None:
     assert sent(replicas[1])[1:] == moving
 
 
-def test_what_moves_counts_for_its_output_and_for_its_sequences() -> None:
-    """All of it is computed again, so the long one has a replica for itself."""
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_moves_counts_for_its_output_and_for_its_sequences(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is computed again, so the long one has a replica for itself. is_slow: views are old before all is routed."""
+    if is_slow:
+        clock = itertools.count(now(), 2 * VIEW_AGE_S)
+        monkeypatch.setattr(module, "now", lambda: next(clock))
     dispatcher, replicas = new_fleet(3, make_router("seconds"))
     long, *short = [ask(dispatcher, 0) for _ in range(3)]
     for index in range(400):
