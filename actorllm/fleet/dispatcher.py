@@ -29,7 +29,7 @@ from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import merged
-from actorllm.fleet.pacing import room, urgency
+from actorllm.fleet.pacing import room
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import (
     add_journal,
@@ -611,9 +611,8 @@ class Dispatcher:
                 self._views_at = -math.inf
         for number, part in by_target.items():
             target = self._replicas[number]
-            tightest_first = dict(sorted(part.items(), key=lambda item: urgency(item[1])))
             until = now() + SUSPECTS_PACED_S if is_trial and self._program else math.inf
-            target.frontend.adopt_paced(tightest_first, partial(self._room_at, target, until), lost_at)
+            target.frontend.adopt_paced(part, partial(self._room_at, target), lost_at, until)
             self._show_sent(target)
         self._show_sent(source)
         self.num_moved += len(entries)
@@ -625,11 +624,10 @@ class Dispatcher:
         )
 
     @staticmethod
-    def _room_at(target: RoutedReplica, until: float) -> float:
-        """How many tokens of what has moved there may be computed at a time. until: when the rest is sent at once."""
-        if now() >= until:
-            return math.inf
-        arriving = target.frontend.arriving
-        others = [entry for rid, entry in target.frontend.journal().items() if rid not in arriving]
+    def _room_at(target: RoutedReplica) -> float:
+        """How many tokens of what has moved there may be computed at a time."""
+        frontend = target.frontend
+        arriving = frontend.arriving
+        others = [entry for rid, entry in frontend.journal().items() if rid not in arriving]
         (view,) = views_of([target])
         return room(view, others, now())

@@ -27,7 +27,7 @@ from actorllm.errors import EngineShutdownError
 from actorllm.fleet.nodes.hosts import Located, place_of
 from actorllm.fleet.nodes.rank_child import ranks_elsewhere
 from actorllm.fleet.nodes.remote import RemoteReplica
-from actorllm.fleet.pacing import size
+from actorllm.fleet.pacing import size, urgency
 from actorllm.messages import KvOffer
 from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.death import ActorDeath
@@ -107,6 +107,8 @@ class ReplicaFrontend(FrontendActor):
         self._sent: dict[int, tuple[int, float]] = {}
         """What was sent of it and has had no token since: how many it had, and when it was sent."""
         self._room: Callable[[], float] = lambda: math.inf
+        self._held_until = math.inf
+        """When suspects among what is held are sent whatever room there is, in monotonic seconds."""
         self.lives_on = False
         """Its replica is made anew when this life ends: what is here ends with a stop only if the replica does."""
         self._handed_off: dict[int, tuple[float, int, Callable[[float], None]]] = {}
@@ -156,16 +158,23 @@ class ReplicaFrontend(FrontendActor):
     # What moves here bit by bit
 
     def adopt_paced(
-        self, entries: Mapping[int, JournalEntry], room: Callable[[], float], lost_at: float | None = None
+        self,
+        entries: Mapping[int, JournalEntry],
+        room: Callable[[], float],
+        lost_at: float | None = None,
+        until: float = math.inf,
     ) -> None:
-        """As `adopt`. They are sent in their order, as far as there is room (`pacing`).
+        """As `adopt`. They are sent as far as there is room (`pacing`), the tightest first, also of what is held already.
 
-        room: tokens that may be computed at a time. One request is always under way.
+        room: tokens that may be computed at a time. One request is always under way. until: when suspects among them are sent
+        whatever room there is, in monotonic seconds.
         """
         self._room = room
+        self._held_until = min(until, self._held_until) if self._held else until
         self._take_in(entries, lost_at)
         if self._scheduler is not None:  # else the next one is sent the whole journal
-            self._held |= dict.fromkeys(entries)
+            held = {rid: self._journal[rid] for rid in (*self._held, *entries) if rid in self._journal}
+            self._held = dict.fromkeys(sorted(held, key=lambda rid: urgency(held[rid])))
             self._send_held()
             if self._held and self.is_running:
                 self.wake()
@@ -173,7 +182,7 @@ class ReplicaFrontend(FrontendActor):
     async def run(self) -> None:
         """As of one alone. What is held is looked at now and then, since nothing need come that would bring the next turn."""
         while self.is_running:
-            is_waiting = self._held or (self._unsent and self._scheduler is not None)
+            is_waiting = (self._held or self._unsent) and self._scheduler is not None
             await self.wait(now() + RETRY_S if is_waiting else None)
             self._flush()
             if self._held:
@@ -185,17 +194,23 @@ class ReplicaFrontend(FrontendActor):
         return self._held.keys() | self._sent.keys()
 
     def _send_held(self, is_all: bool = False) -> None:
+        if self._scheduler is None:  # the next one is sent the whole journal
+            return
         journal = self._journal
         waiting = {rid: sent for rid, sent in self._sent.items() if rid in journal and self._is_under_way(rid, *sent)}
         self._sent = waiting
+        if not self._held:
+            return
         under_way = sum(size(journal[rid]) for rid in waiting)
         most, at = math.inf if is_all or not under_way else self._room(), now()
+        is_full = False
         for rid in list(self._held):
             entry = journal.get(rid)
             if entry is not None:
-                is_over = entry.submit.deadline is not None and entry.submit.deadline <= at
-                if under_way and under_way + size(entry) > most and not is_over:
-                    return
+                has_to_go = self._has_to_go(entry, at)
+                is_full = is_full or (not has_to_go and under_way > 0 and under_way + size(entry) > most)
+                if is_full and not has_to_go:
+                    continue
                 if not under_way:
                     most = math.inf if is_all else self._room()
                 under_way += size(entry)
@@ -203,6 +218,12 @@ class ReplicaFrontend(FrontendActor):
                 for message in self._as_sent(entry):
                     self._post(message)
             del self._held[rid]
+
+    def _has_to_go(self, entry: JournalEntry, at: float) -> bool:
+        """Whether it is sent whatever room there is: its scheduler is to end it at once, or has to hear of a suspect by now."""
+        deadline = entry.submit.deadline
+        is_over = entry.is_aborted or (deadline is not None and deadline <= at)
+        return is_over or (at >= self._held_until and entry.record.num_deaths > 0)
 
     def _is_under_way(self, rid: int, num_tokens: int, sent_at: float) -> bool:
         """Whether what was sent of what moved here is yet to be computed, as far as is seen."""
@@ -215,7 +236,8 @@ class ReplicaFrontend(FrontendActor):
     def abort(self, rid: int) -> None:
         if rid in self._held:  # its scheduler has to know of it, to end it
             del self._held[rid]
-            self._post(self._as_sent(self._journal[rid])[0])
+            for message in self._as_sent(self._journal[rid]):
+                self._post(message)
         super().abort(rid)
 
     def _is_sent(self, rid: int) -> bool:
@@ -223,8 +245,9 @@ class ReplicaFrontend(FrontendActor):
 
     def surrender(self, is_moved: Callable[[JournalEntry], bool] = lambda entry: True) -> dict[int, JournalEntry]:
         taken = super().surrender(is_moved)
-        for rid in self._held.keys() & taken.keys():
-            del self._held[rid]
+        for rid in taken:  # one that comes back is sent again
+            self._held.pop(rid, None)
+            self._sent.pop(rid, None)
         return taken
 
     def _adopt(self, link: Link) -> None:
@@ -232,7 +255,7 @@ class ReplicaFrontend(FrontendActor):
         super()._adopt(link)
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
-        if self._held and verb in ("drain", "abort_all", "pause_generation"):  # which are meant for these, too
+        if self._held and verb in ("drain", "abort_all", "pause_generation", "sleep"):  # which are meant for these, too
             self._send_held(is_all=True)
         return await super().ask_scheduler(verb, **arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorllm.actors.frontend import JournalEntry
+from actorllm.actors.frontend import FrontendActor, JournalEntry
 from actorllm.actors.scheduler import SUSPECTS_EXPECTED_S
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
@@ -165,14 +166,88 @@ def test_one_whose_tokens_come_at_its_end_does_not_hold_the_others_up(monkeypatc
 def test_a_program_that_has_joined_sends_suspects_while_schedulers_believe_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it brings later counts as a request that no replica has died of."""
     assert SUSPECTS_PACED_S < SUSPECTS_EXPECTED_S
+    dispatcher, replicas = new_fleet(3)
+    survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0) for _ in range(3)]
+    of_drain = [ask(dispatcher, 2) for _ in range(2)]
+    dispatcher.share(SimpleNamespace(has_others=False), 1)  # type: ignore[arg-type]
+    replicas[0].is_draining = replicas[2].is_draining = True
+    dispatcher.move(replicas[0], now())  # type: ignore[arg-type]
+    dispatcher.move(replicas[2], None)  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == moving[:1]
+    monkeypatch.setattr(replica_module, "now", lambda: now() + SUSPECTS_PACED_S)
+    replicas[1].frontend.on_batch()
+    assert sent(replicas[1])[1:] == moving, (
+        "what another replica was drained of neither delays them nor comes with them"
+    )
+    for rid in moving:
+        say(replicas[1], rid, 0)
+    assert sent(replicas[1])[1:] == [*moving, of_drain[0]]
+
+
+def test_the_tightest_of_several_moves_comes_first() -> None:
+    dispatcher, replicas = new_fleet(3)
+    survivor(dispatcher, replicas, 0.0001)
+    loose = [ask(dispatcher, 0) for _ in range(3)]
+    tight = ask(dispatcher, 2, slo=SLO(ttft=0.5))
+    replicas[0].is_draining = replicas[2].is_draining = True
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    dispatcher.move(replicas[2], None)  # type: ignore[arg-type]
+    for rid in (loose[0], tight, loose[1]):
+        assert sent(replicas[1])[-1] == rid
+        say(replicas[1], rid, 0)
+    assert sent(replicas[1])[1:] == [loose[0], tight, *loose[1:]]
+
+
+def test_what_is_to_end_at_once_does_not_wait_for_room() -> None:
+    """It was aborted before it moved, or its deadline has passed. Asked for once more, an abort is not lost."""
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    first, second, aborted = [ask(dispatcher, 0, slo=SLO(ttft=0.1 * n)) for n in range(1, 4)]
+    dispatcher.abort(aborted)
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == [first, aborted]
+    assert set(replicas[1].known()) == {1, first}
+    held = replicas[1].frontend.journal()[second]
+    held.submit = replace(held.submit, deadline=now())
+    replicas[1].frontend.on_batch()
+    assert sent(replicas[1])[1:] == [first, aborted, second]
+
+
+def test_an_abort_of_what_was_aborted_and_is_held_reaches_its_scheduler() -> None:
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    first, held = [ask(dispatcher, 0) for _ in range(2)]
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    replicas[1].frontend.journal()[held].is_aborted = True
+    dispatcher.abort(held)
+    assert sent(replicas[1])[1:] == [first, held]
+    assert held not in replicas[1].known()
+
+
+def test_one_that_comes_back_before_anything_of_it_is_sent_again() -> None:
+    """Else it would wait for itself."""
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    moving = ask(dispatcher, 0)
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    frontend = replicas[1].frontend
+    taken = frontend.surrender(lambda entry: entry.submit.rid == moving)
+    frontend.adopt_paced(taken, lambda: 0.0)
+    assert sent(replicas[1])[1:] == [moving, moving]
+
+
+@pytest.mark.anyio
+async def test_a_sleep_is_meant_for_what_is_held_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask_scheduler(self: FrontendActor, verb: str, **arguments: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(FrontendActor, "ask_scheduler", ask_scheduler)
     dispatcher, replicas = new_fleet()
     survivor(dispatcher, replicas, 0.0001)
     moving = [ask(dispatcher, 0) for _ in range(3)]
-    dispatcher.share(SimpleNamespace(has_others=False), 1)  # type: ignore[arg-type]
-    dispatcher.move(replicas[0], now())  # type: ignore[arg-type]
-    assert sent(replicas[1])[1:] == moving[:1]
-    monkeypatch.setattr(module, "now", lambda: now() + SUSPECTS_PACED_S)
-    replicas[1].frontend.on_batch()
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    await replicas[1].frontend.ask_scheduler("sleep", level=1, mode="abort")
     assert sent(replicas[1])[1:] == moving
 
 
