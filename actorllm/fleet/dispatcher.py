@@ -34,6 +34,7 @@ from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import (
     add_journal,
     journal_of,
+    load_of,
     mailbox_of,
     moving_routable_of,
     pin_of,
@@ -630,4 +631,5 @@ class Dispatcher:
         arriving = frontend.arriving
         others = [entry for rid, entry in frontend.journal().items() if rid not in arriving]
         (view,) = views_of([target])
+        add_journal(view, load_of(frontend.held, target.number), -1)  # no step of now has them
         return room(view, others, now())

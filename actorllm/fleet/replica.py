@@ -193,6 +193,11 @@ class ReplicaFrontend(FrontendActor):
         """Those of the journal that moved here and are not computed yet."""
         return self._held.keys() | self._sent.keys()
 
+    @property
+    def held(self) -> list[JournalEntry]:
+        """Those of them that its scheduler does not know of yet."""
+        return [self._journal[rid] for rid in self._held if rid in self._journal]
+
     def _send_held(self, is_all: bool = False) -> None:
         if self._scheduler is None:  # the next one is sent the whole journal
             return

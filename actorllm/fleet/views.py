@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from actorllm.actors.frontend import Consumer, JournalEntry
@@ -58,15 +58,20 @@ def role_of(replica: RoutedReplica) -> Role | None:
 
 def journal_of(replica: RoutedReplica) -> ProgramLoad:
     """What this program has there."""
+    return load_of(replica.frontend.journal().values(), replica.number)
+
+
+def load_of(entries: Iterable[JournalEntry], number: int) -> ProgramLoad:
+    """What these requests are to the replica of this number."""
     num_waiting = num_waiting_tokens = num_running = num_context = num_pinned = 0
-    for entry in replica.frontend.journal().values():
+    for entry in entries:
         if entry.first_token is None:
             num_waiting += 1
             num_waiting_tokens += entry.submit.prompt.size
         else:
             num_running += 1
             num_context += entry.submit.prompt.size + len(entry.emitted)
-        num_pinned += pin_of(entry.consumer) == replica.number
+        num_pinned += pin_of(entry.consumer) == number
     return ProgramLoad(num_waiting, num_waiting_tokens, num_running, num_context, num_pinned)
 
 

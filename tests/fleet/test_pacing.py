@@ -23,7 +23,7 @@ from actorllm.fleet.dispatcher import SUSPECTS_PACED_S, Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
 from actorllm.fleet.replica import UNSEEN_S, ReplicaFrontend
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, RoundRobin, Router, make_router
+from actorllm.scheduling.router import VIEW_AGE_S, LearntSteps, ReplicaView, RoundRobin, Router, make_router
 from actorllm.types.objective import SLO
 from tests.fleet.fake_replica import END, LEARNT, STEPS, FakeReplica
 
@@ -223,6 +223,19 @@ def test_an_abort_of_what_was_aborted_and_is_held_reaches_its_scheduler() -> Non
     dispatcher.abort(held)
     assert sent(replicas[1])[1:] == [first, held]
     assert held not in replicas[1].known()
+
+
+def test_what_is_held_takes_no_room() -> None:
+    """Of the context that has yet to come no step is longer: two at a time are within the promise, however many wait."""
+    dispatcher, replicas = new_fleet()
+    for replica in replicas:
+        replica.steps = LearntSteps((0.001, 0.0001, 0.0001, 0.000002), (1000.0, 10.0, 10.0, 10.0))
+    survivor(dispatcher, replicas, 0.026)
+    moving = [ask(dispatcher, 0) for _ in range(60)]
+    for rid in moving:
+        say(replicas[0], rid, 0)
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    assert sent(replicas[1])[1:] == moving[:2]
 
 
 def test_one_that_comes_back_before_anything_of_it_is_sent_again() -> None:
