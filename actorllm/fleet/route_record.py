@@ -67,7 +67,9 @@ class RecordedRouter:
 
     def _write(self, tree: dict[str, Any]) -> None:
         if not self._file.closed:
-            self._file.write(orjson.dumps(tree) + b"\n")
+            self._file.write(
+                orjson.dumps(tree, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+            )  # a router may count with NumPy
 
 
 class RouteReplay(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
@@ -79,6 +80,21 @@ def test_a_decision_that_failed_fails_again(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3] + lines[4:]))
     assert replay_routes(path).differing == [2, 3, 4, 5, 6]
+
+
+class OfNumPy:
+    """As of a router that looks for the least in an array."""
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        return np.argmin([request.num_prompt % 2, 1 - request.num_prompt % 2])  # type: ignore[return-value]
+
+
+def test_a_decision_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    name, record = "tests.fleet.test_route_record:OfNumPy", tmp_path / "run.rec"
+    router = RecordedRouter(make_router(name), name, record)
+    assert [router.route(Routable(number), [ReplicaView(0), ReplicaView(1)]) for number in range(4)] == [0, 1, 0, 1]
+    router.close()
+    assert replay_routes(record_path(record)) == (4, [])
 
 
 @pytest.mark.parametrize(
