@@ -109,6 +109,8 @@ class ReplicaFrontend(FrontendActor):
         self._room: Callable[[], float] = lambda: math.inf
         self._held_until = math.inf
         """When suspects among what is held are sent whatever room there is, in monotonic seconds."""
+        self._looked_at = -math.inf
+        """When the room was looked at last, in monotonic seconds."""
         self.lives_on = False
         """Its replica is made anew when this life ends: what is here ends with a stop only if the replica does."""
         self._handed_off: dict[int, tuple[float, int, Callable[[float], None]]] = {}
@@ -175,6 +177,7 @@ class ReplicaFrontend(FrontendActor):
         if self._scheduler is not None:  # else the next one is sent the whole journal
             held = {rid: self._journal[rid] for rid in (*self._held, *entries) if rid in self._journal}
             self._held = dict.fromkeys(sorted(held, key=lambda rid: urgency(held[rid])))
+            self._looked_at = -math.inf
             self._send_held()
             if self._held and self.is_running:
                 self.wake()
@@ -203,11 +206,14 @@ class ReplicaFrontend(FrontendActor):
             return
         journal = self._journal
         waiting = {rid: sent for rid, sent in self._sent.items() if rid in journal and self._is_under_way(rid, *sent)}
+        is_as_before = 0 < len(waiting) == len(self._sent)
         self._sent = waiting
-        if not self._held:
-            return
+        at = now()
+        if not self._held or (is_as_before and not is_all and at - self._looked_at < RETRY_S):
+            return  # looking at every journal entry for each batch of outputs would delay them all
+        self._looked_at = at
         under_way = sum(size(journal[rid]) for rid in waiting)
-        most, at = math.inf if is_all or not under_way else self._room(), now()
+        most = math.inf if is_all or not under_way else self._room()
         is_full = False
         for rid in list(self._held):
             entry = journal.get(rid)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorllm.actors.frontend import FrontendActor, JournalEntry
+from actorllm.actors.frontend import RETRY_S, FrontendActor, JournalEntry
 from actorllm.actors.scheduler import SUSPECTS_EXPECTED_S
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
@@ -199,8 +199,8 @@ def test_the_tightest_of_several_moves_comes_first() -> None:
     assert sent(replicas[1])[1:] == [loose[0], tight, *loose[1:]]
 
 
-def test_what_is_to_end_at_once_does_not_wait_for_room() -> None:
-    """It was aborted before it moved, or its deadline has passed. Asked for once more, an abort is not lost."""
+def test_what_is_to_end_at_once_does_not_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was aborted before it moved, or its deadline has passed."""
     dispatcher, replicas = new_fleet()
     survivor(dispatcher, replicas, 0.0001)
     first, second, aborted = [ask(dispatcher, 0, slo=SLO(ttft=0.1 * n)) for n in range(1, 4)]
@@ -210,6 +210,7 @@ def test_what_is_to_end_at_once_does_not_wait_for_room() -> None:
     assert set(replicas[1].known()) == {1, first}
     held = replicas[1].frontend.journal()[second]
     held.submit = replace(held.submit, deadline=now())
+    monkeypatch.setattr(replica_module, "now", lambda: now() + RETRY_S)
     replicas[1].frontend.on_batch()
     assert sent(replicas[1])[1:] == [first, aborted, second]
 
@@ -236,6 +237,26 @@ def test_what_is_held_takes_no_room() -> None:
         say(replicas[0], rid, 0)
     dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
     assert sent(replicas[1])[1:] == moving[:2]
+
+
+def test_the_room_is_not_looked_at_for_each_token_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher, replicas = new_fleet()
+    alive = survivor(dispatcher, replicas, 0.0001)
+    moving = [ask(dispatcher, 0) for _ in range(3)]
+    looks: list[float] = []
+    monkeypatch.setattr(dispatcher, "_room_at", lambda target: looks.append(at) or 0.0)
+    at = now()
+    monkeypatch.setattr(replica_module, "now", lambda: at)
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    num_looks = len(looks)
+    for index in range(1, 20):
+        say(replicas[1], alive, index)
+    assert len(looks) == num_looks
+    at += RETRY_S
+    say(replicas[1], alive, 20)
+    assert len(looks) == num_looks + 1
+    say(replicas[1], moving[0], 0)
+    assert sent(replicas[1])[1:] == moving[:2], "but when one is through"
 
 
 def test_one_that_comes_back_before_anything_of_it_is_sent_again() -> None:
