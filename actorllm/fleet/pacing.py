@@ -55,7 +55,8 @@ def room(view: ReplicaView, survivors: Iterable[JournalEntry], at: float) -> flo
     seconds = view.step_seconds
     if seconds is None:
         return math.inf
-    pause_s = slack_s = math.inf
+    pause_s = slack_s = end_slack_s = math.inf
+    step_s = seconds(0, view.num_running, view.num_context)
     for entry in survivors:
         slo = slo_of(entry)
         if slo is None:
@@ -63,10 +64,17 @@ def room(view: ReplicaView, survivors: Iterable[JournalEntry], at: float) -> flo
         if entry.first_token is not None and slo.tpot is not None:
             pause_s = min(pause_s, slo.tpot)
         if entry.first_token is None and slo.ttft is not None:
-            slack_s = min(slack_s, entry.submit.arrival + slo.ttft_limit(entry.submit.prompt.size) - at)
+            left_s = entry.submit.arrival + slo.ttft_limit(entry.submit.prompt.size) - at
+            if left_s > 0:  # a promise that is broken already holds nothing up
+                slack_s = min(slack_s, left_s)
+        if slo.e2e is not None:
+            left_s = entry.submit.arrival + slo.e2e - at
+            if left_s > 0:
+                to_compute_s = step_s * (entry.submit.max_tokens - len(entry.emitted))
+                end_slack_s = min(end_slack_s, max(0.0, left_s - to_compute_s))
     if slack_s < math.inf:  # those that wait have what is before them to wait for, too
         slack_s -= Seconds.costs_s(view, 0)[0]
-    limit_s = min(pause_s, max(0.0, slack_s))
+    limit_s = min(pause_s, max(0.0, slack_s), end_slack_s)
     most = view.max_num_batched_tokens
     if seconds(most, view.num_running, view.num_context) <= limit_s:
         return math.inf

@@ -347,6 +347,22 @@ def test_the_room_is_the_largest_that_keeps_the_promises(
         assert STEPS(2048, rows, 0) <= limit + 1e-9
 
 
+def test_a_promise_of_the_whole_request_is_kept_as_well() -> None:
+    """Nine tokens have 1 ms each; of the 50 ms that are left until then, a step has the rest."""
+    view = ReplicaView(0, step_seconds=STEPS)
+    assert room(view, [entry(SLO(e2e=1.0), 99.05)], at=100.0) == pytest.approx(400, abs=1)
+    assert room(view, [entry(SLO(e2e=1.0), 99.05, 4)], at=100.0) == pytest.approx(440, abs=1)
+    assert room(view, [entry(SLO(e2e=1.0), 99.005)], at=100.0) == 0, "there is time for its own steps only"
+
+
+@pytest.mark.parametrize("slo", [SLO(ttft=1.0), SLO(e2e=1.0)])
+def test_a_promise_that_is_broken_holds_nothing_up(slo: SLO) -> None:
+    view = ReplicaView(0, step_seconds=STEPS)
+    assert room(view, [entry(slo, 98.0)], at=100.0) == math.inf
+    kept = [entry(SLO(tpot=0.011), 98.0, 3)]
+    assert room(view, [entry(slo, 98.0), *kept], at=100.0) == room(view, kept, at=100.0)
+
+
 def test_nothing_is_held_where_step_times_are_not_known() -> None:
     assert room(ReplicaView(0), [entry(SLO(tpot=0.001), 0.0, 2)], 0.0) == math.inf
     with pytest.raises(AssertionError):
