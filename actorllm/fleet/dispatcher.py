@@ -44,7 +44,7 @@ from actorllm.fleet.views import (
 )
 from actorllm.messages import I64, KvOffer, Submit
 from actorllm.scheduling.role_router import RoleRouter
-from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, Routable, Router, Seconds
+from actorllm.scheduling.router import VIEW_AGE_S, ReplicaView, Routable, Router, Seconds, number_of
 from actorllm.types.kv_transfer import answer_of
 from actorllm.types.weight_version import WeightSource
 
@@ -316,15 +316,13 @@ class Dispatcher:
     def _choose(self, request: Routable, candidates: Sequence[RoutedReplica], *, goes_on: bool = False) -> int:
         """goes_on: another replica has computed its prompt, and these may copy the KV."""
         views = self._views_of(candidates)
-        free = [view for view in views if not view.is_on_trial]
+        offered = tuple(view for view in views if not view.is_on_trial) or tuple(views)
         route = self.router.route_on if goes_on and isinstance(self.router, RoleRouter) else self.router.route
         try:
-            number = route(request, free or views)
+            number = number_of(route(request, offered), offered)
         except Exception:  # of the application's own code: the request goes to the least busy one
             logger.exception("the router failed; the request goes where the fewest are")
-            number = -1
-        if not any(view.number == number for view in free or views):
-            number = min(free or views, key=lambda view: view.load).number
+            number = min(offered, key=lambda view: view.load).number
         view = next(view for view in views if view.number == number)
         view.add(request)
         return number

@@ -17,7 +17,7 @@ import orjson
 
 from actorllm.actors.private_file import open_private
 from actorllm.errors import ConfigError
-from actorllm.scheduling.router import LinearSteps, ReplicaView, Routable, Router, make_router
+from actorllm.scheduling.router import LinearSteps, ReplicaView, Routable, Router, make_router, number_of
 from actorllm.types.objective import SLO
 
 VERSION = 3
@@ -42,10 +42,10 @@ class RecordedRouter:
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         shown = [_view_to_tree(view, request) for view in views]
-        seen = [_with_found(view, tree["num_found"]) for view, tree in zip(views, shown, strict=True)]
+        seen = tuple(_with_found(view, tree["num_found"]) for view, tree in zip(views, shown, strict=True))
         asked = {"request": _request_to_tree(request), "views": shown}
         try:
-            number = self._router.route(request, seen)
+            number = number_of(self._router.route(request, seen), seen)
         except (
             Exception
         ) as error:  # of the application's own code: the dispatcher tells of it, and a replay fails there, too
@@ -106,11 +106,11 @@ def replay_routes(path: str | os.PathLike[str]) -> RouteReplay:
                 elif "forget" in entry:
                     router.forget(entry["forget"])  # type: ignore[attr-defined]
                 else:
-                    views = [_view_from_tree(view) for view in entry["views"]]
+                    views = tuple(_view_from_tree(view) for view in entry["views"])
                     request = _request_from_tree(entry["request"])
                     chosen = None if "failed" in entry else entry["chosen"]
                     try:
-                        found = router.route(request, views)
+                        found = number_of(router.route(request, views), views)
                     except Exception:  # of the application's own code, as when it was recorded, or not
                         found = None
                     if found != chosen:

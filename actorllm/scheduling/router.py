@@ -9,7 +9,9 @@ application's own, built without arguments.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from actorllm.errors import ConfigError, nearest_name
+from actorllm.errors import ConfigError, nearest_name, shown
 from actorllm.types.import_path import is_import_path
 from actorllm.types.objective import SLO
 from actorllm.types.roles import Role
@@ -162,6 +164,21 @@ class Router(Protocol):
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
         """The number of one of these replicas. views: at least one, in the order of their numbers."""
         ...
+
+
+def number_of(answer: object, views: Sequence[ReplicaView]) -> int:
+    """The replica that a router names, also by an integer of NumPy. views: those that it was shown.
+
+    Raises ValueError: it is none of them.
+    """
+    try:
+        number = operator.index(answer)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not any(view.number == number for view in views):
+        known = ", ".join(str(view.number) for view in views)
+        raise ValueError(f"route() returned {shown(answer)}; return the number of a replica in views: {known}")
+    return number
 
 
 class RoundRobin:
@@ -462,6 +479,8 @@ def make_router(name: str, seed: int = 0) -> Router:
             raise ConfigError(f"router={name!r} cannot be made: {type(error).__name__}: {error}") from error
         if not callable(getattr(router, "route", None)):
             raise ConfigError(f"router={name!r} has no method route(request, views)")
+        if inspect.iscoroutinefunction(router.route):
+            raise ConfigError(f"router={name!r} has an async route(); nothing awaits it, so write `def route`")
         made: Router = router
         return made
     if name not in ROUTERS:

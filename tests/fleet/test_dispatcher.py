@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -590,17 +591,35 @@ def test_a_pinned_suspect_does_not_end_the_trial_of_the_others() -> None:
 class Wrong:
     """A router of an application."""
 
-    def __init__(self, answer: int | None) -> None:
+    def __init__(self, answer: Any) -> None:
         self.answer = answer
 
     def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
-        if self.answer is None:
-            raise ValueError("it has a mistake")
-        return self.answer
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if isinstance(self.answer, str) and self.answer == "empty":
+            views.clear()  # type: ignore[attr-defined]
+        return self.answer  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("answer", [None, 77])
-def test_where_a_router_fails_the_request_goes_where_the_fewest_are(answer: int | None) -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ValueError("it has a mistake"), "it has a mistake"),
+        (77, r"route\(\) returned 77; return the number of a replica in views: 0, 1, 2"),
+        (None, "returned None"),
+        ("0", "returned '0'"),
+        (0.0, "returned 0.0"),
+        (np.array([0, 2]), r"returned array\(\[0, 2\]\)"),
+        ("empty", "no attribute 'clear'"),
+    ],
+    ids=str,
+)
+def test_where_a_router_fails_the_request_goes_where_the_fewest_are(
+    answer: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says why: a router that is never followed would not be noticed."""
+    monkeypatch.setattr(dispatcher.logger, "disabled", False)
     fleet, replicas = new_fleet(3, Wrong(answer))
     ask(fleet, 0)
     ask(fleet, 2)
@@ -609,6 +628,18 @@ def test_where_a_router_fails_the_request_goes_where_the_fewest_are(answer: int 
     fleet.submit(lambda rid: Submit(rid=rid, arrival=0.0, prompt=prompt, max_tokens=9), mailbox, lambda rid: None)
     assert mailbox.error is None
     assert [replica.frontend.num_open for replica in replicas] == [1, 1, 1]
+    assert re.search(reason, caplog.text)
+
+
+def test_a_router_may_name_a_replica_by_an_integer_of_numpy() -> None:
+    fleet, replicas = new_fleet(3, Wrong(np.argmax([0, 0, 1])))
+    for _ in range(2):
+        fleet.submit(
+            lambda rid: Submit(rid=rid, arrival=0.0, prompt=np.zeros(3, np.int32), max_tokens=9),
+            Mailbox(),
+            lambda rid: None,
+        )
+    assert [replica.frontend.num_open for replica in replicas] == [0, 0, 2]
 
 
 SET_BY_A_MOVE = {"output", "is_resumed", "had_slot", "first_token", "num_deaths", "probe_size", "num_losses"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,6 +94,32 @@ def test_a_decision_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     name, record = "tests.fleet.test_route_record:OfNumPy", tmp_path / "run.rec"
     router = RecordedRouter(make_router(name), name, record)
     assert [router.route(Routable(number), [ReplicaView(0), ReplicaView(1)]) for number in range(4)] == [0, 1, 0, 1]
+    router.close()
+    assert replay_routes(record_path(record)) == (4, [])
+
+
+class Loose:
+    """A router of an application that answers with an integer of NumPy, then with what is no replica."""
+
+    def __init__(self) -> None:
+        self.answers = iter([np.int64(1), "1", {1}, np.int64(0)])
+
+    def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        return next(self.answers)  # type: ignore[return-value]
+
+
+def test_what_a_router_answers_is_recorded_whatever_its_type(tmp_path: Path) -> None:
+    name, record = "tests.fleet.test_route_record:Loose", tmp_path / "run.rec"
+    router = RecordedRouter(make_router(name), name, record)
+    views = [ReplicaView(0), ReplicaView(1)]
+    for answer in (1, "'1'", "{1}", 0):
+        if isinstance(answer, int):
+            assert router.route(Routable(4), views) == answer
+        else:
+            with pytest.raises(
+                ValueError, match=rf"returned {re.escape(answer)}; return the number of a replica in views: 0, 1"
+            ):
+                router.route(Routable(4), views)
     router.close()
     assert replay_routes(record_path(record)) == (4, [])
 

@@ -227,6 +227,17 @@ def test_a_name_that_is_no_router_is_refused() -> None:
         make_router(".a:b")
     with pytest.raises(ConfigError, match=r"has no method route\(request, views\)"):
         make_router("collections:OrderedDict")
+    with pytest.raises(
+        ConfigError, match=r"AsyncRouter' has an async route\(\); nothing awaits it, so write `def route`"
+    ):
+        make_router("tests.scheduling.test_router:AsyncRouter")
+
+
+class AsyncRouter:
+    """Of an application that takes a router for a coroutine."""
+
+    async def route(self, request: Routable, views: Sequence[ReplicaView]) -> int:
+        return views[0].number
 
 
 def learnt_from(
