@@ -29,7 +29,15 @@ from actorllm.attach.client import AttachClient, Met, install_link, lose_links, 
 from actorllm.attach.rendezvous import error_of
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.clock import now
-from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, EngineShutdownError, PeerRestartedError
+from actorllm.errors import (
+    ActorLLMError,
+    AttachError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    PeerRestartedError,
+)
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.joined_node import JoinedNode
 from actorllm.fleet.nodes.stream_link import StreamLink
@@ -49,11 +57,21 @@ LOSS_GRACE_S = 5.0
 
 
 def attach(name: str) -> AttachedEngine:
-    """The engine of this name as the front doors of this process use it. Raises what `attach.client.meet` does."""
+    """The engine of this name as the front doors of this process use it.
+
+    Raises what `attach.client.meet` does, and AttachError: it has a router of its application that this process cannot make.
+    """
     met = meet(name)
     if not met.config.is_fleet:
         return AttachedEngine(AttachClient(met))
-    return AttachedFleetEngine(FleetAttachClient(met))
+    try:
+        return AttachedFleetEngine(FleetAttachClient(met))
+    except ConfigError as error:
+        met.control.close()
+        raise AttachError(
+            f"engine {name!r} cannot be joined, since each program routes for itself and this one lacks its router: {error}; "
+            f"put the module of {met.config.router!r} where this program finds it, as in PYTHONPATH"
+        ) from error
 
 
 class AttachedReplica:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 from actorllm import EngineConfig
 from actorllm.attach.client import Met
 from actorllm.client.stream import Mailbox
-from actorllm.errors import EngineDeadError
+from actorllm.errors import AttachError, EngineDeadError
 from actorllm.fleet import attached
 from actorllm.fleet.attached import AttachedReplica, FleetAttachClient
 from actorllm.messages import Submit
@@ -38,6 +39,20 @@ async def joined(num_replicas: int = 2) -> AsyncIterator[FleetAttachClient]:
         yield client
         client._tasks.cancel_scope.cancel()
     client.close()
+    other.close()
+
+
+def test_a_program_that_cannot_make_the_router_of_the_owner_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed at once, so that the owner does not take this for a program that is about to join."""
+    control, other = socket.socketpair()
+    config = EngineConfig.from_arguments("storyteller", data_parallel_size=2)
+    met = Met("tale", control, dataclasses.replace(config, router="no_such:Router"), 0, 0)
+    monkeypatch.setattr(attached, "meet", lambda name: met)
+    with pytest.raises(
+        AttachError, match=r"engine 'tale' cannot be joined.*No module named 'no_such'; put the module of"
+    ):
+        attached.attach("tale")
+    assert other.recv(1) == b""
     other.close()
 
 
