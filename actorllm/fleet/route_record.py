@@ -83,6 +83,8 @@ class RouteReplay(NamedTuple):
 def replay_routes(path: str | os.PathLike[str]) -> RouteReplay:
     """Ask a new router of the same name what the recorded one was asked.
 
+    A last line without an end is left out: its program was killed while it was written.
+
     Arguments:
         path: of a recording, as `record_path` names it.
 
@@ -95,6 +97,8 @@ def replay_routes(path: str | os.PathLike[str]) -> RouteReplay:
     router: Router | None = None
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
             try:
                 entry = orjson.loads(line)
                 if router is None:

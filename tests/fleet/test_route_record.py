@@ -124,6 +124,17 @@ def test_what_a_router_answers_is_recorded_whatever_its_type(tmp_path: Path) -> 
     assert replay_routes(record_path(record)) == (4, [])
 
 
+def test_of_a_program_that_was_killed_what_was_written_is_replayed(tmp_path: Path) -> None:
+    record = tmp_path / "run.rec"
+    router = RecordedRouter(make_router("round-robin"), "round-robin", record)
+    for _ in range(3):
+        router.route(Routable(4), [ReplicaView(0), ReplicaView(1)])
+    router.close()
+    path = record_path(record)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert replay_routes(path) == (2, [])
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
