@@ -68,10 +68,10 @@ def room(view: ReplicaView, survivors: Iterable[JournalEntry], at: float) -> flo
             if left_s > 0:  # a promise that is broken already holds nothing up
                 slack_s = min(slack_s, left_s)
         if slo.e2e is not None:
-            left_s = entry.submit.arrival + slo.e2e - at
-            if left_s > 0:
-                to_compute_s = step_s * (entry.submit.max_tokens - len(entry.emitted))
-                end_slack_s = min(end_slack_s, max(0.0, left_s - to_compute_s))
+            to_compute_s = step_s * (entry.submit.max_tokens - len(entry.emitted))
+            left_s = entry.submit.arrival + slo.e2e - at - to_compute_s
+            if left_s > 0:  # how long its output gets is not known: one that is kept at its longest is not broken here
+                end_slack_s = min(end_slack_s, left_s)
     if slack_s < math.inf:  # those that wait have what is before them to wait for, too
         slack_s -= Seconds.costs_s(view, 0)[0]
     limit_s = min(pause_s, max(0.0, slack_s), end_slack_s)
