@@ -46,6 +46,8 @@ ORDER = (
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
+FURTHER = {"soak_fleet": "soak"}
+"""Further results of a script, which follow the first one on its page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 LEFT_OUT = ("soak", "slo_science", "routers", "policies", "rescheduling", "gpu")
@@ -97,7 +99,7 @@ rounding may decide. In CI, thirty kills do the same in a minute: `python -m pyt
 A p99 is interpolated between the kills that were timed. Of fewer than a hundred kills it is little less than the
 slowest. Under "recovery" `kills` has their number. The soak times only kills after which nothing else was done until
 tokens came. The soak fails when a stream is lost or differs. It also fails when memory, descriptors, threads or names
-in /dev/shm have grown (`GROWTH` in `bench/soak.py`).
+in /dev/shm have grown (`GROWTH` in `bench/soak.py`). "soak_fleet" is the same of two replicas.
 
 Recoveries of the soak have no target, and take longer than those under "recovery". Many are from a death on top of
 another one, or right after shared memory or descriptors were used up. The load of the machine stands beside them.
@@ -220,10 +222,11 @@ FIGURES = (
 
 def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     """The pages, by path within the checkout; root: where those are of which only parts are generated."""
-    extra = sorted(path.stem for path in results.glob("*.json") if path.stem not in ORDER + RELIABILITY + EMBEDDED)
+    placed = {*ORDER, *RELIABILITY, *EMBEDDED, *FURTHER}
+    extra = sorted(path.stem for path in results.glob("*.json") if path.stem not in placed)
     pages = {"docs/benchmarks.md": (HEAD, (*ORDER, *extra)), "docs/reliability.md": (RELIABILITY_HEAD, RELIABILITY)}
     generated = {
-        page: "\n".join([head, *(section(name, results / f"{name}.json") for name in names)])
+        page: "\n".join([head, *(section(name, results / f"{name}.json") for name in with_further(names))])
         for page, (head, names) in pages.items()
     }
     generated["docs/reliability.md"] += "\n".join(["", BOUNDS_HEAD, *table(bounds.table()), ""])
@@ -248,6 +251,13 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
         generated[page] = embed((root / page).read_text(), bodies, page)
     generated["docs/internals/modules.md"] = modules(root / "actorllm")
     return generated
+
+
+def with_further(names: Iterable[str]) -> Iterator[str]:
+    """Results by name, each with the further ones of its script behind it."""
+    for name in names:
+        yield name
+        yield from (further for further, script in FURTHER.items() if script == name)
 
 
 def architectures() -> dict[str, str]:
@@ -499,7 +509,7 @@ def section(name: str, file: Path) -> str:
 
 def question(name: str) -> str:
     """The first line of the script's docstring."""
-    script = HERE / f"{name}.py"
+    script = HERE / f"{FURTHER.get(name, name)}.py"
     if not script.is_file():
         return ""
     return (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n", 1)[0]
