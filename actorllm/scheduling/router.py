@@ -386,7 +386,8 @@ class Seconds(LeastLoad):
         keys = self._sent.keys(request)
         if None not in [view.find for view in views]:
             self._sent.forget_old(views[0].seen)
-        sent = self._sent.find(keys, len(request.block_hashes) // HASH_BYTES)
+        num_blocks = len(request.block_hashes) // HASH_BYTES
+        sent = self._sent.find(keys, num_blocks)
         has_times = None not in [view.step_seconds for view in views]
         has_promise = has_times and request.slo is not None
         best: tuple[float, ...] = (math.inf,)
@@ -395,7 +396,7 @@ class Seconds(LeastLoad):
         for view in views:
             candidate, find = view.number, view.find
             num_found = sent.get(candidate, 0) if sent else 0
-            if find is not None and (in_cache := find(hashes)) > num_found:
+            if num_found < num_blocks and find is not None and (in_cache := find(hashes)) > num_found:
                 num_found = in_cache
             num_new = num_prompt - num_found * view.block_size
             if num_new < 1:
