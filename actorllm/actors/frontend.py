@@ -549,7 +549,7 @@ class FrontendActor(Actor):
 
     def _note_death(self, lost: BaseException) -> None:
         """Put the death on the record of the requests that it may be due to. The request that is to blame fails."""
-        records = {rid: entry.record for rid, entry in self._journal.items()}
+        records = {rid: entry.record for rid, entry in self._journal.items() if self._is_sent(rid)}
         note_death(records, self._probe, is_second=self._num_losses > 0, probes_alone=self.PROBES_ALONE)
         self._probe = None
         self._num_losses += 1

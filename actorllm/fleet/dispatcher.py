@@ -460,11 +460,10 @@ class Dispatcher:
 
         lost_at: when a process of it died, in monotonic seconds: what moves is on trial then. None: nothing died.
         """
-        had_suspects = self.is_on_trial(source)
         entries = source.frontend.surrender(
             lambda entry: not entry.record.num_deaths and pin_of(entry.consumer) != source.number
         )
-        self._rehome(source, entries, lost_at, is_trial=lost_at is not None and not had_suspects)
+        self._rehome(source, entries, lost_at, is_trial=lost_at is not None)
         return len(entries)
 
     def move_lost(
@@ -513,8 +512,10 @@ class Dispatcher:
 
     def is_on_trial(self, replica: RoutedReplica) -> bool:
         """What it dies of is among the suspects there, which this program or another one has sent."""
-        is_named = replica.number == self._trial_replica and now() < self._trial_until
-        return is_named or replica.frontend.has_suspects
+        return self._is_named(replica) or replica.frontend.has_suspects
+
+    def _is_named(self, replica: RoutedReplica) -> bool:
+        return replica.number == self._trial_replica and now() < self._trial_until
 
     def _trial_of(self, source: RoutedReplica) -> RoutedReplica | None:
         """The one whose trial goes on, though it recovers just now; else one that can begin."""
@@ -566,7 +567,9 @@ class Dispatcher:
         """
         if source.is_lost:
             return
-        is_there = self.is_on_trial(source) or not (self.can_move(source) or self._named_trial(source) is not None)
+        # Suspects that are pinned to it are no reason for others to stay.
+        is_there = self._is_named(source) or self._tries(source)
+        is_there = is_there or not (self.can_move(source) or self._named_trial(source) is not None)
         num_moved = 0 if is_there else self.move(source, lost_at)
         for entry in source.frontend.journal().values():
             entry.record.suspect()

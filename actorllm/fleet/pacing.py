@@ -56,7 +56,7 @@ def room(view: ReplicaView, survivors: Iterable[JournalEntry], at: float) -> flo
     if seconds is None:
         return math.inf
     pause_s = slack_s = end_slack_s = math.inf
-    step_s = seconds(0, view.num_running, view.num_context)
+    step_s, wait_s = seconds(0, view.num_running, view.num_context), Seconds.costs_s(view, 0)[0]
     for entry in survivors:
         slo = slo_of(entry)
         if slo is None:
@@ -69,11 +69,13 @@ def room(view: ReplicaView, survivors: Iterable[JournalEntry], at: float) -> flo
                 slack_s = min(slack_s, left_s)
         if slo.e2e is not None:
             to_compute_s = step_s * (entry.submit.max_tokens - len(entry.emitted))
+            if entry.first_token is None:
+                to_compute_s += wait_s
             left_s = entry.submit.arrival + slo.e2e - at - to_compute_s
             if left_s > 0:  # how long its output gets is not known: one that is kept at its longest is not broken here
                 end_slack_s = min(end_slack_s, left_s)
     if slack_s < math.inf:  # those that wait have what is before them to wait for, too
-        slack_s -= Seconds.costs_s(view, 0)[0]
+        slack_s -= wait_s
     limit_s = min(pause_s, max(0.0, slack_s), end_slack_s)
     most = view.max_num_batched_tokens
     if seconds(most, view.num_running, view.num_context) <= limit_s:

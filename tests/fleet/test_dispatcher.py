@@ -205,7 +205,6 @@ class FleetOfJournals(RuleBasedStateMachine):
     def fall(self, replica: Any, group: str, is_slow: bool) -> None:
         """As `Fleet._tell_fall`. is_slow: computing elsewhere is sooner than the restart."""
         trying, was_tried = self.trying(replica), bool(suspects_of(replica))
-        had_suspects = replica.frontend.has_suspects
         before = {one.rid: self.owner_of(one.rid).number for one in self.open}
         can_move = self.dispatcher.can_move(replica)
         trial = self.dispatcher.trial_after_fall(replica, 1e9 if is_slow else 0.0)
@@ -214,7 +213,7 @@ class FleetOfJournals(RuleBasedStateMachine):
         assert {self.owner_of(rid).number for rid in moved} <= {trial}, "all suspects go to one replica"
         if trying and not was_tried:
             assert trial in trying, "the trial that goes on is that of all replicas"
-        if is_slow and can_move and not had_suspects and trial != replica.number:
+        if is_slow and can_move and not was_tried and trial != replica.number:
             left = [e for e in replica.frontend.journal().values() if not pinned(e)]
             assert not left
         for rid in (*moved, *replica.frontend.journal()):
@@ -581,6 +580,8 @@ def test_a_pinned_suspect_does_not_end_the_trial_of_the_others() -> None:
     for _ in range(2):  # the second death is that of the pinned one
         fleet.trial_after_fall(first, 60.0)  # type: ignore[arg-type]
         fleet.move_to_trial(first, "worker0", now())  # type: ignore[arg-type]
+        assert list(first.frontend.journal()) == [pinned_rid], "what came since goes to the trial, too"
+        ask(fleet, 0)
     third.is_draining = False
     assert first.frontend.has_suspects
     assert trial.frontend.has_suspects

@@ -1,4 +1,4 @@
-"""What moves from a replica that lives is sent on in the order of its objectives, as fast as the promises of others allow."""
+"""What moves is sent on in the order of its objectives, as fast as the promises of others allow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from actorllm.actors.frontend import RETRY_S, FrontendActor, JournalEntry
 from actorllm.actors.scheduler import SUSPECTS_EXPECTED_S
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
+from actorllm.errors import PeerRestartedError
 from actorllm.fleet import dispatcher as module
 from actorllm.fleet import replica as replica_module
 from actorllm.fleet.dispatcher import SUSPECTS_PACED_S, Dispatcher
@@ -157,10 +158,26 @@ def test_one_whose_tokens_come_at_its_end_does_not_hold_the_others_up(monkeypatc
     dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
     replicas[1].frontend.on_batch()
     assert sent(replicas[1])[1:] == moving[:1]
-    for _ in range(2):
-        monkeypatch.setattr(replica_module, "now", lambda: now() + 2 * UNSEEN_S)
+    for late in (2, 4):
+        monkeypatch.setattr(replica_module, "now", lambda late=late: now() + late * UNSEEN_S)
         replicas[1].frontend.on_batch()
         assert sent(replicas[1])[1:] == moving[:2], "and the next one is seen"
+
+
+def test_what_a_scheduler_was_not_sent_yet_is_no_suspect_of_its_death() -> None:
+    dispatcher, replicas = new_fleet()
+    survivor(dispatcher, replicas, 0.0001)
+    for _ in range(3):
+        ask(dispatcher, 0)
+    dispatcher.move(replicas[0], None)  # type: ignore[arg-type]
+    target, link = replicas[1].frontend, replicas[1].link
+    assert link is not None
+    target.on_batch()
+    held = {rid for rid, entry in target.journal().items() if entry in target.held}
+    assert len(held) == 2
+    link.is_open, link.lost = False, PeerRestartedError("killed")  # type: ignore[attr-defined]
+    target.on_peer_lost(link)  # type: ignore[arg-type]
+    assert {rid for rid, entry in target.journal().items() if not entry.record.num_waited_deaths} == held
 
 
 def test_a_program_that_has_joined_sends_suspects_while_schedulers_believe_it(monkeypatch: pytest.MonkeyPatch) -> None:
