@@ -140,6 +140,7 @@ def test_of_a_program_that_was_killed_what_was_written_is_replayed(tmp_path: Pat
     [
         (b"", "is empty"),
         (b"hello\n", "line 1: no line of a recording of routes"),
+        (b"hello", "line 1: no line of a recording of routes"),
         (b'{"version": 9, "router": "seconds"}\n', "a recording of version 9"),
         (b'{"version": 1, "router": "second"}\n', "router='second' is none of"),
         (b'{"version": 1, "router": "seconds"}\n{"chosen": 1}\n', "line 2: no line of a recording of routes"),
