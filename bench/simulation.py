@@ -96,6 +96,7 @@ def measure(case: tuple[str, int, int, str, float | None], workload: Workload) -
         "model": preset("a100-llama-3-8b"),
         "num_replicas": num_replicas,
         "router": router,
+        "view_interval_s": 0.0,
     }
     run, seconds = timed_run(simulate, policy=policy, **arguments)
     watched: list[Timed] = []

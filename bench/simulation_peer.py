@@ -39,8 +39,13 @@ def main() -> None:
         shape = simulation.EngineShape(num_blocks=25_000, max_num_batched_tokens=512)
         model = simulation.preset("a100-llama-3-8b")
         router = "round-robin" if REPLICAS[kind] == 1 else "least-load"
+        arguments = {
+            "num_replicas": REPLICAS[kind],
+            "router": router,
+            "view_interval_s": 0.0,
+        }  # as old trees by default
         began = time.process_time()
-        run = simulation.simulate(workload, shape, model, policy="fcfs", num_replicas=REPLICAS[kind], router=router)
+        run = simulation.simulate(workload, shape, model, policy="fcfs", **arguments)
         took = time.process_time() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps([took, run.num_steps - run.num_steps_skipped, run.num_steps_skipped, peak]), flush=True)
