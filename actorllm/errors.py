@@ -23,7 +23,7 @@
     │   │   └── EngineDrainingError           it finishes what it has and takes no new requests
     │   ├── EngineSleepingError               it sleeps, and was told to refuse requests meanwhile
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
-    │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
+    │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer, no router
     │   ├── CollectiveCallError               a function that workers called has raised; carries what each rank returned
     │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
     ├── DownloadError                         a public trace cannot be downloaded, or is not what it should be

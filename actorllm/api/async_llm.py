@@ -88,7 +88,7 @@ class AsyncLLM:
 
         Raises:
             EngineNotFoundError: no such engine runs; lists those that do.
-            AttachError: it has another version or user, or does not answer.
+            AttachError: it has another version or user, or does not answer; or this process cannot make its router.
             EngineShutdownError, EngineDeadError: it has ended.
         """
         llm = cls.__new__(cls)

@@ -68,9 +68,11 @@ def attach(name: str) -> AttachedEngine:
         return AttachedFleetEngine(FleetAttachClient(met))
     except ConfigError as error:
         met.control.close()
+        is_missing = isinstance(error.__cause__, ImportError)
+        hint = f"; put the module of {met.config.router!r} where this program finds it, as in PYTHONPATH"
         raise AttachError(
-            f"engine {name!r} cannot be joined, since each program routes for itself and this one lacks its router: {error}; "
-            f"put the module of {met.config.router!r} where this program finds it, as in PYTHONPATH"
+            f"engine {name!r} cannot be joined, since each program routes for itself and this one cannot make its router: {error}"
+            f"{hint if is_missing else ''}"
         ) from error
 
 
