@@ -99,10 +99,13 @@ rounding may decide. In CI, thirty kills do the same in a minute: `python -m pyt
 A p99 is interpolated between the kills that were timed. Of fewer than a hundred kills it is little less than the
 slowest. Under "recovery" `kills` has their number. The soak times only kills after which nothing else was done until
 tokens came. The soak fails when a stream is lost or differs. It also fails when memory, descriptors, threads or names
-in /dev/shm have grown (`GROWTH` in `bench/soak.py`). "soak_fleet" is the same of two replicas.
+in /dev/shm have grown (`GROWTH` in `bench/soak.py`).
 
-Recoveries of the soak have no target, and take longer than those under "recovery". Many are from a death on top of
-another one, or right after shared memory or descriptors were used up. The load of the machine stands beside them.
+"soak_fleet" is of two replicas, which are also drained, scaled and killed while they start. Its memory of children is
+without KV caches and parked processes. That of "soak" is with them.
+
+Recoveries of both have no target. Those of one engine take longer than those under "recovery". Many are from a death on
+top of another one, or right after shared memory or descriptors were used up. The load of the machine stands beside them.
 
 | event | at the limit |
 | --- | --- |

@@ -7,7 +7,7 @@ random, programs join it and leave or are killed, memory is taken away, /dev/shm
 descriptors. Every stream is held against an oracle (`tests/oracle.py`), those of the programs that leave included. Prints the
 figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and its children have grown: medians
 of the last quarter of the samples against those of the second (the first is warm-up), all with as many processes. Of the
-children's memory the KV cache is left out: its pages come with use, so that a worker which lives longer has more of them.
+children's memory the KV cache is left out. Its pages come with use, so that a worker which lives longer has more of them.
 Fails when a stream is lost or differs, and when something has grown by more than GROWTH allows. With --replicas 2 or more it
 is a fleet: whole replicas are killed, also while they start, and it is drained and scaled under its streams.
 """

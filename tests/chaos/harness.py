@@ -409,18 +409,17 @@ def is_parked(name: str) -> bool:
 def own_mib(pids: Any, cache_bytes: int) -> float:
     """Memory of these processes together that no file backs, without KV caches of at least so many bytes.
 
-    The pages of a cache come with use: a process that lives longer has more of them, up to its size.
+    The pages of a cache come with use: a process that lives longer has more of them, up to its size. Raises OSError: one is gone.
     """
     total = 0
     for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            size = 0
-            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name == "Size":
-                    size = 1024 * int(value.split()[0])
-                elif name == "Anonymous" and size < cache_bytes:
-                    total += 1024 * int(value.split()[0])
+        size = 0
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Size":
+                size = 1024 * int(value.split()[0])
+            elif name == "Anonymous" and size < cache_bytes:
+                total += 1024 * int(value.split()[0])
     return total / 2**20
 
 
