@@ -27,8 +27,8 @@ label: they alone are written. --fairness, --claims and --strict: only that ques
 --strict holds the policies of CANDIDATES against the best chunk of a fcfs that packs strictly.
 
 Everything but the rates follows from them. With the --store of a run that is done, the same command simulates nothing and makes
-all ratios and their bands anew. --derive needs no store: it makes anew what follows from ratios as --json has them, which are
-whether a target is met and a claim reproduced.
+all ratios and their bands anew. --derive needs no store. It makes anew what follows from ratios as --json has them: whether a
+target is met, and a claim reproduced.
 """
 
 from __future__ import annotations

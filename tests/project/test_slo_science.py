@@ -106,6 +106,8 @@ def test_what_follows_from_printed_ratios_is_made_anew(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "argv", ["slo_science.py", "--derive", "--json", str(file)])
     slo_science.main()
     assert json.loads(file.read_text()) == known
+    of_strict = slo_science.derived({"strict": [{"target": "≥ 2", "x": "2.50 (2.10 to 3.00)", "met": "?"}]})
+    assert of_strict["strict"][0]["met"] is True
 
 
 @pytest.mark.parametrize(
