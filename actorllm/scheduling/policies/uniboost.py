@@ -56,7 +56,7 @@ class UniBoost(KeyPolicy):
         self._rests: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         """The lengths of `_sorted`, and by place there the mean of it and of all longer ones; None: to be made anew."""
         self._arrivals: NDArray[np.float64] = np.zeros(0)
-        """By slot, of the latest request that was admitted to it; NEVER: it gives way to none any more."""
+        """By slot, of the latest request that was admitted to it; NEVER: it gives way to none any more. Empty: none has run."""
 
     def rest(self, num_output: int) -> float:
         """Tokens that a request is expected to put out still, of which so many are there."""
@@ -112,7 +112,7 @@ class UniBoost(KeyPolicy):
 
     def giving_way(self, sequence: Sequence, view: View) -> list[Sequence]:
         """Only those near to it are asked one by one: what numpy computes may differ from `math` in the last bits."""
-        if self._is_room_ahead(sequence, view):
+        if not self._arrivals.size or self._is_room_ahead(sequence, view):
             return []
         batch = view.batch
         rests = self._rests_of(batch.num_known - batch.num_prompt)

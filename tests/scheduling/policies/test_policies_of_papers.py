@@ -19,6 +19,8 @@ from actorllm.scheduling.policies.uniboost import UniBoost
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.tiers.tiered_engine import TieredEngine
 
 BuildEngine = Callable[..., Any]
 
@@ -297,6 +299,65 @@ def test_uniboost_tells_of_all_at_once_what_it_says_of_each(build_engine: BuildE
         assert plans == random_plans(build_engine, seed, AskedOneByOne())
         num_giving_way += compared.num_giving_way
     assert num_giving_way >= 50
+
+
+@pytest.mark.parametrize("num_changes", [0, 1])
+def test_uniboost_tells_that_none_gives_way_while_only_a_load_has_blocks(num_changes: int) -> None:
+    """No request has had a slot, and the next one needs more blocks than are free."""
+    prefix, other = list(range(16)), list(range(50, 74))
+    first = TieredEngine()
+    for rid in (1, 2):
+        first.submit(rid, [*prefix, 50 + rid], max_tokens=2, ignore_eos=True)
+        first.run()
+    assert first.tier.contents
+    engine = TieredEngine(
+        first.tier,
+        num_blocks=9,
+        max_model_len=32,
+        policy=KeyPlanner(UniBoost()),
+        build_policy=lambda *names: KeyPlanner(UniBoost()),
+    )
+    engine.submit(3, [*prefix, 60], max_tokens=4, ignore_eos=True)
+    engine.begin_moves()
+    assert engine.scheduler.kv.num_free < 6, "the load has its blocks"
+    engine.submit(4, other, max_tokens=4, ignore_eos=True)
+    for _ in range(num_changes):
+        engine.scheduler.change_policy("uniboost", None, engine.now)
+    assert engine.launch() is None
+    engine.run()
+    assert engine.streams[3] == reference_stream([*prefix, 60], 3, 4)
+    assert engine.streams[4] == reference_stream(other, 4, 4)
+
+
+def test_a_uniboost_that_takes_over_tells_of_all_at_once_what_it_says_of_each(build_engine: BuildEngine) -> None:
+    """Requests run that another policy has admitted. Some of them were displaced before, and may not be again."""
+    num_giving_way = 0
+    preemptions: set[int] = set()
+    for seed in range(30):
+        dice = random.Random(seed)
+        made: list[Counted] = []
+
+        def build(*names: Any, made: list[Counted] = made) -> KeyPlanner:
+            policy = Counted(compares=True)
+            policy.max_preemptions, policy.unknown_output, policy._tokens_per_s = 1, 1.0, 1e6
+            made.append(policy)
+            return KeyPlanner(policy)
+
+        engine = build_engine(build_policy=build, num_blocks=16, depth=1)
+        engine.now = 1000.0  # an arrival that is not known is far from the others
+        for rid in range(1, 13):
+            size, num = dice.randint(1, 20), dice.randint(1, 14)
+            engine.submit(rid, [rid] * size, max_tokens=num, ignore_eos=True, arrival=engine.now)
+            for _ in range(dice.randint(0, 3)):
+                if engine.launch() is not None:
+                    engine.complete()
+            if dice.random() < 0.3:
+                preemptions |= {one.num_preemptions for one in engine.scheduler.running()}
+                engine.scheduler.change_policy("counted", None, engine.now)
+        engine.run()
+        num_giving_way += sum(policy.num_giving_way for policy in made)
+    assert num_giving_way >= 20
+    assert preemptions == {0, 1}
 
 
 @pytest.mark.parametrize("kind", [Counted, AskedOneByOne])
