@@ -135,9 +135,13 @@ class Script:
         self._keep(part.key, [other for other in self._parts.get(part.key, ()) if other is not part])
 
     def fail(self, part: Part) -> None:
-        """Its request fails; that it has ended will be told as well, and is not of another request like it."""
+        """Its request fails; that it has ended will be told as well, and is not of another request like it.
+
+        Counted once: the step behind the one that failed is planned already, and fails with the same request.
+        """
         if not part.is_left:
             self._failed[part.key] += 1
+            part.is_left = True
         self.end(part)
 
     def leave(self, prompt_ids: Sequence[int], seed: int, sample_index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -208,6 +209,29 @@ async def test_a_request_that_was_left_delays_no_other_in_real_time() -> None:
             await ask(llm, "x")
         assert scope.cancelled_caught
         assert (await ask(llm, "y")).outputs[0].text == "second"
+
+
+async def test_a_request_that_was_left_delays_no_other_after_one_like_it_has_failed() -> None:
+    """The next step is planned when the one fails, and the request is in it as well."""
+    asked: list[str] = []
+
+    def answer(prompt: str) -> ScriptedAnswer:
+        asked.append(prompt)
+        if prompt == "y":
+            return ScriptedAnswer("second")
+        is_first = asked.count("x") == 1
+        return ScriptedAnswer("one two", fails_after=2) if is_first else ScriptedAnswer("never", first_token_s=3600.0)
+
+    async with ScriptedAsyncLLM(answer) as llm:
+        with pytest.raises(RequestFailedError):
+            await ask(llm, "x", seed=1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(ask, llm, "x", seed=1))
+            while asked != ["x", "x"]:
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(20.0):
+            assert (await ask(llm, "y")).outputs[0].text == "second"
 
 
 async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
