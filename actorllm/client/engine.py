@@ -652,7 +652,8 @@ class Engine:
         replica = self._pinned_replica(vllm_arguments)
         lora_request = self._submits.checked_adapter(vllm_arguments.pop("lora_request", None))
         trace_headers = checked_trace_headers(vllm_arguments.pop("trace_headers", None))
-        prompt = with_processor_kwargs(prompt, vllm_arguments.pop("mm_processor_kwargs", None))
+        processor_kwargs = vllm_arguments.pop("mm_processor_kwargs", None)
+        prompt = with_processor_kwargs(prompt, processor_kwargs, self.config.model)
         check_request_arguments(vllm_arguments)
         self.check_generates(params)
         if params is None:
@@ -721,7 +722,8 @@ class Engine:
         replica = self._pinned_replica(of_vllm)
         lora_request = self._submits.checked_adapter(of_vllm.pop("lora_request", None))
         trace_headers = checked_trace_headers(of_vllm.pop("trace_headers", None))
-        prompt = with_processor_kwargs(prompt, of_vllm.pop("mm_processor_kwargs", None))
+        processor_kwargs = of_vllm.pop("mm_processor_kwargs", None)
+        prompt = with_processor_kwargs(prompt, processor_kwargs, self.config.model)
         check_request_arguments(of_vllm)
         pooler, model = self.config.model.pooler, self.config.model
         if pooler is None:

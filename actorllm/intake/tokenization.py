@@ -535,15 +535,19 @@ def items_of(prompt: Prompt) -> dict[str, list[Any]]:
     return {name: given for name, given in listed.items() if given}
 
 
-def with_processor_kwargs(prompt: Prompt, given: object) -> Prompt:
+def with_processor_kwargs(prompt: Prompt, given: object, model: ModelConfig) -> Prompt:
     """A prompt with arguments of the model's processor, before which its own count. One without items is left as it is.
 
-    Raises InvalidParameterError: they are no mapping of plain values.
+    Raises InvalidParameterError: they are no mapping of plain values, or the model has an encoder and a decoder.
     """
     try:
         options = processor_kwargs(PROCESSOR_KEY, given)
     except ConfigError as error:
         raise InvalidParameterError(str(error)) from error
+    if options and model.encoder_decoder is not None:
+        raise InvalidParameterError(
+            f"{PROCESSOR_KEY}={shown(given)}: a model with an encoder and a decoder takes none; leave it out"
+        )
     if not options or not items_of(prompt):
         return prompt
     if not isinstance(prompt, Mapping):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actorllm import LLM, SamplingParams
-from actorllm.errors import InvalidPromptError
+from actorllm.errors import InvalidParameterError, InvalidPromptError
 from tests.encoder_decoder.small_models import RATE, save_whisper, sound
 
 ARGUMENTS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "topology": "inline", "block_size": 16}
@@ -104,3 +104,20 @@ def test_a_bad_recording_fails_its_own_request(llm: LLM, given: Any, told: str) 
     with pytest.raises(InvalidPromptError) as caught:
         tokens(llm, given)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [prompt(sound(1)), {"encoder_prompt": {"multi_modal_data": {"audio": sound(1)}}, "decoder_prompt": TEXT}, TEXT],
+    ids=["beside a text", "of the encoder", "no recording"],
+)
+def test_a_call_with_arguments_of_the_processor_is_refused(llm: LLM, given: Any) -> None:
+    told = r"mm_processor_kwargs={'do_normalize': True}: a model with an encoder and a decoder takes none; leave it out"
+    with pytest.raises(InvalidParameterError, match=told):
+        llm.generate([given], GREEDY, use_tqdm=False, mm_processor_kwargs={"do_normalize": True})
+
+
+def test_a_call_with_no_arguments_of_the_processor_is_taken(llm: LLM) -> None:
+    given = prompt(sound(1))
+    (output,) = llm.generate([given], GREEDY, use_tqdm=False, mm_processor_kwargs={})
+    assert [list(output.outputs[0].token_ids)] == tokens(llm, given)
