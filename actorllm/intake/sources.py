@@ -165,6 +165,11 @@ class SourceReader:
         """What the model's feature extractor makes of a recording."""
         if isinstance(source, Mapping) and source.get("prompt"):
             raise InvalidPromptError(f"{ENCODER_KEY} of this model is a recording; its text belongs to {DECODER_KEY!r}")
+        for key, value in source.items() if isinstance(source, Mapping) else ():
+            if key not in KEYS[2:5] and value is not None:
+                raise InvalidPromptError(
+                    f"{ENCODER_KEY} of this model has {MEDIA_KEY!r}, not {key!r:.80}; leave it out"
+                )
         data = source.get(MEDIA_KEY) if isinstance(source, Mapping) else None
         recording = data.get("audio") if isinstance(data, Mapping) else None
         if isinstance(recording, list) and len(recording) == 1:

@@ -96,6 +96,10 @@ BAD: list[tuple[Any, str]] = [
     (prompt(7), "int is no recording"),
     (prompt("https://a.example/x.wav"), "allowed_media_domains"),
     ({"encoder_prompt": {"prompt": "a", "multi_modal_data": {"audio": sound(1)}}}, "belongs to 'decoder_prompt'"),
+    (
+        {"encoder_prompt": {"multi_modal_data": {"audio": sound(1)}, "mm_processor_kwargs": {"do_normalize": True}}},
+        "encoder_prompt of this model has 'multi_modal_data', not 'mm_processor_kwargs'; leave it out",
+    ),
 ]
 
 
