@@ -103,7 +103,7 @@ class Sequence:
     num_accepted_tokens: int = 0
     """Those of them that were right."""
     accepted_per_position: tuple[int, ...] = ()
-    """The same for each position behind its last token; empty: it had no slot with drafts."""
+    """The same for each position behind its last token; empty: it has left no slot of an engine with drafts."""
     num_recoveries: int = 0
     """How often the workers died with a step of it in flight."""
     interrupted: float = 0.0

@@ -38,7 +38,7 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     """Those of them that were right."""
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    """The same for each position behind the last token; empty: it had none."""
+    """The same for each position behind the last token; empty: without `speculative_config`, before its end, or it had no slot."""
     scheduler_time: float | None = None
     """Seconds that the scheduler planned and worked off the steps that it was in; None before its end."""
     model_forward_time: float | None = None

@@ -183,6 +183,24 @@ def test_statistics_count_drafts_by_position() -> None:
     assert Engine().scheduler.statistics().speculation is None
 
 
+def test_a_request_has_positions_once_it_has_left_a_slot_with_or_without_drafts_of_its_own() -> None:
+    engine = drafting(random.Random(1), 3, depth=1, max_num_seqs=1)
+    engine.worker.drafts_per_row = lambda slot, index: (0, 0)
+    for rid in (1, 2):
+        engine.submit(rid, [rid, 2], max_tokens=4, ignore_eos=True)
+    engine.launch()
+    engine.complete()
+    engine.abort(2)
+    assert engine.scheduler.sequence((0, 1)).accepted_per_position == ()
+    engine.run()
+    assert engine.ends[1].sequence.accepted_per_position == (0, 0, 0)
+    assert engine.ends[2].sequence.accepted_per_position == (), "it had no slot"
+    plain = Engine()
+    plain.submit(1, [1, 2], max_tokens=4, ignore_eos=True)
+    plain.run()
+    assert plain.ends[1].sequence.accepted_per_position == ()
+
+
 def test_prompts_go_before_drafts() -> None:
     engine = drafting(random.Random(0), 3, max_num_batched_tokens=20, num_blocks=40, depth=1)
     engine.worker.drafts_per_row = lambda slot, index: (3, 3)
