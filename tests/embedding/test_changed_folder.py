@@ -44,17 +44,17 @@ def test_paths_are_those_of_the_folder_in_which_the_engine_was_built(
 
 
 def test_modules_of_that_folder_are_found_by_what_is_started_later(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A notebook and a REPL have '' in their path, which stands for the working folder of the process that looks."""
     (folder / "own_of_the_folder.py").write_text(
         "from actorllm.scheduling.policies.fcfs import Fcfs\n\n\nclass Own(Fcfs):\n    pass\n"
     )
     monkeypatch.setattr(sys, "path", ["", *sys.path])
+    request.addfinalizer(lambda: sys.modules.pop("own_of_the_folder", None))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM("storyteller", num_threads=1, scheduling_policy="own_of_the_folder:Own") as llm:
         monkeypatch.chdir("other")
         before = llm.generate("Once", params, use_tqdm=False)[0].outputs[0].token_ids
         os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)
         assert llm.generate("Once", params, use_tqdm=False)[0].outputs[0].token_ids == before
-    sys.modules.pop("own_of_the_folder", None)
