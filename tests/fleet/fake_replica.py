@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
 from actorllm.messages import Abort, Submit, sequences_of
-from actorllm.scheduling.router import LearntSteps, LinearSteps
+from actorllm.scheduling.router import LearntSteps, LinearSteps, RoundRobin, Router
 from tests.actors.scheduler_bench import FakeLink
 
 END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
@@ -80,3 +81,15 @@ class FakeReplica:
             elif isinstance(message, Abort) and has_it and rid in message.rids:
                 has_it, num_ended = False, num_ended + 1
         return num_ended - self.told[rid]
+
+
+def new_fleet(num_replicas: int = 2, router: Router | None = None) -> tuple[Dispatcher, list[FakeReplica]]:
+    """Replicas that are connected, and the dispatcher that moves requests between them."""
+    replicas: dict[int, Any] = {}
+    dispatcher = Dispatcher(replicas, router or RoundRobin())
+    for number in range(num_replicas):
+        frontend = ReplicaFrontend(dispatcher.next_rid, lambda entries, error: None)
+        limits = {"max_num_batched_tokens": 2048}
+        replicas[number] = FakeReplica(number, frontend, limits=limits, steps=LEARNT)
+        replicas[number].connect()
+    return dispatcher, [*replicas.values()]

@@ -35,7 +35,7 @@ from actorllm.scheduling.router import ReplicaView, RoundRobin, Routable
 from actorllm.types.objective import SLO
 from tests.actors.scheduler_bench import FakeLink
 from tests.effort import examples
-from tests.fleet.fake_replica import END, LEARNT, FakeReplica, FakeSupervisor
+from tests.fleet.fake_replica import END, LEARNT, FakeReplica, FakeSupervisor, new_fleet
 
 NUM_REPLICAS = 3
 
@@ -508,17 +508,6 @@ def test_surrendered_siblings_that_were_not_sent_stay_together() -> None:
     link = FakeLink("scheduler")
     frontend.on_link(link)  # type: ignore[arg-type]
     assert [message.rid for message in link.sent] == [rids[1]]
-
-
-def new_fleet(num_replicas: int, router: Any = None) -> tuple[Dispatcher, list[FakeReplica]]:
-    replicas: dict[int, Any] = {}
-    fleet = Dispatcher(replicas, router or RoundRobin())
-    for number in range(num_replicas):
-        frontend = ReplicaFrontend(fleet.next_rid, lambda entries, error: None)
-        limits = {"max_num_batched_tokens": 2048}
-        replicas[number] = FakeReplica(number, frontend, limits=limits, steps=LEARNT)
-        replicas[number].connect()
-    return fleet, [*replicas.values()]
 
 
 def ask(fleet: Dispatcher, home: int, num_prompt: int = 3) -> int:

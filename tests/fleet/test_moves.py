@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +344,18 @@ async def test_adapters_and_drafts_go_along(tmp_path: Path) -> None:
         assert moved(llm)
 
 
+async def check_it_has_ended(llm: AsyncLLM, streams: Sequence[AsyncIterator[RequestOutput]]) -> None:
+    """With the error of its last replica, which its streams have."""
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9"):
+            async for _ in stream:
+                pass
+    with pytest.raises(EngineDeadError):
+        llm.generate("x")
+    assert llm.health().state == "dead"
+    llm.shutdown()
+
+
 @pytest.mark.anyio
 async def test_the_loss_of_the_last_replica_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its error, which is also that of what waits for another one."""
@@ -361,14 +373,7 @@ async def test_the_loss_of_the_last_replica_is_the_end_of_the_engine(monkeypatch
     running = llm.generate(PROMPTS[0], params(1, max_tokens=1000))
     await anext(running)
     kill([llm.health().replicas[1].pids["scheduler"]])
-    for stream in (waiting, running):
-        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9"):
-            async for _ in stream:
-                pass
-    with pytest.raises(EngineDeadError):
-        llm.generate("x")
-    assert llm.health().state == "dead"
-    llm.shutdown()
+    await check_it_has_ended(llm, [waiting, running])
 
 
 @pytest.mark.anyio
@@ -380,11 +385,4 @@ async def test_the_first_death_is_the_end_of_an_engine_that_is_to_raise_it() -> 
     for stream in streams:
         await anext(stream)
     kill([llm.health().replicas[0].pids["scheduler"]])
-    for stream in streams:
-        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9"):
-            async for _ in stream:
-                pass
-    with pytest.raises(EngineDeadError):
-        llm.generate("x")
-    assert llm.health().state == "dead"
-    llm.shutdown()
+    await check_it_has_ended(llm, streams)

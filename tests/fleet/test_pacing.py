@@ -22,22 +22,11 @@ from actorllm.fleet import dispatcher as module
 from actorllm.fleet import replica as replica_module
 from actorllm.fleet.dispatcher import SUSPECTS_PACED_S, Dispatcher
 from actorllm.fleet.pacing import due, room, urgency
-from actorllm.fleet.replica import UNSEEN_S, ReplicaFrontend
+from actorllm.fleet.replica import UNSEEN_S
 from actorllm.messages import Abort, Outputs, Submit
-from actorllm.scheduling.router import VIEW_AGE_S, LearntSteps, ReplicaView, RoundRobin, Router, make_router
+from actorllm.scheduling.router import VIEW_AGE_S, LearntSteps, ReplicaView, make_router
 from actorllm.types.objective import SLO
-from tests.fleet.fake_replica import END, LEARNT, STEPS, FakeReplica
-
-
-def new_fleet(num_replicas: int = 2, router: Router | None = None) -> tuple[Dispatcher, list[FakeReplica]]:
-    replicas: dict[int, Any] = {}
-    dispatcher = Dispatcher(replicas, router or RoundRobin())
-    for number in range(num_replicas):
-        frontend = ReplicaFrontend(dispatcher.next_rid, lambda entries, error: None)
-        limits = {"max_num_batched_tokens": 2048}
-        replicas[number] = FakeReplica(number, frontend, limits=limits, steps=LEARNT)
-        replicas[number].connect()
-    return dispatcher, [*replicas.values()]
+from tests.fleet.fake_replica import END, STEPS, FakeReplica, new_fleet
 
 
 def ask(dispatcher: Dispatcher, replica: int, num_prompt: int = 100, **more: Any) -> int:
