@@ -15,7 +15,7 @@ from actorllm.model.cuda.linear import DeviceDense
 from actorllm.model.cuda.quantized import Workspaces
 from actorllm.model.cuda.quantized import linear as device_linear
 from actorllm.model.linear import Linear, LinearPart
-from actorllm.model.linear.dense import Dense
+from actorllm.model.linear.dense import Dense, joined
 from actorllm.model.weights import DummyWeights
 
 on_device = partial(device_linear, workspaces=Workspaces(torch.float32, torch.device("cpu")))
@@ -33,6 +33,25 @@ def test_every_backend_computes_the_product(backend: Callable[[Any], Linear], ha
     made = backend(dense)
     torch.testing.assert_close(made(X), torch.nn.functional.linear(X, dense.weight, dense.bias))
     assert (made.in_features, made.out_features, made.num_bytes) == (12, 7, 7 * 12 * 4)
+
+
+def test_matrices_that_lie_one_behind_the_other_are_joined_without_a_copy() -> None:
+    memory = torch.arange(60.0)
+    first, second, third = memory[:12].view(3, 4), memory[12:20].view(2, 4), memory[20:60].view(10, 4)
+    whole = joined([first, second, third])
+    assert whole.data_ptr() == memory.data_ptr()
+    assert torch.equal(whole, memory.view(15, 4))
+    assert torch.equal(joined([second, third]), memory[12:].view(12, 4))
+    for parts in (
+        [second, first],  # in another order
+        [first, third],  # with something between
+        [first, second.clone()],
+        [first, memory[12:20].view(4, 2).T],  # in its place, but not row by row
+        [first, memory.view(torch.int32)[12:20].view(2, 4)],
+    ):
+        made = joined(parts)
+        assert torch.equal(made, torch.cat(parts))
+        assert made.data_ptr() not in {part.data_ptr() for part in parts}
 
 
 def test_fused_and_reordered_products_are_those_of_the_parts() -> None:

@@ -39,7 +39,7 @@ class Dense(LinearWeight):
         if len(parts) == 1:
             return parts[0]
         biases = [part.bias for part in parts if part.bias is not None]
-        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+        return cls(joined([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
     def reordered(self, outputs: torch.Tensor) -> Self:
         # Whole rows, which indexing would copy number by number.
@@ -50,3 +50,20 @@ class Dense(LinearWeight):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of several matrices, one below the other: a view where they lie so in memory, as those of an update often do."""
+    first = parts[0]
+    end = first.storage_offset()
+    for part in parts:
+        is_next = (
+            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and part.storage_offset() == end
+            and part.is_contiguous()
+            and (part.dtype, part.shape[1]) == (first.dtype, first.shape[1])
+        )
+        if not is_next:
+            return torch.cat(list(parts))
+        end += part.numel()
+    return first.as_strided((sum(len(part) for part in parts), first.shape[1]), first.stride())
