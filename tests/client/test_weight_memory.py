@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,45 @@ def test_memory_that_is_still_read_is_not_written_to() -> None:
     assert float(MappedTensors(fourth.path).tensor("a").min()) == 4.0
     for file in (third, fourth):
         file.close()
+    weights.close()
+
+
+def test_a_file_of_any_size_that_serves_again_holds_what_was_written_last() -> None:
+    weights = WeightMemory()
+    lasting = weights.new(8 * LEAST_BYTES)
+    known = None
+    for number, size in enumerate((MANY, MANY, MANY, MANY - 4096, MANY - 4096, MANY + 5)):
+        given = {"a": torch.full((size,), number, dtype=torch.uint8), "b": torch.arange(number + 1)}
+        file = file_of_tensors(given, weights.new)
+        if known is not None:
+            assert inode(file) == known, "no fresh memory is taken"
+        known = inode(file)
+        read = MappedTensors(file.path)
+        assert all(torch.equal(read.tensor(name), tensor) for name, tensor in given.items())
+        del read
+        file.close()
+    lasting.close()
+    weights.close()
+
+
+def test_no_mapping_of_kept_memory_outlives_it() -> None:
+    def num_mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("actorllm-weights")
+
+    before = num_mappings()
+    weights = WeightMemory()
+    lasting = weights.new(MANY)
+    for _ in range(3):
+        weights.new(MANY - 1).close()
+    assert num_mappings() == before + 1, "what serves again is mapped"
+    weights.clear()
+    assert num_mappings() == before
+    weights.new(MANY).close()
+    dropped = weights.new(MANY)
+    assert num_mappings() == before + 1
+    del dropped
+    assert num_mappings() == before
+    lasting.close()
     weights.close()
 
 

@@ -59,6 +59,9 @@ class SharedMemory(Protocol):
 
     @property
     def path(self) -> str: ...
+    def write(self, data: NDArray[np.uint8], at: int) -> None:
+        """Bytes from the at-th on. On any thread; OSError for want of memory."""
+
     def close(self) -> None: ...
 
 
@@ -99,7 +102,7 @@ class TensorFile:
         self._file = new_memory(self._num_bytes)
         try:
             fcntl.flock(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), 0)
+            self._file.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), 0)
             self._write_all([(data, start + at) for data, at in pieces])
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
         except BaseException:
@@ -124,17 +127,11 @@ class TensorFile:
         """On several threads where there is much to write."""
         if sum(data.size for data, _ in pieces) <= PIECE_BYTES:
             for piece in pieces:
-                self._write(*piece)
+                self._file.write(*piece)
             return
         with ThreadPoolExecutor(min(MAX_WRITERS, num_cores()), "actorllm:weights") as threads:
-            for writing in [threads.submit(self._write, *piece) for piece in pieces]:
+            for writing in [threads.submit(self._file.write, *piece) for piece in pieces]:
                 writing.result()
-
-    def _write(self, data: NDArray[np.uint8], at: int) -> None:
-        """A write fills whole pages, which a mapping would have cleared before, and takes half of the processor time."""
-        done = 0
-        while done < data.size:
-            done += os.pwrite(self._file.fd, data[done:].data, at + done)
 
     @property
     def path(self) -> str:
