@@ -497,6 +497,19 @@ def test_memory_of_the_version_before_serves_the_next_one(llm: LLM, expected: li
     assert updates.memory.num_kept_bytes == 0, "nothing tells that tensors come again"
 
 
+def test_tensors_of_every_second_update_take_the_same_memory() -> None:
+    """Nothing of a worker reads the file of a version before: its embeddings are a view of the file that counts."""
+    with LLM("storyteller", topology="inline", **ENGINE) as engine:
+        updates = engine._engine._weight_updates
+        found = []
+        for seed in (1, 2, 1, 2, 1):
+            engine.update_weights_from_tensors(changed(seed))
+            (path,) = updates.current.overlays
+            found.append(os.stat(path).st_ino)
+    assert found[0] != found[1]
+    assert found == [*found[:2], *found[:2], found[0]]
+
+
 def held_by_the_process() -> tuple[int, int]:
     """Its open descriptors, and resident bytes without those that the allocator keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)

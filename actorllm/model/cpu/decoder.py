@@ -427,7 +427,8 @@ class Decoder:
         is_first, is_last = self._stage.is_first, self._stage.is_last
         self.embedding = torch.empty(0)
         if is_first or (is_last and config.ties_embeddings):
-            self.embedding = weights.own(tensors.embedding())
+            # Of an update it is a view of the file, which its owner keeps as long as this version counts.
+            self.embedding = tensors.embedding()
         self._embedding_scale = tensors.embedding_scale
         self.layers = [
             DecoderLayer(
