@@ -9,6 +9,7 @@ import runpy
 import signal
 import struct
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from actorllm import LLM, AsyncLLM, LLMEngine, SamplingParams
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, InvalidPromptError
 from actorllm.intake.media import addresses
+from actorllm.intake.media.images import read_image
 from actorllm.server import create_app
 from tests.media.small_models import generated, picture, save_llava
 
@@ -185,6 +187,14 @@ class Flood:
         return Flood.bomb(60_000)
 
     @staticmethod
+    def bomb_of_webp() -> str:
+        """Its decoder takes memory for all pixels before one is asked for."""
+        canvas = struct.pack("<I", 0) + 2 * (16_383).to_bytes(3, "little")
+        chunk = b"VP8X" + struct.pack("<I", len(canvas)) + canvas
+        file = b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+        return "data:image/webp;base64," + base64.b64encode(file).decode()
+
+    @staticmethod
     def thin() -> str:
         """Of few pixels, but for a tower that wants the shorter side at its own size."""
         return Flood.bomb(10, 3_000_000)
@@ -202,7 +212,9 @@ class Flood:
 
 BAD: list[tuple[Callable[[], Any], str]] = [
     (Flood.bomb, "9000 x 9000 pixels"),
-    (Flood.large_bomb, "too many pixels"),
+    (lambda: Flood.bomb(10_000), "10000 x 10000 pixels"),  # so many that pillow warns
+    (Flood.large_bomb, "60000 x 60000 pixels"),
+    (Flood.bomb_of_webp, "too many pixels"),
     (Flood.thin, "10 x 3000000 pixels; a side may be 200 times"),
     (lambda: np.zeros((3, 601, 3), np.uint8), "601 x 3 pixels; a side may be"),
     (lambda: Image.new("RGB", (1, 201)), "1 x 201 pixels; a side may be"),
@@ -222,6 +234,20 @@ def test_a_bad_image_fails_its_own_request(llm: LLM, make: Callable[[], Any], to
     with pytest.raises(InvalidPromptError, match="image 0") as caught:
         llm.generate([prompt(TEXT, make())], GREEDY, use_tqdm=False)
     assert told in str(caught.value)
+
+
+def test_filters_of_warnings_are_the_applications_while_an_image_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of all threads: of two that change them at once, one puts back what the other has set."""
+    before, seen = list(warnings.filters), []
+    right = PngImagePlugin.PngImageFile._open
+
+    def opened(self: Any) -> None:
+        seen.append(list(warnings.filters))
+        right(self)
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "_open", opened)
+    assert read_image(address(picture(1)), addresses.Allowed(), "image 0").mode == "RGB"
+    assert seen == [before]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +453,7 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
                 body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
                 return await client.post("/v1/chat/completions", json=body | {"ignore_eos": True})
 
-            for make, told in [*BAD[:3], *BAD[5:7]]:  # those that travel
+            for make, told in [*BAD[:5], *BAD[7:9]]:  # those that travel
                 answer = await ask(make())
                 assert answer.status_code == 400
                 assert told in answer.json()["error"]["message"]

@@ -6,8 +6,8 @@ worker, as decoding takes milliseconds.
 
 from __future__ import annotations
 
+import importlib
 import io
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,8 @@ MAX_PIXELS = 32_000_000
 """Of one image, and of all images of a prompt together."""
 MAX_RATIO = 200
 """Of the longer side of an image to the shorter one. Processors make the shorter one as long as their tower wants it."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+FORMATS = {b"\x89PNG\r\n": "Png", b"\xff\xd8\xff": "Jpeg", b"RIFF": "WebP", b"GIF8": "Gif", b"BM": "Bmp"}
+"""How files begin, and what the classes of pillow that read them are called by."""
 
 
 def read_image(value: Any, allowed: Allowed, place: str) -> Image:
@@ -66,22 +67,28 @@ def read_image(value: Any, allowed: Allowed, place: str) -> Image:
 
 
 def _opened(content: bytes, place: str) -> Image:
-    """An image whose header was read, and whose pixels were not."""
+    """An image whose header was read, and whose pixels were not.
+
+    Not by `Image.open`, which warns of many pixels: they are counted here. To keep a warning from the application's log would
+    change the filters of all threads of the process. Two that do so at once leave them changed for good.
+    """
     from PIL import Image
 
+    kind = next((kind for start, kind in FORMATS.items() if content.startswith(start)), None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of many pixels, which are counted below
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-            # Phones put further pictures behind a photo (MPO), such as what it says of brightness: the photo is the first one.
-            is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
+        if kind is None:
+            raise ValueError("none of the formats begins so")
+        opened = getattr(importlib.import_module(f"PIL.{kind}ImagePlugin"), f"{kind}ImageFile")
+        # Of a photo with further pictures behind it (MPO), such as what it says of brightness, this is the first one.
+        image: Image.Image = opened(io.BytesIO(content))
+        is_animated = bool(getattr(image, "is_animated", False))
     except Image.DecompressionBombError as error:
         raise InvalidPromptError(
             f"{place}: the image has too many pixels, and {MAX_PIXELS} are the most; send a smaller one"
         ) from error
     except Exception as error:  # whatever the decoder of a format raises for what a client has sent
         raise InvalidPromptError(
-            f"{place}: {len(content)} bytes are no image in one of the formats {', '.join(FORMATS)}"
+            f"{place}: {len(content)} bytes are no image in one of the formats {', '.join(map(str.upper, FORMATS.values()))}"
         ) from error
     _check_pixels(*image.size, place)
     if is_animated:
