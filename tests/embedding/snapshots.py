@@ -52,7 +52,11 @@ def snapshot():
             torch.random.get_rng_state().numpy().tobytes(), torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
         )
+        found["initialisers of torch"] = {name: value for name, value in vars(torch.nn.init).items() if callable(value)}
         found["torch in a new thread"] = in_a_new_thread(torch.get_num_threads)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as of_transformers
+        found["transformers"] = (of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled())
     return found
 
 def kernel_action(number):

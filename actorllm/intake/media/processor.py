@@ -13,6 +13,7 @@ from typing import Any
 
 from actorllm.errors import CorruptModelError
 from actorllm.types.model_files import read_object
+from actorllm.types.quiet_transformers import quiet
 
 VIDEO = "video_processor"
 
@@ -21,17 +22,13 @@ def load_processor(path: str) -> Any:
     """Raises CorruptModelError. Nothing is downloaded, and no code of the folder is run."""
     transformers: Any = importlib.import_module("transformers")  # it is not typed
     auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
-    logging = transformers.utils.logging
-    kept = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        kind = read_object(Path(path) / "config.json").get("model_type")
-        complete = getattr(transformers, auto.PROCESSOR_MAPPING_NAMES[kind])
-        return without_videos(complete).from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with quiet():
+            kind = read_object(Path(path) / "config.json").get("model_type")
+            complete = getattr(transformers, auto.PROCESSOR_MAPPING_NAMES[kind])
+            return without_videos(complete).from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever another library raises for the files of a folder
         raise CorruptModelError(f"{path}: the processor cannot be loaded: {error!s:.300}") from error
-    finally:
-        logging.set_verbosity(kept)
 
 
 def load_feature_extractor(path: str) -> Any:

@@ -24,10 +24,11 @@ from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import PagedCache
 from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
-from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
+from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, read_config, refused
 from actorllm.model.inputs import StepInputs
 from actorllm.types.pooling_head import Head
 from actorllm.types.pooling_params import position_offset
+from actorllm.types.quiet_transformers import quiet
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Root mean square difference of states, in their standard deviations. Prompts that are mixed up cost 0.1 and more."""

@@ -6,23 +6,20 @@ and nothing is downloaded. Called by `transformers_backend` and `encoder`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.weights import UPDATE, progress_is_shown, stable_hash, tensor_files
 from actorllm.types.quantization import GGUF, MXFP4, read_checkpoint
-
-hf_logging: Any = transformers_logging  # it is not typed
+from actorllm.types.quiet_transformers import quiet
 
 LANGUAGE_PARTS = ("language_model", "text_model")
 """What models that take more than text call the decoder within them; all beside it makes rows of images or audio."""
@@ -88,7 +85,10 @@ def read_config(model: ModelConfig, hf: dict[str, Any], *, takes_quantized: bool
 
 def built(auto: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device | None = None) -> Any:
     """The modules, with whatever weights the architecture starts with. device: None: the CPU."""
-    with quiet(), torch.random.fork_rng(devices=[]), device or torch.device("cpu"):
+    device = device or torch.device("cpu")
+    # On the meta device nothing is drawn. Elsewhere what other threads of the process draw meanwhile is drawn once more.
+    draws = torch.random.fork_rng(devices=[], enabled=device.type != "meta")
+    with quiet(), draws, device:
         return auto.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
@@ -176,18 +176,3 @@ def check_tensors(
         raise CorruptModelError(
             f"{path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
         )
-
-
-@contextlib.contextmanager
-def quiet(shows_progress: bool = False) -> Iterator[None]:
-    """transformers says nothing but errors, and shows its bars only if wanted."""
-    level, had_progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    switch: Callable[[], None] = hf_logging.enable_progress_bar if shows_progress else hf_logging.disable_progress_bar
-    switch()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        switch = hf_logging.enable_progress_bar if had_progress else hf_logging.disable_progress_bar
-        switch()

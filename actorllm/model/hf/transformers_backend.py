@@ -52,7 +52,6 @@ from actorllm.model.hf.loading import (
     drawn,
     from_checkpoint,
     from_tensors,
-    quiet,
     read_config,
     refused,
 )
@@ -69,6 +68,7 @@ from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.weights import UPDATE, tensors_of_version
 from actorllm.types.encoder_decoder import ARCHITECTURES as ENCODER_DECODERS
 from actorllm.types.media_rules import ARCHITECTURES
+from actorllm.types.quiet_transformers import quiet
 
 logger = logging.getLogger(__name__)
 
