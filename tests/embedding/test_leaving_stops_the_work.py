@@ -31,8 +31,20 @@ from tests.scheduling.chained_tokens import reference_stream
 
 pytestmark = pytest.mark.anyio
 
-TOPOLOGIES = pytest.mark.parametrize("topology", ["process", "inline"])
 NUM_OTHERS = 2
+HOW: dict[str, dict[str, Any]] = {
+    "process": {},
+    "inline": {"topology": "inline"},
+    "fleet": {"data_parallel_size": 2, "ready_replicas": 2},
+    "ranks": {"tensor_parallel_size": 2},
+}
+SLOW_FLEET = pytest.param(
+    "fleet", marks=pytest.mark.slow(reason="the workers of a fleet load torch; quick tests have one")
+)
+TOPOLOGIES = pytest.mark.parametrize("topology", ["process", "inline", SLOW_FLEET, "ranks"])
+TOPOLOGIES_AND_SEQUENCES = pytest.mark.parametrize(
+    ("topology", "n"), [("process", 1), ("process", 4), ("inline", 1), ("inline", 4), ("fleet", 4), ("ranks", 4)]
+)
 
 
 @pytest.fixture
@@ -62,9 +74,13 @@ class Engine:
     def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
         self.llm = llm
         self.gate = gate
-        self.others = [llm.generate(prompt_of(seed, 3), endless(seed)) for seed in range(NUM_OTHERS)]
+        self.others = [self.generate(prompt_of(seed, 3), endless(seed)) for seed in range(NUM_OTHERS)]
         self.tokens: list[list[int]] = [[] for _ in self.others]
         self._num_prompts = 0
+
+    def generate(self, prompt: Any, params: SamplingParams) -> RequestStream:
+        """By one replica, whose steps are counted."""
+        return self.llm.generate(prompt, params, data_parallel_rank=0)
 
     async def counts(self) -> dict[str, Any]:
         """Of the scheduler, which answers while the worker is in a step."""
@@ -121,7 +137,7 @@ async def engine_of(tmp_path: Path, topology: str, **arguments: Any) -> AsyncIte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actorllm.client.engine_supervisor, "engine_topology", with_workers("GatedWorkerActor"))
         patch.setenv("ACTORLLM_TEST_GATE", str(tmp_path / "gate"))
-        llm = AsyncLLM("storyteller", topology=topology, **{"max_num_seqs": 16, "block_size": 32, **arguments})
+        llm = AsyncLLM("storyteller", **{"max_num_seqs": 16, "block_size": 32, **HOW[topology], **arguments})
         await llm.start()
     try:
         engine = Engine(llm, gate)
@@ -233,21 +249,19 @@ async def is_gone(engine: Engine, before: dict[str, Any]) -> None:
 # Where the request is -------------------------------------------------------------------------------------------------
 
 
-@TOPOLOGIES
-@pytest.mark.parametrize("n", [1, 4])
+@TOPOLOGIES_AND_SEQUENCES
 async def test_while_it_waits_for_a_slot(tmp_path: Path, topology: str, n: int) -> None:
     async with engine_of(tmp_path, topology, max_num_seqs=NUM_OTHERS) as engine:
         for leave in AT_ONCE:
             before = await engine.counts()
-            start = lambda: engine.llm.generate(engine.new_prompt(40), endless(9, n=n))  # noqa: E731
+            start = lambda: engine.generate(engine.new_prompt(40), endless(9, n=n))  # noqa: E731
             await leave(start, lambda: engine.until(lambda counts: counts["num_waiting"] == n))
             await is_gone(engine, before)
             after = await engine.counts()
             assert after["num_prefill_tokens"] == before["num_prefill_tokens"], "it has never had a slot"
 
 
-@TOPOLOGIES
-@pytest.mark.parametrize("n", [1, 4])
+@TOPOLOGIES_AND_SEQUENCES
 async def test_in_the_middle_of_its_prompt(tmp_path: Path, topology: str, n: int) -> None:
     async with engine_of(tmp_path, topology, max_num_batched_tokens=34) as engine:
         for leave in AT_ONCE:
@@ -258,7 +272,7 @@ async def test_in_the_middle_of_its_prompt(tmp_path: Path, topology: str, n: int
                 while (await engine.counts())["num_prefill_tokens"] < before["num_prefill_tokens"] + 64:
                     await engine.step()
 
-            start = lambda: engine.llm.generate(engine.new_prompt(300), endless(9, n=n))  # noqa: E731
+            start = lambda: engine.generate(engine.new_prompt(300), endless(9, n=n))  # noqa: E731
             await leave(start, some_chunks)
             await is_gone(engine, before)
             after = await engine.counts()
@@ -266,8 +280,7 @@ async def test_in_the_middle_of_its_prompt(tmp_path: Path, topology: str, n: int
             assert 64 <= computed < 64 + 4 * 32, "the rest of its prompt was computed"
 
 
-@TOPOLOGIES
-@pytest.mark.parametrize("n", [1, 4])
+@TOPOLOGIES_AND_SEQUENCES
 async def test_while_it_is_given_tokens(tmp_path: Path, topology: str, n: int) -> None:
     async with engine_of(tmp_path, topology) as engine:
         for leave in AT_ONCE + BEHIND_AN_OUTPUT:
@@ -280,7 +293,7 @@ async def test_while_it_is_given_tokens(tmp_path: Path, topology: str, n: int) -
                     await engine.step()
                     steps += 1
 
-            start = lambda: engine.llm.generate(engine.new_prompt(40), endless(9, n=n))  # noqa: E731
+            start = lambda: engine.generate(engine.new_prompt(40), endless(9, n=n))  # noqa: E731
             await leave(start, some_tokens)
             await is_gone(engine, before)
 
@@ -320,7 +333,7 @@ async def test_while_its_prompt_is_read_or_waits_to_be(
             for leave in AT_ONCE:
                 before, last = await engine.counts(), frontend.last_rid
                 with monkeypatch.context() as patch, held(patch, Tokenizer, "encode") as (may_go_on, calls):
-                    start = lambda: engine.llm.generate("Once upon a time", endless(9, n=n))  # noqa: B023, E731
+                    start = lambda: engine.generate("Once upon a time", endless(9, n=n))  # noqa: B023, E731
                     is_read = anyio.Event()
                     async with anyio.create_task_group() as tasks:
                         for _ in range(4):
@@ -348,7 +361,7 @@ async def test_what_was_read_before_the_end_was_seen_is_not_submitted(
         frontend = engine.llm._engine._frontend
         last = frontend.last_rid
         with held(monkeypatch, Tokenizer, "encode") as (may_go_on, calls):
-            stream = engine.llm.generate("Once upon a time", endless(9))
+            stream = engine.generate("Once upon a time", endless(9))
             with anyio.fail_after(20):
                 while not calls:
                     await anyio.sleep(0.002)
@@ -370,14 +383,14 @@ async def test_while_its_grammar_is_compiled_or_waits_to_be(tmp_path: Path, monk
                     for _ in range(8):  # more than are compiled at a time
                         number += 1
                         grammar = {"regex": f"[a-z]{{{number}}}"}
-                        streams.append(engine.llm.generate([5, 6, 7], endless(9, n=n, structured_outputs=grammar)))
+                        streams.append(engine.generate([5, 6, 7], endless(9, n=n, structured_outputs=grammar)))
 
                     async def queued() -> None:
                         await engine.until(lambda counts: counts["num_blocked"] == 9 * n)  # noqa: B023
 
                     number += 1
                     params = endless(9, n=n, structured_outputs={"regex": f"[a-z]{{{number}}}"})
-                    await leave(lambda: engine.llm.generate([5, 6, 7], params), queued)  # noqa: B023
+                    await leave(lambda: engine.generate([5, 6, 7], params), queued)  # noqa: B023
                     await engine.until(lambda counts: counts["num_blocked"] == 8 * n)  # noqa: B023
                     num_begun = len(calls)
                     for stream in streams:
