@@ -43,7 +43,7 @@ def nothing_of_it_is_left() -> Iterator[None]:
     threads, runners = engine_threads(), num_runners()
     yield
     assert wait_until(lambda: not engine_threads() - threads), engine_threads() - threads
-    assert wait_until(lambda: num_runners() <= runners), "weights or a cache are left"
+    assert wait_until(lambda: num_runners() <= runners, within_s=1), "weights or a cache are left"
 
 
 class Start:

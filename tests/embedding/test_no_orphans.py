@@ -46,6 +46,7 @@ time.sleep(60)
 """
 
 FLEET = "how = {'data_parallel_size': 2, 'ready_replicas': 2}\n" + STREAMING
+RANKS = "how = {'tensor_parallel_size': 2}\n" + STREAMING
 
 LONG_STEP = """
 llm = LLM("storyteller", num_threads=1, max_num_batched_tokens=16384, step_timeout_s=600)
@@ -114,11 +115,12 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     "doing",
-    [IDLE, STREAMING, FLEET, LONG_STEP, LOADING, THREAD_ENDED, INLINE],
+    [IDLE, STREAMING, FLEET, RANKS, LONG_STEP, LOADING, THREAD_ENDED, INLINE],
     ids=[
         "idle",
         "streaming",
         "fleet",
+        "ranks",
         "long step",
         "loading",
         "after the thread that started it",
@@ -127,7 +129,7 @@ time.sleep(60)
 )
 def test_an_owner_that_is_killed_leaves_nothing(doing: str) -> None:
     light = "" if doing in (LONG_STEP, LOADING) else LIGHT_WORKERS  # those two are about the model's process
-    least = {INLINE: 1, FLEET: 4}.get(doing, 2)
+    least = {INLINE: 1, FLEET: 4, RANKS: 3}.get(doing, 2)
     # Whose thread has ended: the parent of a copy is the main thread, whatever thread asks for it.
     is_copied = doing not in (LOADING, INLINE, THREAD_ENDED)
     with running_host("-c", light + HEAD + doing, is_copied=is_copied) as host:

@@ -8,7 +8,7 @@ from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host
 from tests.embedding.snapshots import ASYNC, SNAPSHOT
 
-LIBRARIES = "import numpy, torch, transformers\ntorch.zeros(4).sum()\ntorch.set_num_threads(3)\n"
+LIBRARIES = "import numpy, sympy, torch, transformers\ntorch.zeros(4).sum()\ntorch.set_num_threads(3)\n"
 """What an inline engine imports changes some of it, whoever imports it."""
 
 IMPORT = """
@@ -51,7 +51,41 @@ compare(before, "end")
 """
 
 
-@pytest.mark.parametrize("program", [ASYNC, BLOCKING, STEPPED], ids=["AsyncLLM", "LLM", "LLMEngine"])
+FEATURES = """
+from actorllm import AsyncLLM, SamplingParams
+short = SamplingParams(max_tokens=4)
+several = SamplingParams(n=2, max_tokens=4, logprobs=2, prompt_logprobs=1, stop=["."])
+regex = SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]{3}"})
+template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+uses = {
+    "a conversation": lambda llm: llm.chat([{"role": "user", "content": "Hello"}], short, chat_template=template),
+    "several samples": lambda llm: llm.generate("Once", several),
+    "a long text": lambda llm: llm.generate("once " * 50_000, short, tokenization_kwargs={"truncate_prompt_tokens": 10}),
+}
+if TOPOLOGY == "inline":  # otherwise it is the scheduler's
+    uses["a grammar"] = lambda llm: llm.generate("Once", regex)
+async def main():
+    inside = snapshot()
+    async with AsyncLLM("storyteller", topology=TOPOLOGY, num_threads=1) as llm:
+        for name, use in uses.items():
+            async for output in use(llm):
+                compare(inside, name)
+        if TOPOLOGY == "inline":  # it imports transformers
+            llm.get_tokenizer()
+        await llm.unload()
+        compare(inside, "unload")
+        await llm.complete("Once", short)
+        await llm.drain()
+        compare(inside, "drain")
+before = snapshot()
+asyncio.run(main())
+compare(before, "end of the loop")
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [ASYNC, BLOCKING, STEPPED, FEATURES], ids=["AsyncLLM", "LLM", "LLMEngine", "what else there is"]
+)
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_nothing_of_the_process_is_changed(program: str, topology: str) -> None:
     libraries = LIBRARIES if topology == "inline" else LIGHT_WORKERS
@@ -60,10 +94,11 @@ def test_nothing_of_the_process_is_changed(program: str, topology: str) -> None:
     assert "CHANGED" not in host.output, host.output
 
 
-def test_a_fleet_changes_nothing() -> None:
+@pytest.mark.parametrize("several", ["data_parallel_size=2, ready_replicas=2", "tensor_parallel_size=2"])
+def test_several_workers_change_nothing(several: str) -> None:
     how = "topology=TOPOLOGY"
     assert how in ASYNC
-    program = LIGHT_WORKERS + SNAPSHOT + ASYNC.replace(how, "data_parallel_size=2, ready_replicas=2")
+    program = LIGHT_WORKERS + SNAPSHOT + ASYNC.replace(how, several)
     host = run_host("-c", program)
     assert "CHANGED" not in host.output, host.output
 
