@@ -1,8 +1,8 @@
 """`quiet`: transformers says nothing but errors for a while, and loads for one thread at a time.
 
-While transformers loads, it changes what belongs to the whole process, and puts back what it has found: torch's default type, the
-initialisers of `torch.nn.init`, and how much it logs. Of two loads at once the second finds what the first has changed. It would
-put that back, for good, in the application that has the engines.
+While transformers loads, it changes torch's default type, the initialisers of `torch.nn.init`, and how much it logs. All three
+belong to the whole process, and it puts back what it has found. Of two loads at once the second finds what the first has changed.
+It would put that back, for good, in the application that has the engines.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from actorllm import AsyncLLM, SamplingParams
 {PRINT_PIDS}
 topology = sys.argv[1]
 endless = SamplingParams(max_tokens=None, ignore_eos=True)
-how = {{"data_parallel_size": 2, "ready_replicas": 2}} if topology == "fleet" else {{"topology": topology}}
+several = {{"fleet": {{"data_parallel_size": 2, "ready_replicas": 2}}, "ranks": {{"tensor_parallel_size": 2}}}}
+how = several.get(topology) or {{"topology": topology}}
 def engine():
     return AsyncLLM("storyteller", **how, num_threads=1)
 """

@@ -72,6 +72,14 @@ print("tokens", *[len(output.outputs[0].token_ids) for output in outputs], file=
 """
 """Streams without `fileno`, as in Colab, and none at all."""
 
+BUILT_IN_A_THREAD = """
+async def main():
+    async with await asyncio.to_thread(AsyncLLM, "storyteller", topology=topology, num_threads=1) as llm:
+        print("tokens", await stream(llm))
+asyncio.run(main())
+"""
+"""So that a download holds no loop."""
+
 BLOCKING_DOOR_ON_A_LOOP = """
 async def main():
     llm = LLM("storyteller", topology=topology, num_threads=1)
@@ -106,6 +114,7 @@ PROGRAMS = {
     "two loops in two threads": (TWO_LOOPS, 4),
     "one loop after another": (ONE_LOOP_AFTER_ANOTHER, 3),
     "streams without fileno": (WITHOUT_STREAMS, 4),
+    "an engine built in a thread": (BUILT_IN_A_THREAD, 1),
     "LLM on a running loop": (BLOCKING_DOOR_ON_A_LOOP, 1),
     "a loop in debug mode": (DEBUG_MODE, 1),
     "uvloop, trio, uvloop by its policy": (OTHER_LIBRARIES, 3),

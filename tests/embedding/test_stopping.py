@@ -13,17 +13,22 @@ from tests.embedding.stopping_programs import CANCELLED, HEAD, PROGRAMS
 
 
 def cases() -> list[Any]:
-    """Every program in both topologies, some with two replicas. Loops other than asyncio's start processes alike: these are
-    slow."""
+    """Every program in both topologies, some with two replicas or ranks. Loops other than asyncio's start processes alike:
+    these are slow."""
     slow = pytest.mark.slow(reason="each starts an engine of several processes; asyncio's does the same")
     others = ("no shutdown, anyio", "no shutdown, uvloop", "no shutdown, trio")
-    return [
-        pytest.param(name, topology, marks=[slow] if topology == "process" and name in others else [])
-        for name in PROGRAMS
-        for topology in ("process", "inline")
-    ] + [
-        pytest.param(name, "fleet") for name in ("streams were left", "a daemon thread streams", "the consumer raises")
-    ]
+    return (
+        [
+            pytest.param(name, topology, marks=[slow] if topology == "process" and name in others else [])
+            for name in PROGRAMS
+            for topology in ("process", "inline")
+        ]
+        + [
+            pytest.param(name, "fleet")
+            for name in ("streams were left", "a daemon thread streams", "the consumer raises")
+        ]
+        + [pytest.param(name, "ranks") for name in ("a daemon thread streams", "a consumer of several raises")]
+    )
 
 
 @pytest.mark.parametrize(("name", "topology"), cases())
@@ -37,10 +42,10 @@ def test_the_exit_code_is_the_applications_and_nothing_is_written(name: str, top
     )  # one of all is told what is written while modules are loaded
     host = run_host(*options, "-c", light + HEAD + program, topology, code=code, is_copied=is_copied)
     assert host.errors == ""
-    assert len(host.engine_pids) == {"process": 2, "inline": 0, "fleet": 4}[topology]
+    assert len(host.engine_pids) == {"process": 2, "inline": 0, "fleet": 4, "ranks": 3}[topology]
 
 
-@pytest.mark.parametrize("topology", ["process", "inline"])
+@pytest.mark.parametrize("topology", ["process", "inline", "fleet"])
 def test_requests_are_cancelled_and_the_application_is_terminated(topology: str) -> None:
     with running_host("-c", LIGHT_WORKERS + HEAD + CANCELLED, topology, is_copied=True) as host:
         host.read_until("cancelled")
