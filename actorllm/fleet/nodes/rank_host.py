@@ -1,7 +1,8 @@
 """`RankHost`: a worker of a replica whose scheduler is on another machine, in the agent of this one. See `rank_child`.
 
 The worker is a process as everywhere. In the place of the scheduler a relay holds the other end of its ring. When the connection
-ends, the process is killed: the others cannot go on without it, and it cannot without them.
+ends, the process is killed: the others cannot go on without it, and it cannot without them. One that is stuck is killed as well.
+Its supervisor sees no heartbeat of it, so a watchdog looks here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ from actorllm.fleet.nodes.relay import Relay
 from actorllm.ring.channel import DEFAULT_CAPACITY, RESULT_CAPACITY, create_link
 from actorllm.supervision.children import ProcessChild
 from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.watchdog import Watchdog
 
 RECHECK_PERIOD_S = 1.0
 MAX_ASKED = 8
 """Phases of its start that an owner may ask for before they are there: there are two."""
+
+
+class WatchedProcess(ProcessChild):
+    """A worker that is looked at for as long as it lives: whether its scheduler waits for it is known elsewhere."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.is_alive
 
 
 class RankHost:
@@ -44,7 +54,7 @@ class RankHost:
         self._config = config
         self._stream = stream
         self._as_here = as_here
-        self._child = ProcessChild(engine_topology(config).actor(f"worker{rank}"), self._on_end, current_loop())
+        self._child = WatchedProcess(engine_topology(config).actor(f"worker{rank}"), self._on_end, current_loop())
         self._child.on_broken = lambda link, generation, error: stream.control(
             "broken", link=link, generation=generation, error=error
         )
@@ -52,6 +62,8 @@ class RankHost:
         self._child.on_defect = lambda peer, link, generation, what: stream.control(
             "defect", peer=peer, link=link, generation=generation, what=what
         )
+        watched = {self._child.spec.name: self._child}
+        self._watchdog = Watchdog(watched, config.heartbeat_timeout_s, config.step_timeout_s)
         self._relay: Relay | None = None
         self._asked: list[dict[str, Any]] = []
         self._changed = anyio.Event()
@@ -66,6 +78,7 @@ class RankHost:
             try:
                 with self._scope:
                     await child.spawn(tasks, self._config)
+                    tasks.start_soon(self._watchdog.run)
                     facts = await child.start(self._config)
                     self._stream.control("started", facts=facts, pid=child.pid)
                     while not self._is_over:

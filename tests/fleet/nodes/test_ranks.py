@@ -40,31 +40,42 @@ async def undisturbed() -> dict[str, Told]:
         return await run_all(llm)
 
 
-def over_two(agent: Agent, folder: Path, **sizes: int) -> AsyncLLM:
-    return AsyncLLM("storyteller", nnodes=2, nodes=[agent.address], node_key_file=key_file(folder), **ENGINE, **sizes)
+def over_two(agent: Agent, folder: Path, **options: Any) -> AsyncLLM:
+    return AsyncLLM("storyteller", nnodes=2, nodes=[agent.address], node_key_file=key_file(folder), **ENGINE, **options)
 
 
 @pytest.mark.anyio
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "victim", ["stage", pytest.param("agent", marks=pytest.mark.slow(reason="the start of an agent and of two stages"))]
+    "victim",
+    [
+        "stopped",
+        pytest.param("stage", marks=pytest.mark.slow(reason="one that is stopped ends by the same signal, later")),
+        pytest.param("agent", marks=pytest.mark.slow(reason="the start of an agent and of two stages")),
+    ],
 )
 async def test_stages_on_two_machines_have_the_streams_of_one_through_deaths(
     agent: Agent, folder: Path, undisturbed: dict[str, Told], victim: str
 ) -> None:
+    """The last stage is the one elsewhere. Only its own agent sees that it stands still."""
+
     async def strike() -> None:
-        if victim == "stage":
-            os.kill(agent.children[0], signal.SIGKILL)
-        else:
+        if victim == "agent":
             agent.close()
             agent.start()
+        else:
+            os.kill(agent.children[0], signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)
 
-    async with over_two(agent, folder, pipeline_parallel_size=2) as llm:
+    async with over_two(agent, folder, pipeline_parallel_size=2, heartbeat_timeout_s=3.0) as llm:
         assert [replica.number for replica in llm.health().replicas] == [0]
         assert len(agent.children) == 1, "the second stage, and no scheduler"
         assert_same(await run_all(llm, 10, strike), undisturbed)
         (told,) = llm.health().replicas
         assert (told.num_lives, told.num_recoveries) == (1, 1), "its ranks were started again, and the replica goes on"
+        assert told.last_failure is not None
+        assert ("the process was stopped for" in told.last_failure) == (victim == "stopped"), (
+            "its own agent has found it"
+        )
         assert_same(await run_all(llm), undisturbed)
     await until(lambda: not agent.children)
 
