@@ -125,17 +125,18 @@ class WorkerActor(Actor):
         self._stage = self.rank // config.tensor_size
         self._has_stages = bool(config.stages)
         self._is_replacement = config.cache.num_blocks is not None
+        sizes: dict[str, Any] = {}
+        if config.data_parallel_size > 1 or config.max_replicas or config.rank_nodes:
+            from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
+
+            sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
-            return {"num_blocks": config.cache.num_blocks}
-        sizes: dict[str, Any] = {"weight_bytes": self.runner.weight_bytes}
+            return {"num_blocks": config.cache.num_blocks, **sizes}
+        sizes["weight_bytes"] = self.runner.weight_bytes
         if self.runner.scheme is not None:
             sizes["scheme"] = self.runner.scheme
         if self.runner.cache_window is not None:
             sizes["window"] = self.runner.cache_window
-        if (config.data_parallel_size > 1 or config.max_replicas) and not self.rank:
-            from actorllm.model.arithmetic import arithmetic_of  # imports torch: only where a worker runs
-
-            sizes["arithmetic"] = arithmetic_of(config, self.runner.scheme)
         if config.cache.has_tiers:
             sizes["tier"] = self._tier(config)
         num_blocks = self.runner.profile_num_blocks()

@@ -24,6 +24,7 @@ from actorllm.client.engine_supervisor import make_supervisor
 from actorllm.clock import now
 from actorllm.config import RAY, EngineConfig
 from actorllm.errors import EngineShutdownError
+from actorllm.fleet.nodes.fingerprint import facts_of_ranks
 from actorllm.fleet.nodes.hosts import Located, place_of
 from actorllm.fleet.nodes.rank_child import ranks_elsewhere
 from actorllm.fleet.nodes.remote import RemoteReplica
@@ -487,8 +488,7 @@ class Replica:
         return float(self.supervisor.statistics()["max_recovery_s"]) or start_s
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-        for fact in facts.values():
-            self._on_facts(self, fact)
+        self._on_facts(self, facts_of_ranks(facts))
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self.supervisor))
         return config.resolved(
             num_blocks,

@@ -47,7 +47,7 @@ from actorllm.errors import (
     PeerLostError,
     TransportError,
 )
-from actorllm.fleet.nodes.fingerprint import model_digest
+from actorllm.fleet.nodes.fingerprint import facts_of_ranks, model_digest
 from actorllm.fleet.nodes.frames import BULK
 from actorllm.fleet.nodes.handshake import answer_caller
 from actorllm.fleet.nodes.hosts import NodeAddress
@@ -439,7 +439,7 @@ class Tenant:
 
     def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
         assert self._supervisor is not None
-        self._facts = next((fact for fact in facts.values() if "arithmetic" in fact), {})
+        self._facts = facts_of_ranks(facts)
         num_blocks = CACHE_MEMORY.fit(self, config, facts, worker_pids_of(self._supervisor))
         return config.resolved(
             num_blocks,

@@ -1,9 +1,11 @@
-"""What replicas must have in common for their tokens to be the same: the files of the model, by a digest of parts of them."""
+"""What replicas must have in common for their tokens to be the same: the files of the model, and how their ranks compute."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SAMPLE_BYTES = 64 << 10
 """Read at the beginning, in the middle and at the end of each file of weights: all of it would take as long as loading it."""
@@ -22,3 +24,17 @@ def model_digest(folder: str | Path) -> str:
                 opened.seek(start)
                 digest.update(opened.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]
+
+
+def facts_of_ranks(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the first rank says of itself, with the arithmetic of each where they differ; empty: none tells its arithmetic.
+
+    facts: what actors say of themselves, by name, in any order.
+    """
+    by_rank = sorted((name for name in facts if "arithmetic" in facts[name]), key=lambda name: (len(name), name))
+    if not by_rank:
+        return {}
+    lines = [str(facts[name]["arithmetic"]) for name in by_rank]
+    if len(set(lines)) > 1:
+        lines[0] = "; ".join(f"{line} in {name}" for name, line in zip(by_rank, lines, strict=True))
+    return {**facts[by_rank[0]], "arithmetic": lines[0]}

@@ -52,7 +52,7 @@ AWAY_TIMEOUT_S, CALL_AGAIN_S = 60.0, 0.5
 def ranks_elsewhere(config: EngineConfig, key: bytes | None = None) -> dict[str, ChildMaker]:
     """What makes the workers of a replica that are on other machines, by name. key: of these; None: `config` names its file."""
     places = {rank: node_of_rank(rank, config.world_size, config.rank_nodes) for rank in range(config.num_workers)}
-    reached: set[str] = set()
+    reached: dict[str, str] = {}
     return {
         f"worker{rank}": partial(RankChild, node, key, reached) for rank, node in places.items() if node is not None
     }
@@ -80,7 +80,8 @@ class RankChild(Child):
     Arguments:
         node: where the agent listens.
         key: which it knows; None: it is in the file that the configuration names.
-        reached: nodes on which ranks of the replica have run. One of them that is away is waited for, as it starts again.
+        reached: nodes on which ranks of the replica have run, and how they computed. One of them that is away is waited for, as it
+            starts again. It has to compute as it did: the tokens that were sent are of that.
     """
 
     is_process = True
@@ -89,7 +90,7 @@ class RankChild(Child):
         self,
         node: str,
         key: bytes | None,
-        reached: set[str],
+        reached: dict[str, str],
         spec: ActorSpec,
         on_end: Callable[[Any, ActorDeath], None],
     ) -> None:
@@ -99,6 +100,7 @@ class RankChild(Child):
         self.failure: Failure | None = None
         """What it reported before it ended."""
         self._node, self._key, self._reached = node, key, reached
+        self._arithmetic = ""
         self._stream: NodeStream | None = None
         self._relay: Relay | None = None
         self._reports: dict[str, dict[str, Any]] = {}
@@ -152,7 +154,15 @@ class RankChild(Child):
         self._stream.control("rank", version=__version__, config=told, digest=digest, rank=self.spec.rank)
         report = await self._report("started")
         self.phase, self.pid = "started", int(report["pid"])
-        return dict(report["facts"])
+        facts = dict(report["facts"])
+        self._arithmetic = str(facts.get("arithmetic", ""))
+        known = self._reached.get(self._node, self._arithmetic)
+        if known != self._arithmetic:
+            raise EngineStartError(
+                f"node {self._node} computes with {self._arithmetic}, and did with {known} before: streams that go on there would "
+                f"change; start its agent on a machine of the same kind, or build the engine again"
+            )
+        return facts
 
     async def configure(self, config: EngineConfig) -> None:
         self.phase = "configuring"
@@ -165,7 +175,7 @@ class RankChild(Child):
         assert self._stream is not None
         self._stream.control("run")
         await self._report("ready")
-        self._reached.add(self._node)
+        self._reached[self._node] = self._arithmetic
         self.phase = "running"
 
     async def _report(self, op: str) -> dict[str, Any]:

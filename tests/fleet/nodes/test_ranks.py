@@ -6,14 +6,18 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 import actorllm.config
 from actorllm import AsyncLLM, EngineConfig
-from actorllm.errors import ConfigError
+from actorllm.actors.topology import engine_topology
+from actorllm.errors import ConfigError, EngineStartError
 from actorllm.fleet.nodes.hosts import Located, node_of_rank, read_address
+from actorllm.fleet.nodes.rank_child import RankChild
 from actorllm.model.interfaces import host_and_port, interface_to
 from tests.fleet.nodes.agents import KEY, Agent, key_file
 from tests.fleet.streams import Told, all_run, assert_same, moved, run_all, until
@@ -155,6 +159,28 @@ async def test_an_agent_that_is_not_there_is_named(folder: Path, agent: Agent) -
             pipeline_parallel_size=2,
             **ENGINE,
         ).start()
+
+
+@pytest.mark.anyio
+async def test_a_node_that_comes_back_with_another_arithmetic_is_refused() -> None:
+    """The tokens that were sent are of the one before."""
+    config = EngineConfig.from_arguments(
+        "storyteller", nnodes=2, nodes=["a:1"], node_key_file="k", pipeline_parallel_size=2, **ENGINE
+    )
+    spec, reached = engine_topology(config).actor("worker1"), dict[str, str]()
+
+    async def start(arithmetic: str) -> RankChild:
+        child = RankChild("a:1", KEY, reached, spec, lambda *_: None)
+        child._stream = SimpleNamespace(synchronize=checkpoint, control=lambda *_, **__: None)  # type: ignore[assignment]
+        child._hear({"op": "started", "pid": 7, "facts": {"arithmetic": arithmetic}})
+        child._hear({"op": "ready"})
+        await child.start(config)
+        return child
+
+    for _ in range(2):
+        await (await start("torch 2.8.0, x86_64 AVX512")).run()
+    with pytest.raises(EngineStartError, match=r"node a:1 computes with .* AVX2, and did with .* AVX512 before"):
+        await start("torch 2.8.0, x86_64 AVX2")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from actorllm import EngineConfig, __version__
 from actorllm.errors import ConfigError, TransportError
 from actorllm.fleet.fleet import Fleet
 from actorllm.fleet.nodes.agent import NodeAgent, Tenant
-from actorllm.fleet.nodes.fingerprint import SAMPLE_BYTES, model_digest
+from actorllm.fleet.nodes.fingerprint import SAMPLE_BYTES, facts_of_ranks, model_digest
 from actorllm.fleet.nodes.handshake import call
 from actorllm.fleet.nodes.hosts import NodeAddress
 from actorllm.fleet.nodes.node_stream import NodeStream
@@ -115,6 +115,21 @@ async def test_a_replica_that_computes_in_another_way_is_refused() -> None:
     fleet._check_arithmetic(first, {"arithmetic": "torch 2.8.0, x86_64 AVX2, float32"})
     with pytest.raises(ConfigError, match=r"computes with torch 2.9.0, .* and replica 0 with torch 2.8.0, x86_64"):
         fleet._check_arithmetic(first, {"arithmetic": "torch 2.9.0, x86_64 AVX2, float32"})
+    fleet._board_file.close()
+
+
+async def test_a_replica_of_which_one_rank_computes_in_another_way_is_refused() -> None:
+    """Ranks of one replica may differ, if those of the others differ as they do."""
+    new, old = ({"arithmetic": f"torch 2.8.0, x86_64 {name}, float32, 2 ranks"} for name in ("AVX512", "AVX2"))
+    alike = facts_of_ranks({"scheduler": {}, "worker1": new, "worker0": {**new, "num_blocks": 7}})
+    assert alike == {**new, "num_blocks": 7}
+    mixed = facts_of_ranks({"worker10": old, "worker1": old, "worker0": new})
+    assert mixed == {"arithmetic": f"{new['arithmetic']} in worker0; {old['arithmetic']} in worker1; {old['arithmetic']} in worker10"}
+    assert facts_of_ranks({"scheduler": {}, "worker0": {"num_blocks": 7}}) == {}
+    fleet = Fleet(CONFIG, 0, lambda error: None)
+    fleet._check_arithmetic(fleet.replicas[0], alike)
+    with pytest.raises(ConfigError, match=r"AVX2, float32, 2 ranks in worker1.*, and replica 0 with torch 2.8.0, x86_64 AVX512"):
+        fleet._check_arithmetic(fleet.replicas[0], mixed)
     fleet._board_file.close()
 
 
