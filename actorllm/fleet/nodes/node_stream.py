@@ -439,8 +439,8 @@ class NodeStream:
 
     def cut(self) -> None:
         """From any thread: the peer sees the end at once, and this side with its next turn."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # that of a TLS socket would have the other thread go on in the clear
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def fail(self, error: TransportError) -> None:
         """Something impossible was found, or the peer is gone: end it, and tell why."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actorllm.errors import AttachError, ConfigError
+from actorllm.errors import AttachError, ConfigError, PeerLostError
 from actorllm.fleet.nodes import handshake
 from actorllm.fleet.nodes.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, answer_caller, call, read_key
 from actorllm.fleet.nodes.node_stream import NodeStream
@@ -47,7 +47,8 @@ async def test_the_same_key_on_both_sides() -> None:
     assert not errors
 
 
-async def test_a_stream_over_tls(tmp_path: Path) -> None:
+async def over_tls(tmp_path: Path) -> dict[str, socket.socket]:
+    """Both ends of a connection past its handshake."""
     contexts = tls_contexts(tmp_path)
     near, far = tcp_pair()
     ends: dict[str, socket.socket] = {}
@@ -58,6 +59,11 @@ async def test_a_stream_over_tls(tmp_path: Path) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(answer)
         ends["near"] = await call(near, KEY, "node a:1", contexts[1], "unix")
+    return ends
+
+
+async def test_a_stream_over_tls(tmp_path: Path) -> None:
+    ends = await over_tls(tmp_path)
     received: list[tuple[int, bytes]] = []
     streams = [
         NodeStream(ends["near"], on_message=lambda *_: True),
@@ -74,6 +80,31 @@ async def test_a_stream_over_tls(tmp_path: Path) -> None:
     assert received == [(10, body)]
     for stream in streams:
         stream.close()
+
+
+async def test_a_stream_over_tls_that_another_thread_cuts_is_tls_to_its_end(tmp_path: Path) -> None:
+    """What came before is read as TLS. Else the loop, which may be sending just then, would go on in the clear."""
+    ends = await over_tls(tmp_path)
+    received: list[bytes] = []
+    ended: list[Exception] = []
+    near = NodeStream(
+        ends["near"],
+        on_message=lambda _, kind, body, size: received.append(body) is None,
+        on_end=ended.append,
+    )
+    far = NodeStream(ends["far"], on_message=lambda *_: True)
+    for stream in (near, far):
+        stream.start()
+    await near.synchronize()
+    far.send(10, [b"before the end"])
+    far.flush()
+    near.cut()
+    with anyio.fail_after(20):
+        while not ended:
+            await anyio.sleep(0.002)
+    assert received == [b"before the end"]
+    assert isinstance(ended[0], PeerLostError)
+    far.close()
 
 
 async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
