@@ -277,6 +277,7 @@ class FleetAttachClient(AttachClient):
                     os.close(fd)
                 raise
             install_link(child, frame, fds)
+            self.dispatcher.end_wait(replica)
             return
         match frame["op"]:
             case "remote":
@@ -292,12 +293,15 @@ class FleetAttachClient(AttachClient):
                 self.dispatcher.move_to_trial(replica, frame["group"], now())
             case "gone":
                 self.dispatcher.set_trial(frame["trial"])
+                self.dispatcher.waits = self.dispatcher.waits or frame["waits"]  # until one is linked
                 replica.leave_node()
                 self._lose(replica, error_of(frame))
             case "draining":
                 replica.is_draining = frame["is_draining"]
                 if replica.is_draining and self.dispatcher.can_move(replica):
                     self.dispatcher.move(replica, lost_at=None)
+                elif replica.frontend.is_linked:
+                    self.dispatcher.end_wait(replica)
             case "removed":
                 self._remove(replica)
 
@@ -329,6 +333,7 @@ class FleetAttachClient(AttachClient):
                 if replica.place is place:
                     child = await self._child_of(replica)
                     child.install(node.link)
+                    self.dispatcher.end_wait(replica)
                     pause_s = FIRST_PAUSE_S
                 self._note_called(replica.number)
                 error = await node.wait_ended()

@@ -91,6 +91,8 @@ class Dispatcher:
         """Hears of each request that is routed, and of the replicas that it may go to."""
         self._trial_replica: int | None = None
         self._trial_until = -math.inf
+        self.waits = False
+        """No replica runs, and machines that are away may come back: requests wait for these."""
         self.num_moved = 0
         """Sequences that went to another replica."""
         self.num_routed: dict[int, int] = {}
@@ -284,7 +286,7 @@ class Dispatcher:
         return self._note(self._replicas[number]), lambda rid: replace(submit, rid=rid, hands_off=hands_off)
 
     def _candidates(self, without: RoutedReplica | None = None) -> list[RoutedReplica]:
-        """Replicas that a request may go to; if none is ready, those that will be."""
+        """Replicas that a request may go to; if none is ready, those that will be, or may be."""
         others = [replica for replica in self._replicas.values() if replica is not without]
         if without is not None:  # what moves is to decode, where there is a replica for that
             decoding = [one for one in others if role_of(one) != "prefill"]
@@ -294,6 +296,7 @@ class Dispatcher:
             [replica for replica in ready if replica.frontend.is_linked]
             or ready
             or [replica for replica in others if replica.state in ("new", "starting")]
+            or [one for one in others if not one.is_removed and (self.waits or (one.is_leaving and not one.is_lost))]
         )
 
     @staticmethod
@@ -467,18 +470,42 @@ class Dispatcher:
         return len(entries)
 
     def move_lost(
-        self, source: RoutedReplica, entries: dict[int, JournalEntry], lost_at: float, error: BaseException
+        self,
+        source: RoutedReplica,
+        entries: dict[int, JournalEntry],
+        lost_at: float,
+        error: BaseException,
+        *,
+        has_run: bool = True,
     ) -> None:
-        """The journal of a replica that is lost: what is pinned waits for its next life, all else goes elsewhere or fails."""
+        """The journal of a replica that is lost: what is pinned waits for its next life, all else goes elsewhere or fails.
+
+        While the engine waits for machines that are away, all of it waits for the next life, unless another replica runs. has_run:
+        one that did not has lost nothing, and nothing is suspected.
+        """
         pinned = {rid: entry for rid, entry in entries.items() if pin_of(entry.consumer) == source.number}
         for rid in pinned:
             del entries[rid]
         source.frontend.adopt(pinned, lost_at)
-        if entries and not self._candidates(source):
+        if self.waits and not any(one.takes_requests for one in self._others_than(source)):
+            for entry in entries.values() if has_run else ():
+                entry.record.suspect()
+            source.frontend.adopt(entries, lost_at)
+        elif entries and not self._candidates(source):
             source.frontend.fail(entries, error)
             self._show_sent(source)
         else:
             self._rehome(source, entries, lost_at, is_trial=True)
+
+    def end_wait(self, back: RoutedReplica) -> None:
+        """This replica runs, and the engine waits for none any more: what the others had goes on here."""
+        if not self.waits or not back.takes_requests:
+            return
+        self.waits = False
+        for source in self._others_than(back):
+            if not source.frontend.is_linked:
+                entries = source.frontend.surrender()
+                self.move_lost(source, entries, now(), EngineDeadError("no other replica of the engine runs"))
 
     def forget(self, number: int) -> None:
         """The KV of a replica is gone; routers that remember what they sent there are told."""

@@ -7,7 +7,8 @@ are, and lets the others start behind. What happens to a replica:
 - its supervisor gives it up (*lost*): its streams move, and it is made anew after a pause that grows;
 - it is drained or stopped by the caller: its streams move, and nothing of them is suspected.
 
-The engine ends with the error of the last replica that is lost while no other one runs or starts.
+The engine ends with the error of the last replica that is lost while no other one runs or starts. Only if that was on a machine which
+fell silent, or was told to end, everything waits up to `AWAY_TIMEOUT_S` for one that comes back.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
 
+AWAY_TIMEOUT_S, AWAY_PAUSE_S = 60.0, 2.0
+"""How long the engine goes on while the machines of all its replicas are away, and how often these are called then at least."""
 RELEASE_TIMEOUT_S = 30.0
 """For Ray to give back where a removed replica ran."""
 SUSPECTS_TIMEOUT_S = 3.0
@@ -131,6 +134,8 @@ class Fleet:
         self._is_stop_requested = False
         self._arithmetic: tuple[int, str] | None = None
         """Of the first replica that told, and its number."""
+        self._away_until: float | None = None
+        """While the engine waits for machines that are away, when it ends; in monotonic seconds."""
         self._start_s: dict[int, float] = {}
         """What the last start of each took."""
 
@@ -243,6 +248,7 @@ class Fleet:
             self._over.set()
 
     def kill(self) -> None:
+        self._is_stop_requested = True
         for replica in list(self._replicas.values()):
             replica.supervisor.kill()
 
@@ -274,6 +280,8 @@ class Fleet:
                 pause_s = FIRST_PAUSE_S
                 replica.has_run = True
                 self._start_s[replica.number] = now() - began
+                self._away_until = None
+                self.dispatcher.end_wait(replica)
                 events.is_settled.set()
                 self._note_ready(replica)
                 if self.attached is not None and isinstance(replica.supervisor, Supervisor):
@@ -310,7 +318,7 @@ class Fleet:
             replica.is_lost = True  # until it starts
             with anyio.move_on_after(pause_s):
                 await events.is_stopping.wait()
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S if self._away_until is None else AWAY_PAUSE_S)
             if replica.is_removed or self._is_over:
                 return
             replica.is_lost = False
@@ -334,7 +342,7 @@ class Fleet:
         is_last = not any(one.state != "lost" for one in others)
         if self._on_ready is not None:
             is_last = len(others) < min(self.config.ready_replicas, self._num_wanted)
-        if not is_last:
+        if not is_last or self._waits_for(replica):
             return False
         if self._on_ready is None:
             self._end(error)
@@ -343,24 +351,40 @@ class Fleet:
         return True
 
     def _end(self, error: Exception) -> None:
+        if self.failure is not None:  # the first one is the cause
+            return
         self.failure = error if isinstance(error, EngineError) else EngineDeadError(str(error))
         self._on_end(self.failure)
 
     # Losses
+
+    def _waits_for(self, replica: Replica) -> bool:
+        """Whether the engine goes on though no replica runs. This one is lost, or has failed to start."""
+        if self._given.on_failure == "raise" or self._on_ready is not None or self._is_stop_requested:
+            return False
+        if self._away_until is None and replica.has_run and replica.is_away:
+            self._away_until = now() + AWAY_TIMEOUT_S
+            logger.error("no replica runs; machines that are away are waited for, up to %g s", AWAY_TIMEOUT_S)
+        self.dispatcher.waits = self._away_until is not None and now() < self._away_until
+        return self.dispatcher.waits
 
     def _on_lost(self, replica: Replica, entries: dict[int, JournalEntry], error: BaseException) -> None:
         """On the way to the end of its supervisor: what it had goes on elsewhere."""
         replica.is_lost = True
         self.dispatcher.forget(replica.number)
         trial = self.dispatcher.choose_trial(replica)
-        self.dispatcher.move_lost(replica, entries, now(), error)
+        is_alone = all(one.state == "lost" for one in self._replicas.values())
+        waits = is_alone and self._waits_for(replica)
+        if is_alone and not waits and self._away_until is not None:
+            error = EngineDeadError(f"no replica came back within {AWAY_TIMEOUT_S:g} s; the last one: {error}")
+        self.dispatcher.move_lost(replica, entries, now(), error, has_run=replica.has_run)
         if self._tasks is not None and not self._is_over:
-            fields = {"replica": replica.number, "type_name": type(error).__name__, "message": str(error)}
+            fields = {"replica": replica.number, "type_name": type(error).__name__, "message": str(error), "waits": waits}
             self._tasks.start_soon(partial(self._tell_attached, trial, "gone", **fields))
         # One that never ran has lost nothing: its start is tried again, whatever a death is the end of.
         is_fatal = self._given.on_failure == "raise" and replica.has_run
-        is_alone = is_fatal or all(one.state == "lost" for one in self._replicas.values())
-        if is_alone and self._on_ready is None and not self._is_over and isinstance(error, Exception):
+        ends = is_fatal or (is_alone and not waits)
+        if ends and self._on_ready is None and not self._is_over and isinstance(error, Exception):
             self._end(error)  # at once: callers must not wait for the end of its processes
             assert self._over is not None
             self._over.set()
@@ -539,6 +563,8 @@ class Fleet:
             self.attached.tell("draining", replica=number, is_draining=is_draining)
         if is_draining:
             self.dispatcher.move(replica, lost_at=None)
+        elif replica.frontend.is_linked:
+            self.dispatcher.end_wait(replica)
 
     def change_config(self, change: Callable[[EngineConfig], EngineConfig]) -> None:
         """As `Supervisor.change_config`, for every replica that there is or will be."""

@@ -313,6 +313,7 @@ class RoutedReplica(Protocol):
     frontend: ReplicaFrontend
     limits: dict[str, Any]
     is_draining: bool
+    is_leaving: bool
     is_removed: bool
     is_lost: bool
 
@@ -456,6 +457,11 @@ class Replica:
     def is_remote(self) -> bool:
         """It is on another machine."""
         return self._given.node is not None
+
+    @property
+    def is_away(self) -> bool:
+        """Its machine fell silent or was told to end, and may come back."""
+        return isinstance(self.supervisor, RemoteReplica) and self.supervisor.is_away
 
     @property
     def config(self) -> EngineConfig:

@@ -35,6 +35,7 @@ class FakeReplica:
     is_removed: bool = False
     limits: dict[str, Any] = field(default_factory=dict)
     is_draining: bool = False
+    is_leaving: bool = False
     is_lost: bool = False
     num_links: int = 0
     told: Counter[int] = field(default_factory=Counter)
@@ -49,7 +50,7 @@ class FakeReplica:
 
     @property
     def takes_requests(self) -> bool:
-        return not (self.is_draining or self.is_lost or self.is_removed)
+        return not (self.is_draining or self.is_leaving or self.is_lost or self.is_removed)
 
     def load(self) -> tuple[int, LearntSteps] | None:
         return None if self.steps is None else (1000, self.steps)

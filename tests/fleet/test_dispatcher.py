@@ -63,9 +63,10 @@ class FleetOfJournals(RuleBasedStateMachine):
     dispatcher_class = Dispatcher
     frontend_class = ReplicaFrontend
 
-    @initialize(is_paced=st.booleans())
-    def build(self, is_paced: bool) -> None:
-        """is_paced: promises leave no room, so that what moves is sent one by one."""
+    @initialize(is_paced=st.booleans(), waits=st.booleans())
+    def build(self, is_paced: bool, waits: bool) -> None:
+        """is_paced: promises leave no room, so that what moves is sent one by one. waits: without a replica, requests wait for one."""
+        self.waits = waits
         self.replicas: dict[int, Any] = {}
         self.dispatcher = self.dispatcher_class(self.replicas, RoundRobin())
         if is_paced:
@@ -89,10 +90,14 @@ class FleetOfJournals(RuleBasedStateMachine):
             replica = self.replicas[number]
             replica.is_lost = True
             replica.frontend = self.new_frontend(number)
+            if all(one.is_lost for one in self.replicas.values()):
+                self.dispatcher.waits = self.waits
+            known = [*entries]
             trying = self.trying(replica)
             trial = self.dispatcher.choose_trial(replica)
             assert trial in trying or not trying, "the trial that goes on is that of all replicas"
             self.dispatcher.move_lost(replica, entries, now(), error)
+            assert not self.dispatcher.waits or all(self.owner_of(rid) is replica for rid in known)
             assert {self.owner_of(rid).number for rid in entries if self.owner_of(rid) is not None} <= {trial, number}
             self.gone.add(number)
 
@@ -135,6 +140,7 @@ class FleetOfJournals(RuleBasedStateMachine):
             assert isinstance(mailbox.error, ReplicaLostError)
         else:
             assert mailbox.error is not None, "it is told why"
+            assert not self.dispatcher.waits
             assert not any(r.takes_requests for r in self.replicas.values())
 
     @precondition(lambda self: self.open)
@@ -249,6 +255,13 @@ class FleetOfJournals(RuleBasedStateMachine):
         if replica.link is None:
             replica.supervisor.state = "running"
             replica.connect()
+            self.no_more_waits(replica)
+
+    def no_more_waits(self, replica: Any) -> None:
+        """As `Fleet` when it runs."""
+        self.gone |= {one.number for one in self.replicas.values() if one.is_lost}
+        if replica.link is not None:
+            self.dispatcher.end_wait(replica)
 
     @rule(number=st.integers(0, NUM_REPLICAS - 1))
     def is_given_up(self, number: int) -> None:
@@ -282,6 +295,7 @@ class FleetOfJournals(RuleBasedStateMachine):
     def drains_no_more(self, number: int) -> None:
         if number in self.replicas:
             self.replicas[number].is_draining = False
+            self.no_more_waits(self.replicas[number])
 
     @rule()
     def the_trial_is_over(self) -> None:
@@ -347,6 +361,12 @@ class FleetOfJournals(RuleBasedStateMachine):
             elif one.mailbox.error is not None:
                 assert isinstance(one.mailbox.error, EngineDeadError) or "died" in str(one.mailbox.error)
 
+    @invariant()
+    def what_waits_goes_on_where_a_replica_runs(self) -> None:
+        if any(replica.takes_requests and replica.link is not None for replica in self.replicas.values()):
+            left = [entry for r in self.replicas.values() if r.is_lost for entry in r.frontend.journal().values()]
+            assert all(map(pinned, left))
+
 
 def pinned(entry: Any) -> bool:
     return pin_of(entry.consumer) is not None
@@ -369,7 +389,7 @@ class AdoptsTwice(Dispatcher):
 
 
 class ForgetsPins(Dispatcher):
-    def move_lost(self, source: Any, entries: Any, lost_at: Any, error: BaseException) -> None:
+    def move_lost(self, source: Any, entries: Any, lost_at: Any, error: BaseException, **more: Any) -> None:
         if self._candidates(source):
             self._rehome(source, entries, lost_at, is_trial=True)
         else:
@@ -410,6 +430,11 @@ class MovesSuspects(Dispatcher):
         entries = source.frontend.surrender(lambda entry: pin_of(entry.consumer) != source.number)
         self._rehome(source, entries, lost_at, is_trial=False)
         return len(entries)
+
+
+class LeavesWhatWaits(Dispatcher):
+    def end_wait(self, back: Any) -> None:
+        self.waits = False
 
 
 class PartsSequences(Dispatcher):
@@ -461,7 +486,7 @@ def walk(
     for _ in range(num_walks):
         machine = FleetOfJournals()
         machine.dispatcher_class, machine.frontend_class = dispatcher_class, frontend_class
-        machine.build(draws.random() < 0.5)
+        machine.build(draws.random() < 0.5, draws.random() < 0.5)
         for _ in range(40):
             name = draws.choice(names) if machine.open else "submit"
             method = getattr(machine, name)
@@ -471,6 +496,7 @@ def walk(
             machine.every_token_comes_once()
             machine.suspects_stay_where_they_are_tried()
             machine.only_without_a_replica_requests_fail()
+            machine.what_waits_goes_on_where_a_replica_runs()
 
 
 def test_walks_find_nothing() -> None:
@@ -478,7 +504,7 @@ def test_walks_find_nothing() -> None:
 
 
 MISTAKEN = (AdoptsTwice, ForgetsPins, LeavesTheOldOneRunning, LosesTheOutput)
-MISTAKEN += (TriesWhereTheFewestAre, MovesSuspects, PartsSequences)
+MISTAKEN += (TriesWhereTheFewestAre, MovesSuspects, LeavesWhatWaits, PartsSequences)
 
 
 @pytest.mark.parametrize("mistaken", MISTAKEN)

@@ -372,6 +372,11 @@ class RemoteReplica:
     # What is known of it
 
     @property
+    def is_away(self) -> bool:
+        """It was lost, and its node has not said that it gave the replica up: what ran there may be called again."""
+        return self._end is not None and not self._has_ended
+
+    @property
     def place(self) -> dict[str, Any] | None:
         """What a program of the same user needs to call the agent itself (`joined_node`), while the replica runs and stays."""
         if (

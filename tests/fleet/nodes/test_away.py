@@ -1,0 +1,86 @@
+"""Nodes that are away while no other replica runs: what the engine has waits for one that comes back, and not for ever."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import actorllm.fleet.fleet
+from actorllm import AsyncLLM
+from actorllm.errors import EngineDeadError
+from tests.fleet.nodes.agents import Agent, key_file
+from tests.fleet.streams import PROMPTS, assert_same, params, run_all, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.leaks_by_module]
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "enable_prompt_embeds": True}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def own_agent(tmp_path: Path) -> Iterator[Agent]:
+    """The only one of an engine."""
+    made = Agent(key_file(tmp_path))
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "victim", ["stopped", pytest.param("killed", marks=pytest.mark.slow(reason="its connection ends sooner, as of others"))]
+)
+async def test_streams_wait_for_the_only_node(own_agent: Agent, tmp_path: Path, victim: str) -> None:
+    """As of a switch that starts again: all machines are away at a time. Requests are taken meanwhile."""
+    given = {"nodes": [own_agent.address], "node_key_file": key_file(tmp_path), "node_timeout_s": 1.5, **ENGINE}
+    async with AsyncLLM("storyteller", **given) as llm:
+        undisturbed = await run_all(llm)
+        late: list[int] = []
+
+        async def ask_meanwhile() -> None:
+            output = await llm.complete(PROMPTS[0], params(1))
+            late.extend(output.outputs[0].token_ids)
+
+        async with anyio.create_task_group() as group:
+
+            async def strike() -> None:
+                own_agent.send(signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)
+                await until(lambda: llm.health().replicas[0].state == "lost")
+                assert llm.health().state == "recovering"
+                group.start_soon(ask_meanwhile)
+                if victim == "stopped":
+                    own_agent.send(signal.SIGCONT)
+                else:
+                    own_agent.close()
+                    own_agent.start()
+
+            assert_same(await run_all(llm, 10, strike), undisturbed)
+        assert late == undisturbed["plain"].sequences[0][0]
+        assert llm.health().replicas[0].num_lives >= 2
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "told"),
+    [("restart", "no replica came back within 0.1 s; the last one: node .* cannot be reached"), ("raise", "node .* is lost")],
+)
+async def test_no_node_is_waited_for_without_bound(
+    own_agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str, told: str
+) -> None:
+    monkeypatch.setattr(actorllm.fleet.fleet, "AWAY_TIMEOUT_S", 0.1)
+    given = {"nodes": [own_agent.address], "node_key_file": key_file(tmp_path), "on_failure": on_failure, **ENGINE}
+    async with AsyncLLM("storyteller", **given) as llm:
+        stream = llm.generate(PROMPTS[0], params(1, max_tokens=900))
+        await anext(stream)
+        own_agent.close()
+        with pytest.raises(EngineDeadError, match=told):
+            async for _ in stream:
+                pass
+        await until(lambda: llm.health().state == "dead")
