@@ -457,6 +457,11 @@ class EngineConfig(EngineNames):
         return 1 if self.is_launched else self.world_size
 
     @property
+    def ranks_per_machine(self) -> int:
+        """Of a replica; all machines have equally many."""
+        return self.world_size // (1 + len(self.rank_nodes))
+
+    @property
     def is_fleet(self) -> bool:
         """There are or may be several replicas, or some on other machines."""
         return self.data_parallel_size > 1 or bool(self.nodes or self.rank_nodes or self.max_replicas)

@@ -73,9 +73,10 @@ class CacheMemory:
 
         owner: the engine, whose earlier reservation this replaces. facts: what the workers say of themselves.
         """
-        ranks = [fact for fact in facts.values() if "num_blocks" in fact]
-        num_blocks: int = min(fact["num_blocks"] for fact in ranks)
-        block_bytes: int = sum(fact.get("block_bytes", 0) for fact in ranks)
+        ranks = {name: fact for name, fact in facts.items() if "num_blocks" in fact}
+        num_blocks: int = min(fact["num_blocks"] for fact in ranks.values())
+        here = {f"worker{rank}" for rank in range(config.ranks_per_machine)}
+        block_bytes: int = sum(fact.get("block_bytes", 0) for name, fact in ranks.items() if name in here)
         if config.device != "cpu" or not block_bytes:  # or nothing is measured: a worker takes the place of another
             return num_blocks
         with self._lock:

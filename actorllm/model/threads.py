@@ -38,7 +38,7 @@ def num_threads(config: EngineConfig) -> int:
         return config.num_threads
     share = 1.0 if config.cpu_share is None else config.cpu_share
     cores = int(num_cores() * share + ROUNDING)  # 100 * 0.29 is a little less than 29
-    return max(1, cores // (config.world_size // (1 + len(config.rank_nodes))))
+    return max(1, cores // config.ranks_per_machine)
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:

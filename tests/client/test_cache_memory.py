@@ -69,6 +69,16 @@ def test_what_is_an_argument_counts_as_it_is(machine: dict[str, Any]) -> None:
     assert fitted(shared, owners[2], 9 * GB, gpu_memory_utilization=0.9) == 0
 
 
+def test_ranks_of_other_machines_take_nothing_of_this_one(machine: dict[str, Any]) -> None:
+    machine |= {1: GB, 2: GB}
+    shared, first, second = CacheMemory(), Owner([1]), Owner([2])
+    given = {"nnodes": 2, "nodes": ["a:1"], "node_key_file": "k", "pipeline_parallel_size": 2}
+    config = EngineConfig.from_arguments("storyteller", **given)
+    facts = {name: {"num_blocks": 4 * GB // BLOCK, "block_bytes": BLOCK} for name in ("worker1", "worker0")}
+    assert shared.fit(first, config, facts, lambda: [1]) == 4 * GB // BLOCK
+    assert fitted(shared, second, 4 * GB) == pytest.approx(0.4 * 6 * GB, abs=BLOCK)
+
+
 def test_a_worker_that_takes_the_place_of_another_measures_nothing(machine: dict[str, Any]) -> None:
     machine |= {1: GB, 2: GB}
     shared, first, second = CacheMemory(), Owner([1]), Owner([2])

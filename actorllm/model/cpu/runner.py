@@ -561,8 +561,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         share, working = config.cache.memory_utilization, self._profile_working_bytes()
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
-            return int(self._available_at_first * share / self.config.world_size) - max(0, used) - working
-        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.config.world_size) - working
+            return int(self._available_at_first * share / config.ranks_per_machine) - max(0, used) - working
+        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / config.ranks_per_machine) - working
         wanted = limits.max_num_seqs * self._most_blocks_of_one * self.block_bytes
         if self.is_recurrent:
             wanted += most_snapshots(config) * self._state_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,18 @@ def test_little_memory_makes_a_small_cache(tiny_llama: Path, monkeypatch: pytest
     assert blocks == (100 << 20) // one.block_bytes
     blocks, _ = profile(tiny_llama, load_format="dummy", gpu_memory_utilization=0.1)
     assert blocks == 0
+
+
+def test_ranks_share_the_memory_of_their_own_machine(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks on one machine each has a half; on a machine of its own it has all."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(CpuRunner, "_profile_working_bytes", lambda self: 0)
+    _, one = profile(tiny_llama, load_format="dummy", max_num_seqs=4096, max_num_batched_tokens=4096)
+    shares = []
+    for places in ((), ("a:1",)):
+        one.config = replace(one.config, world_size=2, rank_nodes=places)
+        shares.append(one._cache_bytes())
+    assert shares == [int((400 << 20) * 0.4 / 2), int((400 << 20) * 0.4)]
 
 
 def test_the_bundled_model_runs() -> None:
