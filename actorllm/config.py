@@ -214,6 +214,8 @@ class CacheConfig:
     memory_utilization: float | None
     """Share of the available memory for weights, activations and cache; None: a moderate default."""
     enable_prefix_caching: bool
+    machine_share: float = 1.0
+    """How much of the memory of this machine is this program's to take a share of: others know nothing of it."""
     num_blocks_override: int | None = None
     """Given explicitly, before both; None: as many as fit."""
     dtype: str = "auto"

@@ -57,6 +57,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
     places = [place_of(n, config.data_parallel_size_local, config.nodes) for n in range(max(num_replicas, number + 1))]
     node = places[number]
     is_of_ray = node == RAY  # which shares out the cores and GPUs of its nodes
+    is_single = is_of_ray and config.num_threads is None and config.device == "cpu"  # as one core was asked for
     num_beside = 1 if is_of_ray else places.count(node)
     if cache.memory_utilization is not None and config.device == "cpu":
         cache = replace(cache, memory_utilization=cache.memory_utilization / num_beside)
@@ -68,6 +69,7 @@ def replica_config(config: EngineConfig, number: int, num_replicas: int, board_p
         config,
         cache=cache,
         cpu_share=cores_of(config, num_beside),
+        num_threads=1 if is_single else config.num_threads,
         record=record,
         replica=number,
         load_board=board_path,

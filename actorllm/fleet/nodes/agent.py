@@ -91,12 +91,20 @@ class NodeAgent:
         tls: a context of a server, if callers come by TLS.
         timeout_s: how long a caller may be silent.
         is_owned: the agent ends when its last tenant has left, as one does that was started for them.
+        memory_share: of the memory of this machine, where there are other agents as well.
     """
 
     def __init__(
-        self, key: bytes, *, tls: ssl.SSLContext | None = None, timeout_s: float = TIMEOUT_S, is_owned: bool = False
+        self,
+        key: bytes,
+        *,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = TIMEOUT_S,
+        is_owned: bool = False,
+        memory_share: float = 1.0,
     ) -> None:
         self.key = key
+        self.memory_share = memory_share
         self.tls = tls
         self.timeout_s = timeout_s
         self._is_owned = is_owned
@@ -194,7 +202,7 @@ class NodeAgent:
             secured.close()
             return
         try:
-            tenant = Tenant(secured, peer, self.timeout_s, self.tenants, self.key)
+            tenant = Tenant(secured, peer, self.timeout_s, self.tenants, self.key, self.memory_share)
         except OSError as error:  # the connection is gone already
             logger.warning("refused: %s: %s", peer, error)
             secured.close()
@@ -253,7 +261,8 @@ def _remove_stale(path: str) -> None:
 class Tenant:
     """One connection, and the replica that it asked for or has joined.
 
-    tenants: all that there are. key: of this agent, and of those that have ranks of the replica beside it.
+    tenants: all that there are. key: of this agent, and of those that have ranks of the replica beside it. memory_share: as of the
+    agent.
     """
 
     def __init__(
@@ -263,9 +272,11 @@ class Tenant:
         timeout_s: float,
         tenants: Collection[Tenant] = (),
         key: bytes | None = None,
+        memory_share: float = 1.0,
     ) -> None:
         self.peer = peer
         self._key = key
+        self._memory_share = memory_share
         self.token = secrets.token_hex(16)
         """By which others join its replica."""
         self._tenants = tenants
@@ -390,6 +401,7 @@ class Tenant:
         if wanted["version"] != __version__:
             raise _other_version(wanted["version"])
         config = EngineConfig.from_json(wanted["config"])
+        config = replace(config, cache=replace(config.cache, machine_share=self._memory_share))
         # A model may be downloaded meanwhile: a stop does not wait for it.
         self._place = await to_thread.run_sync(localized, config, board, abandon_on_cancel=True)
         if wanted["digest"] is not None:

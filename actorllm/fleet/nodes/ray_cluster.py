@@ -40,7 +40,8 @@ PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_", "ACTORLLM_", "VLLM_BATCH_INVARIA
 class RayAgent:
     """The actor: an agent on a thread of its own."""
 
-    def __init__(self, key: bytes, environment: Mapping[str, str]) -> None:
+    def __init__(self, key: bytes, environment: Mapping[str, str], num_cpus: float = 0.0) -> None:
+        """num_cpus: what Ray was asked for here; 0: unknown."""
         os.environ.update({name: value for name, value in environment.items() if name not in os.environ})
         from actorllm.actors.engine_thread import LoopThread
         from actorllm.fleet.nodes.agent import NodeAgent
@@ -49,7 +50,7 @@ class RayAgent:
         self._thread = LoopThread("actorllm:agent")
         self._thread.start_thread()
         self._thread.call(ask_for_short_slices)
-        self._agent = NodeAgent(key)
+        self._agent = NodeAgent(key, memory_share=_share_of_node(num_cpus))
         self._bound: NodeAddress | None = None
         self._has_bound = threading.Event()
         self._over = threading.Event()
@@ -113,6 +114,16 @@ class RayAgent:
 
 ANY_PORT = -1
 """One that is free."""
+
+
+def _share_of_node(num_cpus: float) -> float:
+    """How much of its node so many of Ray's cores are. Agents of one node do not know of each other, and share out its memory so."""
+    if not num_cpus:
+        return 1.0
+    ray = _ray()
+    own = ray.get_runtime_context().get_node_id()
+    total = next((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == own), 0.0)
+    return min(1.0, num_cpus / total) if total else 1.0
 
 
 def bundle_of(config: EngineConfig, num_machines: int = 1) -> dict[str, float]:
@@ -313,6 +324,10 @@ class RayPlacement:
                 ) from error
         size = self._config.min_replicas or self._config.data_parallel_size
         number = max(0, size - self._config.data_parallel_size_local)
+        if self._config.num_threads is None and self._config.device == "cpu":
+            logger.warning(
+                "Ray is asked for one core for each rank, which computes with one thread; num_threads says how many it should have"
+            )
         group = ray.util.get_current_placement_group()
         if group is not None:  # of a caller that has placed us, such as Ray Serve or a trainer
             free, names = ray.available_resources(), bundle_of(self._config)
@@ -433,7 +448,7 @@ class RayPlacement:
             scheduling_strategy=where,
         )
         given = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-        return kind.remote(self._key, given)
+        return kind.remote(self._key, given, asked["CPU"] if self._config.device == "cpu" else 0.0)
 
     @staticmethod
     def _end(ray: Any, agents: list[Any]) -> None:

@@ -559,10 +559,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """
         config, limits = self.config, self.config.scheduler
         share, working = config.cache.memory_utilization, self._profile_working_bytes()
+        part = config.cache.machine_share / config.ranks_per_machine
         if share is not None:
             used = self._available_at_first - memory.available_bytes()
-            return int(self._available_at_first * share / config.ranks_per_machine) - max(0, used) - working
-        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / config.ranks_per_machine) - working
+            return int(self._available_at_first * part * share) - max(0, used) - working
+        budget = int(memory.available_bytes() * part * memory.DEFAULT_CACHE_SHARE) - working
         wanted = limits.max_num_seqs * self._most_blocks_of_one * self.block_bytes
         if self.is_recurrent:
             wanted += most_snapshots(config) * self._state_bytes

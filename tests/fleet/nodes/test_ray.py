@@ -18,6 +18,7 @@ from actorllm.config import RAY
 from actorllm.errors import ConfigError, EngineShutdownError, EngineStartError
 from actorllm.fleet.nodes import ray_cluster
 from actorllm.fleet.nodes.ray_cluster import RayPlacement, bundle_of, check_fit, machines_of
+from actorllm.fleet.replica import replica_config
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "standby_worker": False, "data_parallel_backend": "ray"}
 
@@ -287,12 +288,16 @@ def test_an_agent_that_nothing_waits_for_any_more_is_ended(
 
 def test_a_group_without_room_is_given_back_and_asked_for_again(
     placed: tuple[FakeRay, RayPlacement, list[FakeAgent]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     ray, placement, agents = placed
     ray.has_room.clear()
     placement._config = replace(placement._config, placement_timeout_s=0.01)
+    monkeypatch.setattr(ray_cluster, "TOLD_EVERY_S", 0.0)
     with pytest.raises(EngineStartError, match=r"had no room for 1 x \{'CPU': 1.0\} within"):
         placement.locate(0)
+    assert "Ray has no room for 1 x {'CPU': 1.0} yet" in caplog.text, "a wait is told while it lasts"
     assert [group.number for group in ray.removed] == [0]
     ray.has_room.set()
     thread, raised = in_thread(lambda: placement.locate(0))
@@ -422,14 +427,21 @@ def test_an_agent_is_an_actor_that_ray_does_not_start_again(
 ) -> None:
     """It has its bundle, whatever the address of the node. Ray's own sign of its death is heard."""
     ray, options, wait = FakeRay(cores=8.0), list[dict[str, Any]](), Future[None]()
+    started: list[Any] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SECRET_OF_THE_DRIVER", "1")
     agent = SimpleNamespace(
         listen=SimpleNamespace(remote=lambda: ("10.0.0.1", 7000)),
         wait=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: wait)),
     )
 
+    def start(*arguments: Any) -> Any:
+        started.append(arguments)
+        return agent
+
     def options_of(**asked: Any) -> Any:
         options.append(asked)
-        return SimpleNamespace(remote=lambda key, environment: agent)
+        return SimpleNamespace(remote=start)
 
     monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=options_of), raising=False)
     monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
@@ -444,12 +456,36 @@ def test_an_agent_is_an_actor_that_ray_does_not_start_again(
     assert (asked["num_cpus"], asked["num_gpus"], asked["resources"]) == (2.0, 0.0, {"fast_disk": 1.0})
     assert (asked["max_restarts"], asked["max_task_retries"]) == (0, 0)
     assert asked["scheduling_strategy"]["placement_group_bundle_index"] == 1
+    ((key, environment, num_cpus),) = started
+    assert key == located.key
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert "SECRET_OF_THE_DRIVER" not in environment
+    assert num_cpus == 2.0
     told: list[str] = []
     assert located.watch is not None
     located.watch(told.append)
     wait.set_exception(ConnectionError("its node is gone"))
     assert told == ["Ray tells of its death: ConnectionError"]
     placement.close()
+
+
+def test_a_replica_has_the_threads_and_the_memory_of_the_cores_that_ray_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others of the same node know nothing of it. Without a number of threads it is one core."""
+    given = {"dtype": "float32", "data_parallel_backend": "ray", "data_parallel_size": 3, "data_parallel_size_local": 1}
+    config = EngineConfig.from_arguments("storyteller", device="cpu", **given)
+    assert [replica_config(config, number, 3, "").num_threads for number in range(3)] == [None, 1, 1]
+    assert replica_config(replace(config, num_threads=4), 1, 3, "").num_threads == 4
+    ray = FakeRay(cores=8.0)
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    RayPlacement(config)._first_places(ray)
+    assert "num_threads says how many it should have" in caplog.text
+    context = SimpleNamespace(get_node_id=lambda: "b")
+    nodes = [{"NodeID": name, "Resources": {"CPU": cores}} for name, cores in (("a", 2.0), ("b", 8.0))]
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context, raising=False)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert [ray_cluster._share_of_node(cores) for cores in (0.0, 2.0, 8.0, 9.0)] == [1.0, 0.25, 1.0, 1.0]
 
 
 def test_a_single_replica_may_be_placed_by_ray() -> None:

@@ -188,7 +188,7 @@ async def test_what_changes_while_a_replica_is_prepared_counts_when_it_starts(mo
     try:
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
-                tenant = Tenant(far, "the caller", 3.0)
+                tenant = Tenant(far, "the caller", 3.0, memory_share=0.25)
                 group.start_soon(tenant.live)
                 stream = NodeStream(
                     near,
@@ -208,6 +208,7 @@ async def test_what_changes_while_a_replica_is_prepared_counts_when_it_starts(mo
     finally:
         may_go_on.set()
     assert started[0].log_statistics
+    assert started[0].cache.machine_share == 0.25, "as the agent was told"
     assert started[0].load_board not in (None, "/elsewhere"), "the board is the one of this machine"
 
 

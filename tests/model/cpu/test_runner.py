@@ -458,15 +458,16 @@ def test_little_memory_makes_a_small_cache(tiny_llama: Path, monkeypatch: pytest
 
 
 def test_ranks_share_the_memory_of_their_own_machine(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks on one machine each has a half; on a machine of its own it has all."""
+    """Of two ranks on one machine each has a half; on a machine of its own it has all, or as much as its agent has."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 400 << 20)
     monkeypatch.setattr(CpuRunner, "_profile_working_bytes", lambda self: 0)
     _, one = profile(tiny_llama, load_format="dummy", max_num_seqs=4096, max_num_batched_tokens=4096)
     shares = []
-    for places in ((), ("a:1",)):
-        one.config = replace(one.config, world_size=2, rank_nodes=places)
+    for places, share in (((), 1.0), (("a:1",), 1.0), (("a:1",), 0.25)):
+        cache = replace(one.config.cache, machine_share=share)
+        one.config = replace(one.config, world_size=2, rank_nodes=places, cache=cache)
         shares.append(one._cache_bytes())
-    assert shares == [int((400 << 20) * 0.4 / 2), int((400 << 20) * 0.4)]
+    assert shares == pytest.approx([(80 << 20), (160 << 20), (40 << 20)], abs=1)
 
 
 def test_the_bundled_model_runs() -> None:
