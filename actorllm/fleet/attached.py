@@ -131,6 +131,10 @@ class AttachedReplica:
         if self.node is not None:
             self.node.close()
 
+    @property
+    def clock_offset_s(self) -> float:
+        return 0.0 if self.node is None else self.node.clock_offset_s
+
     def load(self) -> tuple[int, LearntSteps] | None:
         board = self._client.board
         return None if board is None else board.read(self.number)

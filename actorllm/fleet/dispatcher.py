@@ -28,7 +28,7 @@ from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
 from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineShutdownError, ReplicaLostError
-from actorllm.fleet.merging import merged
+from actorllm.fleet.merging import by_this_clock, merged
 from actorllm.fleet.pacing import room
 from actorllm.fleet.replica import RoutedReplica
 from actorllm.fleet.views import (
@@ -215,7 +215,8 @@ class Dispatcher:
             elif verb == "live":
                 own["after"] = arguments["after"].get(replica.number, 0)
             try:
-                answers[replica.number] = await replica.frontend.ask_scheduler(verb, **own)
+                answer = await replica.frontend.ask_scheduler(verb, **own)
+                answers[replica.number] = by_this_clock(verb, answer, replica.clock_offset_s)
             except Exception as error:  # of one replica: the caller is told below, when all have answered
                 failures[replica.number] = error
                 if replica.is_lost or replica.is_removed or replica in beginning:

@@ -53,6 +53,22 @@ def merged(verb: str, answers: Mapping[int, Any]) -> Any:
             return all(values) if all(isinstance(value, bool) for value in values) else values[0]
 
 
+def by_this_clock(verb: str, answer: Any, offset_s: float) -> Any:
+    """An answer of a replica, with its points in time by the clock here, so that those of several can be shown beside each other.
+
+    offset_s: what its clock shows minus what this one shows, in seconds.
+    """
+    if not offset_s:
+        return answer
+    match verb:
+        case "take_timeline":  # microseconds
+            return [{**event, "ts": event["ts"] - 1e6 * offset_s} if "ts" in event else event for event in answer]
+        case "live":  # of a step: its number, and four points in time
+            steps = [[step[0], *(at - offset_s for at in step[1:5]), *step[5:]] for step in answer["steps"]]
+            return {**answer, "now": answer["now"] - offset_s, "steps": steps}
+    return answer
+
+
 def _sum(trees: Sequence[Any], key: str = "") -> Any:
     """Numbers are added, however deep; texts and what only one has are kept."""
     known = [tree for tree in trees if tree is not None]

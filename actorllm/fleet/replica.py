@@ -324,6 +324,10 @@ class RoutedReplica(Protocol):
         """How many blocks of a prompt its prefix cache has, by their hashes; None: not known."""
 
     @property
+    def clock_offset_s(self) -> float:
+        """What the clock of its machine shows minus what this one shows."""
+
+    @property
     def takes_requests(self) -> bool: ...
     @property
     def state(self) -> ReplicaState: ...
@@ -459,6 +463,10 @@ class Replica:
     def is_remote(self) -> bool:
         """It is on another machine."""
         return self._given.node is not None
+
+    @property
+    def clock_offset_s(self) -> float:
+        return self.supervisor.clock_offset_s if isinstance(self.supervisor, RemoteReplica) else 0.0
 
     @property
     def is_away(self) -> bool:

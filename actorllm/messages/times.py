@@ -3,7 +3,7 @@
 Processes of one machine share CLOCK_MONOTONIC, and their links carry times as they are. Two machines do not: there a deadline
 of the sender may have passed long ago by the clock of the receiver. `TIMES` names the fields that hold points in time, from the
 table of `messages.schema`, and `translated` moves them. Durations are the same by every clock. What `Ask` and `Reply` carry is
-left as it is: it is JSON for people, such as a timeline by the clock of the actor that answers.
+left as it is, by the clock of the actor that answers. `fleet.merging` moves what is shown beside the answers of other replicas.
 """
 
 from __future__ import annotations

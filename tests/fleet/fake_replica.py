@@ -41,6 +41,7 @@ class FakeReplica:
     told: Counter[int] = field(default_factory=Counter)
     """How many ends its scheduler has told of each request that it was told to end."""
     find: None = None
+    clock_offset_s: float = 0.0
     steps: LearntSteps | None = None
     """What it has learnt."""
 

@@ -22,7 +22,7 @@ from actorllm.client.stream import Mailbox
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.fleet.fleet_engine import FleetEngine, new_engine
-from actorllm.fleet.merging import merged
+from actorllm.fleet.merging import by_this_clock, merged
 from actorllm.fleet.replica import replica_config
 from actorllm.messages import Outputs, Submit
 from actorllm.model.threads import num_threads, visible_devices, worker_environment
@@ -75,6 +75,18 @@ def test_a_control_is_done_when_every_replica_has_done_it() -> None:
         (202, 202, "step 7"),
     ]
     assert [one["args"]["name"] for one in told[:2]] == ["replica 0 scheduler", "replica 2 scheduler"]
+
+
+def test_what_is_shown_side_by_side_is_by_one_clock() -> None:
+    """A node has a clock of its own, here 5000 s ahead."""
+    event = {"ph": "X", "pid": 2, "tid": 2, "name": "step 7", "ts": 5_000_000_250.0, "dur": 40.0}
+    name = {"ph": "M", "pid": 1, "tid": 1, "name": "process_name", "args": {"name": "scheduler"}}
+    assert by_this_clock("take_timeline", [name, event], 5000.0) == [name, {**event, "ts": 250.0}]
+    told = {"now": 5003.0, "steps": [[7, 5001.0, 5001.25, 5001.5, 5002.0, 3, 9]], "kv_usage": 0.5}
+    moved = by_this_clock("live", told, 5000.0)
+    assert moved == {"now": 3.0, "steps": [[7, 1.0, 1.25, 1.5, 2.0, 3, 9]], "kv_usage": 0.5}
+    assert by_this_clock("statistics", told, 5000.0) is told
+    assert by_this_clock("live", told, 0.0) is told
 
 
 def config_of(**options: object) -> EngineConfig:

@@ -77,6 +77,11 @@ class JoinedNode:
         assert self._link is not None
         return self._link
 
+    @property
+    def clock_offset_s(self) -> float:
+        """What the clock there shows minus what this one shows."""
+        return 0.0 if self._stream is None else self._stream.offset.seconds
+
     async def wait_ended(self) -> ActorLLMError:
         """Why it is over."""
         while self.error is None:

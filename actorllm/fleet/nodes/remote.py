@@ -372,6 +372,11 @@ class RemoteReplica:
     # What is known of it
 
     @property
+    def clock_offset_s(self) -> float:
+        """What the clock there shows minus what this one shows."""
+        return 0.0 if self._stream is None else self._stream.offset.seconds
+
+    @property
     def is_away(self) -> bool:
         """It was lost, and its node has not said that it gave the replica up: what ran there may be called again."""
         return self._end is not None and not self._has_ended

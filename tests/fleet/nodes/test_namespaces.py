@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import to_thread
 
 from actorllm import AsyncLLM
+from actorllm.clock import now
 from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, all_run, assert_same, moved, params, run_all, until
 
@@ -52,6 +54,8 @@ async def test_a_timeout_is_as_long_where_the_clock_is_5000_s_ahead(tmp_path: Pa
         assert 0 <= metrics.last_token_time - metrics.arrival_time < 60
         stream = (await llm.stats())["supervisor"]["replicas"][0]["stream"]
         assert abs(stream["offset_s"] - 5000) < 1
+        live = await to_thread.run_sync(llm._engine.look({0: 0}, 9).result)
+        assert 0 <= now() - live["now"] < 60, "the page of the server has one clock"
         stopped = await llm.complete(PROMPTS[0], params(1, max_tokens=900), timeout=0.05)
         assert stopped.outputs[0].finish_reason == "abort"
         llm.shutdown()
