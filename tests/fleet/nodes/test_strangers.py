@@ -42,6 +42,18 @@ async def test_many_at_once_are_no_more_than_an_agent_keeps() -> None:
         sock.close()
 
 
+async def test_an_agent_listens_on_the_address_that_it_is_given_alone() -> None:
+    agent, address = NodeAgent(KEY), NodeAddress("127.0.0.1", free_port())
+    async with anyio.create_task_group() as group:
+        is_listening = anyio.Event()
+        group.start_soon(agent.run, address, lambda _: is_listening.set())
+        await is_listening.wait()
+        socket.create_connection(address).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", address.port))
+        agent.request_stop()
+
+
 async def test_a_handshake_over_tls_that_fails_closes_what_has_the_descriptor(tmp_path: Path) -> None:
     contexts = tls_contexts(tmp_path)
     near, far = tcp_pair()
