@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from itertools import combinations, islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,9 +19,13 @@ from hypothesis import strategies as st
 
 import actorllm.client.engine_supervisor
 from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.actors.heartbeat import Heartbeat
+from actorllm.actors.step_budget import NEW_BUDGET_S
 from actorllm.actors.topology import Topology, engine_topology
+from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, EngineDeadError, UnsupportedModelError
+from actorllm.messages import StepPlan
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import check_shares, model_plan
 from actorllm.types.pipeline_stages import balanced, head_in_layers
@@ -312,6 +317,22 @@ def test_a_configuration_with_stages_survives_json() -> None:
     assert again.stages == (3, 1)
     assert (again.world_size, again.tensor_size, again.reporting_rank, again.num_lanes) == (2, 1, 1, 2)
     assert again.parallel_config.pipeline_parallel_size == 2
+
+
+async def test_a_stage_may_take_as_long_as_those_before_it_besides() -> None:
+    """It waits for them within its step. If one of them is stuck, that one is to be found first."""
+    found = []
+    for stage in range(3):
+        worker = WorkerActor(f"worker{stage}", stage)
+        worker.heartbeat, worker._stage = Heartbeat.of_thread(), stage
+
+        async def compute(link: Any, plan: StepPlan, worker: WorkerActor = worker) -> None:
+            assert worker.heartbeat is not None
+            found.append(worker.heartbeat.read().budget_s)
+
+        worker._compute = compute  # type: ignore[method-assign]
+        await worker._step(SimpleNamespace(), StepPlan(step=1))  # type: ignore[arg-type]
+    assert found == [NEW_BUDGET_S, 2 * NEW_BUDGET_S, 3 * NEW_BUDGET_S]
 
 
 @pytest.mark.parametrize(
