@@ -7,8 +7,8 @@ are, and lets the others start behind. What happens to a replica:
 - its supervisor gives it up (*lost*): its streams move, and it is made anew after a pause that grows;
 - it is drained or stopped by the caller: its streams move, and nothing of them is suspected.
 
-The engine ends with the error of the last replica that is lost while no other one runs or starts. Only if that was on a machine which
-fell silent, or was told to end, everything waits up to `AWAY_TIMEOUT_S` for one that comes back.
+The engine ends with the error of the last replica that is lost while no other one runs or starts. If that was on a
+machine which fell silent, or was told to end, everything waits up to `AWAY_TIMEOUT_S` for one that comes back.
 """
 
 from __future__ import annotations
@@ -379,7 +379,12 @@ class Fleet:
             error = EngineDeadError(f"no replica came back within {AWAY_TIMEOUT_S:g} s; the last one: {error}")
         self.dispatcher.move_lost(replica, entries, now(), error, has_run=replica.has_run)
         if self._tasks is not None and not self._is_over:
-            fields = {"replica": replica.number, "type_name": type(error).__name__, "message": str(error), "waits": waits}
+            fields = {
+                "replica": replica.number,
+                "type_name": type(error).__name__,
+                "message": str(error),
+                "waits": waits,
+            }
             self._tasks.start_soon(partial(self._tell_attached, trial, "gone", **fields))
         # One that never ran has lost nothing: its start is tried again, whatever a death is the end of.
         is_fatal = self._given.on_failure == "raise" and replica.has_run

@@ -65,7 +65,7 @@ class FleetOfJournals(RuleBasedStateMachine):
 
     @initialize(is_paced=st.booleans(), waits=st.booleans())
     def build(self, is_paced: bool, waits: bool) -> None:
-        """is_paced: promises leave no room, so that what moves is sent one by one. waits: without a replica, requests wait for one."""
+        """is_paced: promises leave no room, so that what moves is sent one by one. waits: without a replica, requests wait."""
         self.waits = waits
         self.replicas: dict[int, Any] = {}
         self.dispatcher = self.dispatcher_class(self.replicas, RoundRobin())

@@ -117,7 +117,7 @@ ANY_PORT = -1
 
 
 def _share_of_node(num_cpus: float) -> float:
-    """How much of its node so many of Ray's cores are. Agents of one node do not know of each other, and share out its memory so."""
+    """How much of its node so many of Ray's cores are. Agents of one node know nothing of each other, and share its memory so."""
     if not num_cpus:
         return 1.0
     ray = _ray()

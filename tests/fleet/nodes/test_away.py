@@ -36,7 +36,8 @@ def own_agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "victim", ["stopped", pytest.param("killed", marks=pytest.mark.slow(reason="its connection ends sooner, as of others"))]
+    "victim",
+    ["stopped", pytest.param("killed", marks=pytest.mark.slow(reason="its connection ends sooner, as of others"))],
 )
 async def test_streams_wait_for_the_only_node(own_agent: Agent, tmp_path: Path, victim: str) -> None:
     """As of a switch that starts again: all machines are away at a time. Requests are taken meanwhile."""
@@ -69,7 +70,10 @@ async def test_streams_wait_for_the_only_node(own_agent: Agent, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("on_failure", "told"),
-    [("restart", "no replica came back within 0.1 s; the last one: node .* cannot be reached"), ("raise", "node .* is lost")],
+    [
+        ("restart", "no replica came back within 0.1 s; the last one: node .* cannot be reached"),
+        ("raise", "node .* is lost"),
+    ],
 )
 async def test_no_node_is_waited_for_without_bound(
     own_agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str, told: str

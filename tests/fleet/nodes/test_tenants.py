@@ -124,11 +124,15 @@ async def test_a_replica_of_which_one_rank_computes_in_another_way_is_refused() 
     alike = facts_of_ranks({"scheduler": {}, "worker1": new, "worker0": {**new, "num_blocks": 7}})
     assert alike == {**new, "num_blocks": 7}
     mixed = facts_of_ranks({"worker10": old, "worker1": old, "worker0": new})
-    assert mixed == {"arithmetic": f"{new['arithmetic']} in worker0; {old['arithmetic']} in worker1; {old['arithmetic']} in worker10"}
+    assert mixed == {
+        "arithmetic": f"{new['arithmetic']} in worker0; {old['arithmetic']} in worker1; {old['arithmetic']} in worker10"
+    }
     assert facts_of_ranks({"scheduler": {}, "worker0": {"num_blocks": 7}}) == {}
     fleet = Fleet(CONFIG, 0, lambda error: None)
     fleet._check_arithmetic(fleet.replicas[0], alike)
-    with pytest.raises(ConfigError, match=r"AVX2, float32, 2 ranks in worker1.*, and replica 0 with torch 2.8.0, x86_64 AVX512"):
+    with pytest.raises(
+        ConfigError, match=r"AVX2, float32, 2 ranks in worker1.*, and replica 0 with torch 2.8.0, x86_64 AVX512"
+    ):
         fleet._check_arithmetic(fleet.replicas[0], mixed)
     fleet._board_file.close()
 
