@@ -181,7 +181,7 @@ def simulate(
         run, journal = _watched(point, **more)
     else:
         run, journal = point.run(**more), None
-    figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None)
+    figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None, due=run.due)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
@@ -203,7 +203,9 @@ def simulate(
         model = _model(point)
         model = model if model.residuals else None  # without them every step takes just what is predicted
         more = {"seed": seed, "configuration": point.key, "scenario": point.scenario.to_dict()}
-        html = run_page(str(point), run.timeline, run.workload, journal, model, stamp(), notes=run.warnings, more=more)
+        html = run_page(
+            str(point), run.timeline, run.workload, journal, model, stamp(), notes=run.warnings, more=more, due=run.due
+        )
         report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
 

@@ -159,7 +159,9 @@ def replay(
         title = f"{found.workload.name} on {found.model}, live"
         journal, model = (None, None) if steps is None else (steps.journal, steps.model)
         more = {"seed": seed, "policy": engine_options.scheduling_policy if url is None else None, "server": url}
-        html = run_page(title, found.timeline, found.workload, journal, model, stamp(), notes=found.warnings, more=more)
+        html = run_page(
+            title, found.timeline, found.workload, journal, model, stamp(), notes=found.warnings, more=more, due=found.due
+        )
         report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
     if all(found.errors):

@@ -55,10 +55,11 @@ class ClosedLoop:
             return math.inf
         return max(self._due[0][0], self._last_end) if self._most < math.inf else self._due[0][0]
 
-    def pop(self) -> int:
-        """The request that is sent now, at `next_at`."""
+    def pop(self) -> tuple[int, float]:
+        """The request that is sent now, at `next_at`, and since when it would have been sent without the bound."""
         self.num_under_way += 1
-        return heapq.heappop(self._due)[1]
+        due, row = heapq.heappop(self._due)
+        return row, due
 
     def on_end(self, row: int, at: float, *, is_finished: bool) -> None:
         """A request has ended. If it did not finish, its session ends with it."""

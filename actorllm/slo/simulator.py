@@ -982,6 +982,8 @@ class SimulatedRun:
     """Requests that went to another replica, with rescheduling."""
     num_handed_off: int = 0
     """Requests whose prompt another replica computed than the one that decoded, with roles."""
+    due: F64 | None = None
+    """With `max_concurrency`: when each request would have been sent without that bound, by row."""
 
     def __repr__(self) -> str:
         """Short: a notebook shows what its last line gives."""
@@ -1157,6 +1159,7 @@ def simulate(
         sender.faults = Rescheduler(rescheduling, replicas, sender.send_on)
     # The run itself. What a policy raises goes through, with its name.
     num_unsent = 0
+    due: F64 | None = None
     try:
         if client is None:
             sender.may_lag = True
@@ -1165,10 +1168,11 @@ def simulate(
             sender.run_to_end(until)
         else:
             deliver_s = model.deliver_s if delays is None else delays.deliver[0]
-            sent, arrival = _run_closed_loop(workload, client, sender, replicas, outcomes, until, deliver_s)
+            sent, arrival, wanted = _run_closed_loop(workload, client, sender, replicas, outcomes, until, deliver_s)
             num_unsent = 0 if until < math.inf else len(workload) - sent.size
             workload = workload.sent_at(sent, arrival)
             outcomes.cut(sent.size)
+            due = wanted if max_concurrency is not None else None
     except Exception as error:
         gate = shape.admission if admission is None else admission
         beside = "" if gate is None else f" and the admission policy {gate!r}"
@@ -1196,6 +1200,7 @@ def simulate(
         failures=tuple(faults.notes) if isinstance(faults, FailureDriver) else (),
         moves=tuple(faults.moves) if isinstance(faults, Rescheduler) else (),
         num_handed_off=0 if apart is None else apart.num_handed_off,
+        due=due,
     )
     # What it cost: replicas count while they start, and those that always are to the last end.
     last = float(np.nanmax(run.timeline.end, initial=0.0))
@@ -1558,10 +1563,12 @@ def _run_closed_loop(
     outcomes: _Outcomes,
     until: float,
     deliver_s: float,
-) -> tuple[NDArray[np.intp], F64]:
-    """Send requests when the client does. Returns the rows that were sent, in this order, and when they were."""
+) -> tuple[NDArray[np.intp], F64, F64]:
+    """Send requests when the client does. Returns the rows that were sent, in this order, when they were, and when they would have
+    been without a bound on those under way."""
     sent: list[int] = []
     arrival: list[float] = []
+    wanted: list[float] = []
     is_waiting = False
 
     def on_ends(replica: int, ends: Iterable[End]) -> None:
@@ -1601,11 +1608,12 @@ def _run_closed_loop(
         if due < client.next_at:
             sender.tick()
             continue
-        row = client.pop()
+        row, since = client.pop()
         sent.append(row)
         arrival.append(due)
+        wanted.append(since)
         sender.send(row, len(sent) - 1, due)
-    return np.array(sent, np.intp), np.array(arrival, np.float64)
+    return np.array(sent, np.intp), np.array(arrival, np.float64), np.array(wanted, np.float64)
 
 
 def _submits(

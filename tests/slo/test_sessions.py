@@ -103,6 +103,9 @@ def test_so_many_are_under_way() -> None:
         assert ((arrival <= at) & (last > at)).sum() <= 3
     assert arrival.tolist() != workload.arrival.tolist()
     assert (run.timeline.outcome == FINISHED).all()
+    assert run.due is not None
+    assert run.due.tolist() == workload.arrival.tolist(), "all wanted to be sent at once"
+    assert simulate(workload, SHAPE, MODEL).due is None
     wide = simulate(workload, SHAPE, MODEL, max_concurrency=12)
     assert wide.timeline.last_token.tolist() == simulate(workload, SHAPE, MODEL).timeline.last_token.tolist()
 

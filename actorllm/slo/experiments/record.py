@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.messages import F64
 from actorllm.slo.experiments.point import Point, code_digest
 from actorllm.slo.experiments.stationarity import judge
 from actorllm.slo.metrics import evaluate, good
@@ -36,7 +37,7 @@ def record_of(point: Point, run: SimulatedRun) -> dict[str, Any]:
         "scale": point.scale,
         "code": code_digest(),
         "window": point.window,
-        **figures_of(run.timeline, run.workload),
+        **figures_of(run.timeline, run.workload, due=run.due),
         "num_steps": run.num_steps,
         "warnings": list(run.warnings),
     }
@@ -46,8 +47,11 @@ def record_of(point: Point, run: SimulatedRun) -> dict[str, Any]:
     return plain
 
 
-def figures_of(timeline: RunTimeline, workload: Workload, *, with_gaps: bool = False) -> dict[str, Any]:
-    """Of any run, simulated or live. with_gaps: also of the gaps of each class and each request (`metrics.evaluate`)."""
+def figures_of(
+    timeline: RunTimeline, workload: Workload, *, with_gaps: bool = False, due: F64 | None = None
+) -> dict[str, Any]:
+    """Of any run, simulated or live. with_gaps: also of the gaps of each class and each request (`metrics.evaluate`). due: of a
+    run with a bound on the requests under way, as `stationarity.judge` has it."""
     metrics = evaluate(
         timeline,
         workload.classes,
@@ -65,7 +69,7 @@ def figures_of(timeline: RunTimeline, workload: Workload, *, with_gaps: bool = F
         "summary": metrics.to_dict(),
         "blocks": _blocks(workload, is_good),
         "lengths": _lengths(workload, is_good),
-        "stationarity": judge(timeline, workload.classes, workload.own_promises).to_dict(),
+        "stationarity": judge(timeline, workload.classes, workload.own_promises, due).to_dict(),
     }
 
 

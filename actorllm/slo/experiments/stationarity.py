@@ -15,7 +15,7 @@ many batches as are independent of each other by their first autocorrelation. It
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,9 +68,19 @@ def backlog(timeline: RunTimeline, times: F64, weights: F64 | None = None) -> F6
 
 
 def judge(
-    timeline: RunTimeline, classes: tuple[RequestClass, ...] = (), promises: Promises | None = None
+    timeline: RunTimeline,
+    classes: tuple[RequestClass, ...] = (),
+    promises: Promises | None = None,
+    due: F64 | None = None,
 ) -> Stationarity:
-    """The finding on a run; classes, and promises of the requests' own: for the length of what they are promised."""
+    """The finding on a run; classes, and promises of the requests' own: for the length of what they are promised.
+
+    due: when each request would have been sent without a bound on those under way (`max_concurrency`), in order. What the bound
+    holds back is backlog like any other: else a run with a bound would keep up with any rate. Where all are due at once there is
+    no rate to keep up with. None: there was no bound.
+    """
+    if due is not None and due.size and due[-1] > due[0]:
+        timeline = replace(timeline, arrival=due)
     num = len(timeline)
     if num < MIN_REQUESTS:
         return Stationarity("short", f"{num} requests are too few to tell; {MIN_REQUESTS} are needed", 0.0, 0.0)

@@ -150,6 +150,8 @@ class LiveRun:
     """When it was cut off, on the clock of the timeline."""
     num_left_out: int = 0
     """Requests that were not due by then; they are in no row."""
+    due: F64 | None = None
+    """With `max_concurrency`: when each request would have been sent without that bound, by row."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -273,6 +275,7 @@ async def replay(
     histories = SaidBefore(workload)
     sent: list[int] = []
     arrival: list[float] = []
+    wanted: list[float] = []
     has_ended = anyio.Event()
 
     async def run_one(call: ReplayCall, record: ReplayRecord, row: int) -> None:
@@ -317,7 +320,7 @@ async def replay(
             cut.deadline = anyio.current_time() + LEAD_S + until
         async with anyio.create_task_group() as group:
             while (at := await next_due()) is not None:
-                row = client.pop()
+                row, since = client.pop()
                 call = ReplayCall(
                     len(sent),
                     prompts.ids(row, histories.before(row)).tolist(),
@@ -329,13 +332,15 @@ async def replay(
                 )
                 sent.append(row)
                 arrival.append(at)
+                wanted.append(since)
                 group.start_soon(run_one, call, records[len(sent) - 1], row)
     num_left_out = 0
     if is_closed:
         num_left_out = len(workload) - len(sent)
         workload = workload.sent_at(np.array(sent, np.intp), np.array(arrival, np.float64))
     run = _collect(workload, records, start, target, first + until)
-    return replace(run, num_left_out=run.num_left_out + num_left_out)
+    due = None if max_concurrency is None else np.array(wanted[: len(run.workload)], np.float64)
+    return replace(run, num_left_out=run.num_left_out + num_left_out, due=due)
 
 
 class SaidBefore:

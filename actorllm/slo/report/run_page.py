@@ -37,10 +37,12 @@ def run_page(
     *,
     notes: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
+    due: F64 | None = None,
 ) -> str:
     """HTML. journal: without it (a run that was only watched from outside) steps and KV are not shown. model: shows how well
-    it predicts the steps. more: of how it was made, besides the stamp: seed, configuration."""
-    figures = figures_of(timeline, workload, with_gaps=True)
+    it predicts the steps. more: of how it was made, besides the stamp: seed, configuration. due: of a run with a bound on the
+    requests under way, as in `figures_of`."""
+    figures = figures_of(timeline, workload, with_gaps=True, due=due)
     summary, verdict = figures["summary"], figures["stationarity"]
     worst = summary["actorllm_worst_class"]
     lead = [

@@ -92,3 +92,15 @@ def test_backlog_counts_who_is_there() -> None:
     times = np.array([0.0, 1.0, 1.5, 2.5, 99.0])
     assert backlog(timeline, times).tolist() == [1, 2, 1, 2, 1]
     assert backlog(timeline, times, np.array([5.0, 7.0, 9.0])).tolist() == [5, 12, 5, 14, 9]
+
+
+def test_what_a_bound_holds_back_is_backlog() -> None:
+    """A request is due every second and sent when the one before it has ended: none waits in the engine, at any rate."""
+    sent = 2.0 * np.arange(400)
+    timeline = timeline_of_streams(sent, np.full(400, 10, np.int32), [np.array([at + 2.0]) for at in sent.tolist()])
+    assert judge(timeline).verdict == "stationary"
+    found = judge(timeline, due=np.arange(400.0))
+    assert found.verdict == "growing"
+    assert found.drift == pytest.approx(0.5, abs=0.05)
+    assert judge(timeline, due=sent).verdict == "stationary"
+    assert judge(timeline, due=np.zeros(400)).verdict == "stationary", "all at once: there is no rate to keep up with"

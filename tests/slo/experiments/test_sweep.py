@@ -22,6 +22,7 @@ from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.experiments import Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band, read_results
 from actorllm.slo.experiments.bands import wilson
+from actorllm.slo.experiments.comparison import sustained
 from actorllm.slo.experiments.record import record_of
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.workload import assign_classes, make_workload, parse_mix, sample
@@ -200,6 +201,17 @@ def test_a_search_goes_on_until_it_has_seen_where_its_band_ends(start: float) ->
     assert min(rates(9)) < 1.52
     assert max(rates(9)) > 4.56
     assert len(rates(9)) < len(rates(0)) + 10, "it does not go on for ever"
+
+
+def test_a_bound_on_the_requests_under_way_sustains_no_rate_that_it_holds_back() -> None:
+    """One at a time is served in time whatever the rate: what is not sent is late nowhere but in the backlog."""
+    scenario = Scenario(workload="synthetic", num_requests=120, max_concurrency=1, mix="x:1:ttft=2,tpot=1")
+    found = Sweep(scenario, [FCFS], (0,)).run(rates=(0.05, 20.0), num_processes=0)
+    assert found.attained("fcfs", "deadline", "worst").tolist() == [1.0, 1.0]
+    assert [found.verdict("fcfs", rate)[0] for rate in (0.05, 20.0)] == ["stationary", "growing"]
+    one = sustained(found, "fcfs", 0.9, "deadline")
+    assert one is not None
+    assert (one.least, one.grows_from) == (0.05, 20.0)
 
 
 def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: SweepResults) -> None:

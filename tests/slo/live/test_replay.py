@@ -284,6 +284,8 @@ async def test_a_bound_on_the_requests_under_way() -> None:
     run = await replay(workload_of(9, gap=0.0), target, num_warmups=0, max_concurrency=2)
     assert target.most == 2
     assert (run.timeline.outcome == FINISHED).all()
+    assert run.due is not None
+    assert run.due.tolist() == [0.0] * 9, "all wanted to be sent at once"
     assert (np.diff(run.timeline.arrival) >= 0).all()
 
 
