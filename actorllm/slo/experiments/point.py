@@ -57,7 +57,11 @@ FORMAT = 2
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "diurnal", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
-MODULES = ("closed_loop", "metrics", "objectives", "sessions", "simulator", "timeline", "traces", "turns", "workload")
+MODULES = (
+    *("closed_loop", "metrics", "objectives", "residual_memory", "sessions", "simulator", "stages", "tiers", "timeline"),
+    *("traces", "turns", "unattainable", "workload", "experiments/record", "experiments/stationarity"),
+)
+"""Of `slo/`, those that the figures of a point depend on."""
 DRAWN = ("synthetic", *SESSION_WORKLOADS)
 """Workloads that are drawn by the seed, and are no trace."""
 LEFT_OUT = "requests left out:"

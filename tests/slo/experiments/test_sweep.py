@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from actorllm.scheduling.policy import POLICIES, Admit, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.experiments import Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band, read_results
+from actorllm.slo.experiments import point as point_module
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.comparison import sustained
 from actorllm.slo.experiments.record import record_of
@@ -507,3 +509,16 @@ def test_a_record_is_of_its_point_alone() -> None:
     point = Point(scenario=SCENARIO, variant=FCFS, rate=2.0)
     assert json.dumps(record_of(point, point.run())) == json.dumps(record_of(point, point.run()))
     assert Point.from_dict(json.loads(json.dumps(point.to_dict()))) == point
+
+
+def test_the_code_of_a_point_is_all_that_its_figures_depend_on() -> None:
+    """Modules of `slo/` that a point, its run and its record import, but for those that a point cannot ask for."""
+    slo = Path(point_module.__file__).parents[1]
+    unused = {"delays", "failures", "journal", "policy_cost", "rescheduling", "roles", "scaling", "experiments/point"}
+    imported = {
+        name.replace(".", "/")
+        for file in ("simulator", "unattainable", "experiments/point", "experiments/record", "experiments/stationarity")
+        for name in re.findall(r"^from actorllm\.slo\.([\w.]+) import", (slo / f"{file}.py").read_text(), re.MULTILINE)
+    }
+    assert imported - unused <= {*point_module.MODULES}
+    assert all((slo / f"{name}.py").exists() for name in point_module.MODULES)
