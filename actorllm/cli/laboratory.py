@@ -184,7 +184,7 @@ def simulate(
     figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None, due=run.due)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    _print_run(point, figures)
+    _print_run(point, figures, run.workload.promised)
     _print_transfers(run)
     if roles is not None:
         print(f"roles: {run.num_handed_off} requests were handed off")
@@ -678,12 +678,14 @@ def progress(*, is_search: bool = True) -> Iterator[Any]:
         yield tell
 
 
-def _print_run(point: Point, figures: dict[str, Any]) -> None:
+def _print_run(point: Point, figures: dict[str, Any], promised: set[str]) -> None:
+    """promised: the classes that are promised something; of others there is nothing to keep."""
     summary, verdict = figures["summary"], figures["stationarity"]
     print(f"{point}: {point.scenario.describe(summary['actorllm_overall']['requests'])}")
     rows = [("CLASS", "REQUESTS", "TPOT", "DEADLINE", "TTFT P50", "TTFT P99", "TPOT P99", "E2E P99")]
     for name, kind in [*summary["actorllm_classes"].items(), ("all", summary["actorllm_overall"])]:
-        share = [f"{kind['attainment'][reading]:.1%}" for reading in ("tpot", "deadline")]
+        is_promised = name in promised or (name == "all" and bool(promised))
+        share = [f"{kind['attainment'][reading]:.1%}" if is_promised else "-" for reading in ("tpot", "deadline")]
         times = [_ms(kind[key]) for key in ("p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_e2el_ms")]
         rows.append((name, str(kind["requests"]), *share, *times))
     print_rows(rows)

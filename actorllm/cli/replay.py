@@ -160,7 +160,15 @@ def replay(
         journal, model = (None, None) if steps is None else (steps.journal, steps.model)
         more = {"seed": seed, "policy": engine_options.scheduling_policy if url is None else None, "server": url}
         html = run_page(
-            title, found.timeline, found.workload, journal, model, stamp(), notes=found.warnings, more=more, due=found.due
+            title,
+            found.timeline,
+            found.workload,
+            journal,
+            model,
+            stamp(),
+            notes=found.warnings,
+            more=more,
+            due=found.due,
         )
         report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
@@ -250,12 +258,12 @@ def _print(run: LiveRun) -> None:
     for label, value in rows.items():
         print(f"{label:>13}  {value}")
     print()
-    _print_table(metrics)
+    _print_table(metrics, run.workload.promised)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def _print_table(metrics: RunMetrics) -> None:
+def _print_table(metrics: RunMetrics, promised: set[str]) -> None:
     header = (
         "class",
         "requests",
@@ -273,7 +281,8 @@ def _print_table(metrics: RunMetrics) -> None:
     rows = [list(header)]
     for part in (*metrics.classes, *([metrics.overall] if len(metrics.classes) > 1 else [])):
         latencies = [f"{part.latency_ms[f'p{p}_{name}_ms']:.4g}" for name in ("ttft", "tpot", "e2el") for p in (50, 99)]
-        shares = [f"{part.attainment[reading]:.1%}" for reading in READINGS]
+        is_promised = part.name in promised or (part is metrics.overall and bool(promised))
+        shares = [f"{part.attainment[reading]:.1%}" if is_promised else "-" for reading in READINGS]
         rows.append([part.name, str(part.num_requests), *latencies, *shares])
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     for row in rows:

@@ -44,6 +44,12 @@ class Promises:
     def select(self, rows: NDArray[Any]) -> Promises:
         return Promises(self.ttft[rows], self.tpot[rows], self.e2e[rows], self.ttft_per_prompt_token[rows])
 
+    @property
+    def made(self) -> NDArray[np.bool_]:
+        """Which requests are promised anything."""
+        found: NDArray[np.bool_] = np.isfinite(self.ttft) | np.isfinite(self.tpot) | np.isfinite(self.e2e)
+        return found
+
     def slo(self, row: int) -> SLO | None:
         limits = (float(column[row]) for column in (self.ttft, self.tpot, self.e2e))
         ttft, tpot, e2e = (None if value == math.inf else value for value in limits)

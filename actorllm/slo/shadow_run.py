@@ -12,14 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.journal import PolicyChange, RecordedRun
-from actorllm.slo.metrics import RunMetrics, evaluate
+from actorllm.slo.metrics import good
 from actorllm.slo.simulator import EngineShape, simulate
+from actorllm.slo.timeline import FINISHED, RunTimeline
+from actorllm.slo.workload import Workload
+from actorllm.types.objective import READINGS
 
 
 def told_policies(run: RecordedRun, config: EngineConfig) -> str:
@@ -42,14 +47,6 @@ def shadow_notes(run: RecordedRun, config: EngineConfig, policy: str) -> list[st
     own = config.scheduler
     scheduling, _, admission = policy.partition("+")
     workload = run.workload
-    measured = evaluate(
-        run.timeline,
-        workload.classes,
-        workload.class_ids,
-        promises=workload.own_promises,
-        tenants=workload.tenant_ids,
-        wanted=workload.num_output,
-    )
 
     def changing(_: int, first: PlanPolicy) -> Scheduler:
         return _Changing(run.changes, policy=first, **shape.scheduler_arguments())
@@ -66,9 +63,9 @@ def shadow_notes(run: RecordedRun, config: EngineConfig, policy: str) -> list[st
     sooner = other.timeline.scheduled - simulated.timeline.scheduled
     mine = told_policies(run, config)
     notes = [
-        f"Measured under {mine}: {_told(measured)}.",
-        f"Simulated under {mine}: {_told(simulated.evaluate())}. The difference is the error of the simulation.",
-        f"Simulated under {policy!r}: {_told(other.evaluate())}.",
+        f"Measured under {mine}: {_told(run.timeline, workload)}.",
+        f"Simulated under {mine}: {_told(simulated.timeline, workload)}. The difference is the error of the simulation.",
+        f"Simulated under {policy!r}: {_told(other.timeline, workload)}.",
         f"It starts {int((sooner < -1e-3).sum())} requests sooner and {int((sooner > 1e-3).sum())} later, "
         f"with {int(other.timeline.num_preemptions.sum())} preemptions instead of "
         f"{int(simulated.timeline.num_preemptions.sum())}.",
@@ -94,9 +91,13 @@ class _Changing(Scheduler):
         return super().schedule(now)
 
 
-def _told(metrics: RunMetrics) -> str:
-    overall = metrics.overall
-    return (
-        f"{overall.attainment['tpot']:.1%} of promises kept by the mean gap, {overall.attainment['deadline']:.1%} by due dates, "
-        f"mean TTFT {overall.latency_ms['mean_ttft_ms']:.0f} ms, 99th percentile {overall.latency_ms['p99_ttft_ms']:.0f} ms"
-    )
+def _told(timeline: RunTimeline, workload: Workload) -> str:
+    """Shares are of the requests that were promised something: all others that end would count as kept."""
+    promises, told = workload.promises, "nothing was promised"
+    if promises.made.any():
+        by_gap, by_due_dates = (good(timeline, promises, reading)[promises.made].mean() for reading in READINGS)
+        told = f"{by_gap:.1%} of promises kept by the mean gap, {by_due_dates:.1%} by due dates"
+    ttft = timeline.ttft[timeline.outcome == FINISHED]
+    if not ttft.size:
+        return f"{told}, no request finished"
+    return f"{told}, mean TTFT {1e3 * ttft.mean():.0f} ms, 99th percentile {1e3 * np.quantile(ttft, 0.99):.0f} ms"

@@ -166,6 +166,12 @@ class Workload:
         return Promises.of_classes(self.classes, self.class_ids) if self.own_promises is None else self.own_promises
 
     @property
+    def promised(self) -> set[str]:
+        """The classes in which any request is promised something."""
+        made = self.promises.made
+        return {kind.name for number, kind in enumerate(self.classes) if made[self.class_ids == number].any()}
+
+    @property
     def has_shared_prompts(self) -> bool:
         """Whether prompts may begin alike."""
         return self.prefixes is not None or self.turns is not None

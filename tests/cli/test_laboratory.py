@@ -52,6 +52,26 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
     assert "What steps computed" in files["run.html"].read_text()
 
 
+def test_nothing_is_kept_where_nothing_was_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    run("simulate", *SMALL, "--mix", "chat:0.5:ttft=9 batch:0.5", "--report", str(page))
+    rows = {line.split()[0]: line.split()[2:4] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["chat"] == ["100.0%", "100.0%"]
+    assert rows["batch"] == ["-", "-"]
+    assert "<td>nothing</td><td>" in page.read_text()
+    run("simulate", *SMALL, "--mix", "batch:1", "--report", str(page))
+    told = capsys.readouterr()
+    assert "warning: no request is promised anything: each that ends counts as kept, at any rate" in told.err
+    assert "100.0%" not in told.out
+    assert "Nothing was promised to any of them." in page.read_text()
+    assert "100%</td>" not in page.read_text()
+    results = str(tmp_path / "sweep.jsonl")
+    run("sweep", *SMALL, "--mix", "batch:1", "--policies", "fcfs", "edf", "--rates", "2", "--seeds", "1", "--targets", "0",
+        "--num-processes", "0", "--results", results, "--report", str(page))  # fmt: skip
+    assert capsys.readouterr().err.count("warning: no request is promised anything") == 1
+    assert "<td>batch</td><td>–</td><td>–</td><td>–</td>" in page.read_text()
+
+
 def test_what_else_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--failures", "workers:5:2", "--policy-cost", "0.001:1e-5", "--power", "75:400:2.5")
     run("simulate", "--rate", "3", *SMALL, *options)
@@ -221,6 +241,7 @@ def test_a_recording_is_reported_beside_another_policy(tmp_path: Path, capsys: p
     for told in ("Measured under ", "Simulated under ", "requests sooner and ", "fcfs+worst-case", "srpf+past-future"):
         assert told in out
         assert told in html
+    assert out.count("nothing was promised, mean TTFT") == 3
     assert cli.main(["report", str(file), "--output", str(page), "--shadow", "srpg"]) != 0
     assert "did you mean 'srpf'" in capsys.readouterr().err
     short = tmp_path / "short.bin"

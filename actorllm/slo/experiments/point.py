@@ -58,7 +58,17 @@ MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "diurnal", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
 MODULES = (
-    *("closed_loop", "metrics", "objectives", "residual_memory", "sessions", "simulator", "stages", "tiers", "timeline"),
+    *(
+        "closed_loop",
+        "metrics",
+        "objectives",
+        "residual_memory",
+        "sessions",
+        "simulator",
+        "stages",
+        "tiers",
+        "timeline",
+    ),
     *("traces", "turns", "unattainable", "workload", "experiments/record", "experiments/stationarity"),
 )
 """Of `slo/`, those that the figures of a point depend on."""
@@ -66,6 +76,8 @@ DRAWN = ("synthetic", *SESSION_WORKLOADS)
 """Workloads that are drawn by the seed, and are no trace."""
 LEFT_OUT = "requests left out:"
 """How the warning of requests begins that are too long for the model."""
+NO_PROMISES = "no request is promised anything:"
+"""Likewise, of a workload without objectives."""
 Knob = bool | int | float | str
 
 
@@ -408,6 +420,9 @@ class Point:
         if left_out := scenario.num_requests - len(workload):
             told = f"{LEFT_OUT} {left_out} of {scenario.num_requests} are longer than {scenario.shape.max_model_len} tokens"
             run = replace(run, warnings=(f"{told} (max_model_len)", *run.warnings))
+        if not workload.promises.made.any():
+            told = f"{NO_PROMISES} each that ends counts as kept, at any rate; give classes with objectives (mix)"
+            run = replace(run, warnings=(told, *run.warnings))
         return run
 
 

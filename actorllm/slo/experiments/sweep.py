@@ -33,7 +33,7 @@ from actorllm.slo.experiments.bands import (
     crossing_bounds,
     drawn,
 )
-from actorllm.slo.experiments.point import LEFT_OUT, Point, Scenario, Variant
+from actorllm.slo.experiments.point import LEFT_OUT, NO_PROMISES, Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import FIRST_STRIDE, Ladder, search
 from actorllm.slo.experiments.stamp import stamp
@@ -207,7 +207,7 @@ class SweepResults:
         for record in self.records:
             for text in record["warnings"]:
                 # What is wrong with the workload concerns every policy; how many requests it concerns is no kind.
-                whose = "" if text.startswith(("class ", LEFT_OUT)) else record["variant"]["label"]
+                whose = "" if text.startswith(("class ", LEFT_OUT, NO_PROMISES)) else record["variant"]["label"]
                 kind = whose, re.sub(r"[-+]?\d[\d.,e+-]*", "#", text)
                 first.setdefault(kind, (record, text))
                 num[kind] += 1

@@ -512,11 +512,12 @@ class Shadow:
         for title, one in (("measured", told["live"]), ("own, simulated", told["own"]), ("shadow", told["shadow"])):
             if one is None:
                 continue
-            shares = [one["num_kept"][reading] / max(1, one["num_promised"]) for reading in READINGS]
+            promised = one["num_promised"]
+            shares = [f"{one['num_kept'][reading] / promised:.1%}" if promised else "-" for reading in READINGS]
             name = title if "policy" not in one else f"{one['policy']} ({title})"
             counts = [str(one[key]) if key in one else "" for key in ("num_preemptions", "num_rejected")]
             lines.append(
-                f"{name:24.24}{one['num_ended']:>10}{shares[0]:>9.1%}{shares[1]:>10.1%}"
+                f"{name:24.24}{one['num_ended']:>10}{shares[0]:>9}{shares[1]:>10}"
                 f"{one['mean_ttft_s']:>8.3f} s{one['mean_e2e_s']:>8.3f} s{counts[0]:>11}{counts[1]:>10}"
             )
         started, kept = told["decisions"]["num_started"], told["decisions"]["num_kept_by_one"]

@@ -45,9 +45,11 @@ def run_page(
     figures = figures_of(timeline, workload, with_gaps=True, due=due)
     summary, verdict = figures["summary"], figures["stationarity"]
     worst = summary["actorllm_worst_class"]
+    kept = f"Of the class that is worst off, {_share(worst['tpot'])} kept their promise by the mean gap and "
+    kept += f"{_share(worst['deadline'])} by due dates."
     lead = [
-        f"{summary['completed']:,} of {len(timeline):,} requests ran to their end. Of the class that is worst off, "
-        f"{_share(worst['tpot'])} kept their promise by the mean gap and {_share(worst['deadline'])} by due dates.",
+        f"{summary['completed']:,} of {len(timeline):,} requests ran to their end. "
+        f"{kept if workload.promised else 'Nothing was promised to any of them.'}",
         f"{verdict['verdict'].capitalize()}: {verdict['message']}.",
         *notes,
     ]
@@ -99,14 +101,14 @@ def promise_of(workload: Workload, kind: RequestClass) -> str:
 
 def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, Any]) -> Section:
     section = Section("What was promised, and what was kept")
-    found = summary["actorllm_classes"]
+    found, promised = summary["actorllm_classes"], workload.promised
     rows = []
     for kind in workload.classes:
         if kind.name not in found:
             continue
         mine = found[kind.name]
-        share = [_share(mine["attainment"][r]) for r in READINGS]
-        fluid = "–" if mine["fluidity"] is None else percent(mine["fluidity"])
+        share = [_share(mine["attainment"][r]) if kind.name in promised else "–" for r in READINGS]
+        fluid = "–" if mine["fluidity"] is None or kind.name not in promised else percent(mine["fluidity"])
         rate, drained = (
             " / ".join("–" if (rate := mine[kind][r]) is None else number(rate) for r in READINGS)
             for kind in ("window_goodput", "goodput")

@@ -339,11 +339,15 @@ def _by_length(results: SweepResults, rate: float) -> Section:
 def _by_class(results: SweepResults, rate: float) -> Section:
     section = Section(f"Classes at {number(rate)} requests/s")
     rows = []
+    # A class without promises keeps none.
+    mix = results.scenario.mix
+    unpromised = set() if mix is None else {kind.name for kind, _ in parse_mix(mix) if kind.slo is None}
     for label in results.labels():
         for name in _names(results):
             points = results.points(label, rate)
             if not points:
                 continue
+            # Of small runs a seed may have no request of a class.
             found = [p["summary"]["actorllm_classes"].get(name) for p in points]
             there = [f for f in found if f is not None]
             if not there:
@@ -352,10 +356,13 @@ def _by_class(results: SweepResults, rate: float) -> Section:
             keys = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "p99_e2el_ms")
             times = [_mean([f[key] for f in there], lambda v: f"{v:,.0f}") for key in keys]
             fluid = _mean([f["fluidity"] for f in there], percent)
+            if name in unpromised:
+                kept, fluid = ["–"] * len(READINGS), "–"
             rows.append([escape(label), escape(name), *kept, fluid, *times])
     head = ["policy", "class", "kept, mean gap", "kept, due dates", "fluidity", "TTFT p50", "TTFT p99", "TPOT p50"]
     section.add(table([*head, "TPOT p99", "end p99"], rows))
     section.paragraph("Latencies in milliseconds, means over the seeds.", "note")
+    # All that is known of one seed, folded.
     tables = "".join(
         f"<h3>{escape(label)}</h3>{class_table(results.points(label, rate)[0]['summary'], None, None)}"
         for label in results.labels()

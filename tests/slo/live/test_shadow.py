@@ -182,6 +182,9 @@ async def test_a_live_fleet() -> None:
                 each = [replica["shadow"] for replica in told["replicas"].values()]
                 done = sum(1 for one in each if one is not None and one["num_ended"] > 0)
             await anyio.to_thread.run_sync(shadow.close)
+    rows = shadow.report().splitlines()[1:4]
+    assert len(rows) == 3
+    assert not any("%" in row for row in rows), "nothing was promised, so nothing was kept"
 
 
 @pytest.mark.anyio
