@@ -225,6 +225,7 @@ def _of_run(
         )
     # Every fifth request is not fitted to, and tells the error.
     measured = read_run(run)
+    measured.check_fits(shape.max_model_len)
     start = calibration.guess(measured.workload, measured.timeline, name or Path(run).stem)
     is_fitted = np.arange(len(measured.workload)) % 5 != 4
     found = calibration.fit_to_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from actorllm.cli.laboratory import print_rows
@@ -62,9 +63,11 @@ def predict(
     rows: list[tuple[str, ...]] = [("FIGURE", "MEASURED", "PREDICTED", "ERROR", "LIMIT", "VERDICT")]
     for one in found.figures:
         limit = "-" if one.limit is None else f"{one.limit:.0%}"
-        times = [f"{1e3 * value:,.1f} ms" for value in (one.measured, one.predicted)]
-        rows.append((one.name, *times, f"{one.error:+.1%}", limit, one.verdict))
+        times = ["-" if math.isnan(value) else f"{1e3 * value:,.1f} ms" for value in (one.measured, one.predicted)]
+        rows.append((one.name, *times, "-" if math.isnan(one.error) else f"{one.error:+.1%}", limit, one.verdict))
     print_rows(rows)
+    if found.num_unfinished:
+        print(f"{found.num_unfinished} requests did not finish in the simulation, and are in no figure")
     print("the prediction holds" if found.is_met else "the prediction does not hold")
     if output is not None:
         output.write_text(to_json(found.model) + "\n")

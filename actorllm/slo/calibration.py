@@ -103,11 +103,18 @@ def fit_to_run(
     def run(point: F64) -> RunTimeline:
         return simulate(workload, shape, model_of(point), policy=policy).timeline
 
+    def having(name: str, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """A request with one token has no gap."""
+        return which & (measured.num_output > 1) if name == "tpot" else which
+
     def error(point: F64) -> float:
         timeline = run(point)
         wrong = 0.0
         for name in LATENCIES:
-            told, truth = getattr(timeline, name)[rows], getattr(measured, name)[rows]
+            mine = having(name, rows)
+            told, truth = getattr(timeline, name)[mine], getattr(measured, name)[mine]
+            if not truth.size:
+                continue
             if not np.isfinite(told).all():
                 return math.inf
             wrong += 3 * (told.mean() / truth.mean() - 1) ** 2
@@ -119,11 +126,10 @@ def fit_to_run(
     found = run(point)
 
     def off(which: NDArray[np.bool_]) -> dict[str, float]:
-        if not which.any():
-            return {}
         return {
-            name: float(getattr(found, name)[which].mean() / getattr(measured, name)[which].mean() - 1)
+            name: float(getattr(found, name)[mine].mean() / getattr(measured, name)[mine].mean() - 1)
             for name in LATENCIES
+            if (mine := having(name, which)).any()
         }
 
     return RunFit(model_of(point), off(rows), off(others), num_runs + 1)

@@ -37,6 +37,16 @@ class MeasuredRun:
     num_skipped: int
     """Requests that failed, or put nothing out."""
 
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises ConfigError for requests that an engine with this limit refuses: the simulation would leave them out."""
+        total = self.workload.num_prompt.astype(np.int64) + self.workload.num_output
+        num_longer = int((total > max_model_len).sum())
+        if num_longer:
+            raise ConfigError(
+                f"max_model_len={max_model_len} is less than {num_longer} of {total.size} measured requests have; the longest has "
+                f"{int(total.max())} tokens: give the limit of the engine that was measured"
+            )
+
 
 def read_run(path: str | Path) -> MeasuredRun:
     """Raises ConfigError naming the file and what it lacks."""

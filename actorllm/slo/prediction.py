@@ -7,6 +7,7 @@ since both share a queue. Pure.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,6 +43,8 @@ class Judged:
     def verdict(self) -> str:
         if self.limit is None:
             return "not judged"
+        if math.isnan(self.error):
+            return "not tested"
         return "met" if abs(self.error) <= self.limit else "missed"
 
 
@@ -53,10 +56,12 @@ class Prediction:
     model: AnyModel
     num_judged: int
     num_fitted: int
+    num_unfinished: int = 0
+    """Requests that did not finish in the simulation: they are in no figure, and a prediction without them does not hold."""
 
     @property
     def is_met(self) -> bool:
-        return all(figure.verdict != "missed" for figure in self.figures)
+        return not self.num_unfinished and all(figure.verdict != "missed" for figure in self.figures)
 
 
 def predict_run(
@@ -72,10 +77,12 @@ def predict_run(
     """Simulate a measured run and judge the latencies.
 
     fit_share: of the requests, in the order in which they came, that the step times are fitted to. max_runs: simulations of
-    that fit. Raises ConfigError when the model has no coefficients to fit, or nothing is left to judge.
+    that fit. Raises ConfigError when the model has no coefficients to fit, the shape refuses a request, or nothing is left to
+    judge.
     """
     if not 0 <= fit_share < 1:
         raise ConfigError(f"fit_share={fit_share} must be 0 or more and below 1")
+    run.check_fits(shape.max_model_len)
     num = len(run.workload)
     fitted = np.arange(num) < round(fit_share * num)
     if fitted.any():
@@ -90,9 +97,15 @@ def predict_run(
         raise ConfigError("no request is left to judge: none finished in the simulation")
     figures = []
     for name in ("ttft", "tpot", "e2e"):
-        mine, theirs = getattr(told, name)[judged], getattr(run.timeline, name)[judged]
+        # A request with one token has no gap.
+        rows = judged & (run.timeline.num_output > 1) if name == "tpot" else judged
         is_promised = name != "e2e"
+        if not rows.any():
+            figures.append(Judged(f"mean {name}", math.nan, math.nan, MEAN))
+            continue
+        mine, theirs = getattr(told, name)[rows], getattr(run.timeline, name)[rows]
         figures.append(Judged(f"mean {name}", float(theirs.mean()), float(mine.mean()), MEAN if is_promised else None))
-        tail = TAIL if is_promised and int(judged.sum()) >= MIN_OF_TAIL else None
+        tail = TAIL if is_promised and int(rows.sum()) >= MIN_OF_TAIL else None
         figures.append(Judged(f"p99 {name}", float(np.quantile(theirs, 0.99)), float(np.quantile(mine, 0.99)), tail))
-    return Prediction(tuple(figures), model, int(judged.sum()), int(fitted.sum()))
+    num_unfinished = int((told.outcome != FINISHED).sum())
+    return Prediction(tuple(figures), model, int(judged.sum()), int(fitted.sum()), num_unfinished)

@@ -14,7 +14,9 @@ import pytest
 from actorllm import cli
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import LinearModel, Regime, load_model, preset, to_json
-from actorllm.slo.calibration import guess
+from actorllm.scheduling.policy import Admit, KeyPolicy, View
+from actorllm.scheduling.sequence import Sequence
+from actorllm.slo.calibration import fit_to_run, guess
 from actorllm.slo.measured_runs import read_run
 from actorllm.slo.prediction import predict_run
 from actorllm.slo.report import bench_json
@@ -79,6 +81,53 @@ def test_the_true_model_predicts_and_a_wrong_one_does_not(of_requests: Path) -> 
     )
 
 
+class Some(KeyPolicy):
+    """The others never start."""
+
+    def admit(self, sequence: Sequence, view: View) -> Admit:
+        return Admit.ADMIT if sequence.arrival_index < 110 else Admit.WAIT
+
+
+def test_requests_that_the_simulation_loses_are_told_and_the_prediction_does_not_hold(
+    of_requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures of the others are right."""
+    found = predict_run(read_run(of_requests), SHAPE, TRUTH, policy=f"{__name__}:Some")
+    assert {figure.verdict for figure in found.figures} == {"met", "not judged"}
+    assert (found.num_judged, found.num_unfinished, found.is_met) == (110, 10, False)
+    model = tmp_path / "model.json"
+    model.write_text(to_json(TRUTH))
+    policy = ("--policy", f"{__name__}:Some")
+    assert cli.main(["predict", str(of_requests), "--model", str(model), *ENGINE, *policy]) == 1
+    assert "10 requests did not finish in the simulation, and are in no figure" in capsys.readouterr().out
+
+
+def test_a_run_of_single_tokens_has_no_gaps_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As runs that measure prompts have it; of a mixed one the gaps are those of requests that have some, as in vLLM."""
+    lengths = np.full(40, 200, np.int32), np.ones(40, np.int32)
+    single = simulate(make_workload(gamma_arrivals(40, 4.0, 1.0), lengths), SHAPE, TRUTH)
+    file = tmp_path / "single.json"
+    file.write_text(json.dumps(bench_json(single.timeline, single.workload, single.evaluate(with_gaps=True).summary)))
+    found = predict_run(read_run(file), SHAPE, TRUTH)
+    assert {one.name: one.verdict for one in found.figures if one.name.endswith("tpot")} == {"mean tpot": "not tested"}
+    assert found.is_met
+    model = tmp_path / "model.json"
+    model.write_text(to_json(TRUTH))
+    assert cli.main(["predict", str(file), "--model", str(model), *ENGINE]) == 0
+    assert "nan" not in capsys.readouterr().out
+    assert set(fit_to_run(single.workload, single.timeline, SHAPE, TRUTH, np.arange(40) < 20, max_runs=4).seen) == {
+        "ttft",
+        "e2e",
+    }
+    mixed = simulate(
+        make_workload(gamma_arrivals(40, 4.0, 1.0), (lengths[0], np.arange(40, dtype=np.int32) % 2 + 1)), SHAPE, TRUTH
+    )
+    summary = mixed.evaluate(with_gaps=True).summary
+    file.write_text(json.dumps(bench_json(mixed.timeline, mixed.workload, summary)))
+    tpot = predict_run(read_run(file), SHAPE, TRUTH).figures[2]
+    assert (tpot.name, 1e3 * tpot.measured) == ("mean tpot", pytest.approx(summary["mean_tpot_ms"]))
+
+
 def test_the_first_requests_may_choose_the_coefficients(of_requests: Path) -> None:
     start = replace(TRUTH, regimes=(Regime(math.inf, (0.012, 2e-4, 1e-4, 0, 0, 0)),))
     measured = read_run(of_requests)
@@ -126,6 +175,10 @@ def test_the_command_has_a_verdict(of_requests: Path, tmp_path: Path, capsys: py
     assert "the prediction does not hold" in capsys.readouterr().out
     assert cli.main(["predict", str(of_requests), "--model", str(model), "--num-blocks", "60"]) == 2
     assert "60 blocks of 16 hold less than max_model_len=32768" in capsys.readouterr().err
+    small = ("--num-blocks", "600", "--max-model-len", "700")
+    for command in (["predict", str(of_requests), "--model", str(model)], ["calibrate", "--run", str(of_requests)]):
+        assert cli.main([*command, *small]) == 2
+        assert "max_model_len=700 is less than " in capsys.readouterr().err
     assert np.isfinite(read_run(of_requests).timeline.e2e).all()
 
 
