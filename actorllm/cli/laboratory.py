@@ -270,6 +270,8 @@ def sweep(
         )
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
+    for text in found.incomplete():
+        print(f"note: {text}", file=sys.stderr)
     for warning in found.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     _print_sweep(found, wanted)
@@ -343,6 +345,8 @@ def report(
     check_writable(output=output, csv=csv, parquet=parquet, latex=latex)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
+    for text in found.incomplete():
+        print(f"note: {text}", file=sys.stderr)
     html = sweep_page(found)
     output.write_text(html, encoding="utf-8")
     print(f"report: {output}")

@@ -94,10 +94,19 @@ class SweepResults:
     _index: dict[tuple[str, float, float], list[Record]] = field(default_factory=dict, init=False, repr=False)
     """By label, rate and scale; the seeds in order."""
     _drawn: dict[tuple[Any, ...], F64] = field(default_factory=dict, init=False, repr=False)
+    _compared: set[int] = field(default_factory=set, init=False, repr=False)
+    """The largest set of seeds that anything was simulated with: what has others is of other requests."""
+    _rates: dict[tuple[str, float], list[float]] = field(default_factory=dict, init=False, repr=False)
+    """By label and scale: those that all of these seeds were simulated at."""
 
     def __post_init__(self) -> None:
         for record in sorted(self.records, key=lambda r: int(r["seed"])):
             self._index.setdefault((record["variant"]["label"], record["rate"], record["scale"]), []).append(record)
+        seeds = {key: {int(record["seed"]) for record in there} for key, there in self._index.items()}
+        most = max((len(there) for there in seeds.values()), default=0)
+        self._compared.update(next((there for there in seeds.values() if len(there) == most), ()))
+        for label, rate, scale in sorted(key for key, found in seeds.items() if found == self._compared):
+            self._rates.setdefault((label, scale), []).append(rate)
 
     def __repr__(self) -> str:
         """Short: a notebook shows what its last line gives."""
@@ -146,10 +155,18 @@ class SweepResults:
         return self._index.get((label, rate, scale), [])
 
     def rates(self, label: str, scale: float = 1.0) -> list[float]:
-        """Those that every seed was simulated at."""
-        seeds = {rate: len(there) for (x, rate, s), there in self._index.items() if x == label and s == scale}
-        most = max(seeds.values(), default=0)
-        return sorted(rate for rate, num in seeds.items() if num == most)
+        """Those that every seed was simulated at: with fewer, variants would be compared on other requests."""
+        return list(self._rates.get((label, scale), ()))
+
+    def incomplete(self) -> list[str]:
+        """Of variants that have no rate with all seeds, so that nothing is said of them: what is missing."""
+        found = []
+        for label in self.labels():
+            seeds = {int(record["seed"]) for (x, _, _), there in self._index.items() if x == label for record in there}
+            if seeds and not self.rates(label):
+                num = len(seeds & self._compared)
+                found.append(f"{label!r} has {num} of the {len(self._compared)} seeds of others and is not compared")
+        return found
 
     def scales(self, label: str, rate: float) -> list[float]:
         return sorted(scale for x, r, scale in self._index if x == label and r == rate)

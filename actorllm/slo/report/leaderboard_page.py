@@ -64,6 +64,7 @@ def leaderboard_page(results: SweepResults, title: str = "Leaderboard of policie
     subtitle = f"{results.describe()}, {len(results.seeds)} seeds, {len(results.records)} simulated runs"
     told = lead(results, results.records[0]["rate"], results.labels()[0])
     told += [f"Failed and left out: {failure}" for failure in results.failures] + list(results.notes)
+    told += [f"Left out: {text}." for text in results.incomplete()]
     return page(title, subtitle, told, sections)
 
 

@@ -93,7 +93,8 @@ def _baseline(results: SweepResults) -> str:
 def _lead(results: SweepResults, rate: float) -> list[str]:
     """What one would say to a reader who has a minute."""
     told = lead(results, rate, _baseline(results))
-    return told + [f"Failed and left out: {failure}" for failure in results.failures] + list(results.notes)
+    failed = [f"Failed and left out: {failure}" for failure in results.failures]
+    return told + failed + [f"Left out: {text}." for text in results.incomplete()] + list(results.notes)
 
 
 def _targets(results: SweepResults) -> tuple[float, ...]:

@@ -26,6 +26,7 @@ from actorllm.slo.experiments import point as point_module
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.comparison import sustained
 from actorllm.slo.experiments.record import record_of
+from actorllm.slo.report.lead import lead
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.workload import assign_classes, make_workload, parse_mix, sample
 
@@ -179,6 +180,27 @@ def test_bands_are_open_where_no_rate_was_simulated() -> None:
     assert above.ends() == ("1.83", "> 2.20")
     assert below.ends() == ("< 0.45", "0.55")
     assert neither.ends() == ("< 0.50", "0.60")
+
+
+def test_a_policy_with_fewer_seeds_is_not_compared() -> None:
+    """It kept everything of the easy seed. Who has both is not judged by other requests than it."""
+    records = hand_made("both", {1.0: (10, 10), 2.0: (10, 2)})
+    records += [one for one in hand_made("easy", {1.0: (10, 0), 2.0: (10, 0), 4.0: (10, 0)}) if one["seed"] == 0]
+    results = SweepResults.of_records(SCENARIO, [one | {"variant": named(one)} for one in records], {}, (0.9,))
+    assert results.rates("both") == [1.0, 2.0]
+    assert results.rates("easy") == []
+    (told,) = results.incomplete()
+    assert told == "'easy' has 1 of the 2 seeds of others and is not compared"
+    assert "easy" not in " ".join(lead(results, 1.0, "both"))
+    only = [one for one in records if one["seed"] == 0]
+    early = SweepResults.of_records(SCENARIO, [one | {"variant": named(one)} for one in only], {}, (0.9,))
+    assert early.rates("easy") == [1.0, 2.0, 4.0], "a sweep that is under way is shown as far as it is"
+    assert early.incomplete() == []
+
+
+def named(record: dict[str, Any]) -> dict[str, Any]:
+    """The variant of a record as a results file has it."""
+    return Variant.parse("fcfs", record["variant"]["label"]).to_dict()
 
 
 @pytest.mark.parametrize("start", [4.0, 1.6])
