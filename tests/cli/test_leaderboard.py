@@ -66,3 +66,20 @@ def test_bands_that_overlap_share_a_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     shuffled = [(place.rank, place.label) for place in module.places(Results(), 0.9, "deadline")]  # type: ignore[arg-type]
     assert found == [(1, "a"), (2, "b"), (3, "c")], "the same requests make b worse in each draw"
     assert shuffled == [(1, "a"), (1, "b"), (3, "c")], "their draws lie on both sides"
+
+
+def test_of_one_rank_no_policy_is_shown_to_be_better_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a is better than b is shown, and that b is better than c. That a is better than c is not."""
+    none = np.ones(3)
+
+    class Results:
+        def labels(self) -> list[str]:
+            return ["c", "b", "a", "d"]
+
+    def sustained(_: Any, label: str, *more: Any) -> Sustained:
+        return Sustained(label, 1.0, 1.0, 1.0, "stationary", None, none, none)
+
+    monkeypatch.setattr(module, "sustained", sustained)
+    monkeypatch.setattr(module, "is_better", lambda one, other: one.label + other.label in ("ab", "bc"))
+    found = [(place.rank, place.label) for place in module.places(Results(), 0.9, "deadline")]  # type: ignore[arg-type]
+    assert found == [(1, "a"), (1, "d"), (2, "b"), (3, "c")]

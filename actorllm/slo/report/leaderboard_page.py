@@ -1,7 +1,7 @@
 """The leaderboard: policies in the order of the rate that each sustains, with ranks that only the paired bands decide.
 
-A policy has the rank of one more than the number of policies that are shown to sustain more. So policies that are not told apart
-share a rank. A rate at which the backlog grows does not count.
+A policy has the rank of one more than the number of policies that are shown to sustain more, or more than one of these. So of one
+rank no policy is shown to sustain more than another one. A rate at which the backlog grows does not count.
 """
 
 from __future__ import annotations
@@ -38,8 +38,21 @@ class Place:
 def places(results: SweepResults, target: float, reading: Reading) -> list[Place]:
     """All variants of which anything was simulated, the best first; of one rank, by the lower bound of the rate."""
     found = [one for x in results.labels() if (one := sustained(results, x, target, reading)) is not None]
-    ranked = [Place(1 + sum(is_better(other, one) for other in found if other is not one), one) for one in found]
+    better = [{at for at, other in enumerate(found) if other is not one and is_better(other, one)} for one in found]
+    ranked = [Place(1 + len(_above(number, better)), one) for number, one in enumerate(found)]
     return sorted(ranked, key=lambda place: (place.rank, -place.found.least, place.label))
+
+
+def _above(number: int, better: Sequence[set[int]]) -> set[int]:
+    """Those that are better than this one, those that are better than these, and so on: each step may be shown, and not all at
+    once."""
+    found: set[int] = set()
+    left = [number]
+    while left:
+        further = better[left.pop()] - found
+        found |= further
+        left += further
+    return found - {number}
 
 
 def about(variant: Variant) -> str:
