@@ -54,7 +54,7 @@ def sweep_page(results: SweepResults, title: str = "Which policy keeps its promi
     if fair:
         sections.append(fairness_section(fair))
     sections += [_verdicts(results), provenance_section(results)]
-    return page(title, _subtitle(results), _lead(results, rate), sections)
+    return page(title, _subtitle(results), _lead(results), sections)
 
 
 def _subtitle(results: SweepResults) -> str:
@@ -62,14 +62,19 @@ def _subtitle(results: SweepResults) -> str:
     return f"{results.describe()}, {seeds}, {len(results.records)} simulated runs"
 
 
-def _telling_rate(results: SweepResults) -> float:
-    """Of the rates that all were simulated at, the one at which they differ most."""
-    shared = set.intersection(*(set(results.rates(label)) for label in results.labels() if results.rates(label)))
+def _telling_rate(results: SweepResults, *, is_sustained: bool = False) -> float:
+    """Of the rates that all were simulated at, the one at which they differ most. is_sustained: of those at which no backlog
+    grows, as far as there are any."""
+    there = [label for label in results.labels() if results.rates(label)]
+    shared = set.intersection(*(set(results.rates(label)) for label in there)) if there else set()
     if not shared:
         return max(results.rates(results.labels()[0]), default=results.records[0]["rate"])
+    if is_sustained:
+        growing = {rate for rate in shared if any(results.verdict(label, rate)[0] == "growing" for label in there)}
+        shared = shared - growing or shared
 
     def spread(rate: float) -> float:
-        values = [results.band(label, rate, "deadline").value for label in results.labels() if results.rates(label)]
+        values = [results.band(label, rate, "deadline").value for label in there]
         return max(values) - min(values)
 
     return max(sorted(shared), key=lambda rate: round(spread(rate), 3))
@@ -90,9 +95,9 @@ def _baseline(results: SweepResults) -> str:
     return max(plain, key=best)
 
 
-def _lead(results: SweepResults, rate: float) -> list[str]:
-    """What one would say to a reader who has a minute."""
-    told = lead(results, rate, _baseline(results))
+def _lead(results: SweepResults) -> list[str]:
+    """What one would say to a reader who has a minute: without a search, of a rate at which no backlog grows if there is one."""
+    told = lead(results, _telling_rate(results, is_sustained=True), _baseline(results))
     failed = [f"Failed and left out: {failure}" for failure in results.failures]
     return told + failed + [f"Left out: {text}." for text in results.incomplete()] + list(results.notes)
 

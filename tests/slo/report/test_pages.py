@@ -17,7 +17,7 @@ from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
 from actorllm.slo.report.lead import lead
-from actorllm.slo.report.sweep_page import rates_section
+from actorllm.slo.report.sweep_page import _lead, rates_section
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 from actorllm.types.objective import SLO, RequestClass
@@ -267,6 +267,17 @@ def test_without_a_search_the_lead_is_of_one_rate() -> None:
     assert "backlog" not in lead_of(both, ())
     growing = lead_of(both, (), (("fcfs", 1.0), ("edf", 1.0)))
     assert "At that rate the backlog of fcfs and edf grows: what a run keeps then depends on how long it is." in growing
+
+
+def test_without_a_search_the_lead_is_of_a_rate_at_which_no_backlog_grows() -> None:
+    """They differ most at 2, where what a run keeps depends on how long it is."""
+    good_of = {"fcfs": {1.0: (950, 950), 2.0: (300, 300)}, "edf": {1.0: (990, 990), 2.0: (900, 900)}}
+    told = " ".join(_lead(results_of(good_of, (), (("fcfs", 2.0),))))
+    assert "at 1 requests/s (no highest rate was searched for), edf keeps the most promises" in told
+    assert "backlog" not in told
+    told = " ".join(_lead(results_of(good_of, (), (("fcfs", 1.0), ("fcfs", 2.0)))))
+    assert "at 2 requests/s" in told, "there is no other"
+    assert "the backlog of fcfs grows" in told
 
 
 def test_no_policy_that_keeps_the_target() -> None:
