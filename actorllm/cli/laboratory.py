@@ -420,6 +420,7 @@ def _report_recording(
     html = run_page(
         f"{recording.name}: {about}", run.timeline, run.workload, run.journal, run.model, stamp(), notes=notes,
         more={"recording": recording, "seed": config.seed},
+        fitted="" if run.step_fit is None else f"By cross-validation: {'; '.join(run.step_fit.told())}.",
     )  # fmt: skip
     output.write_text(html, encoding="utf-8")
     print(f"report: {output}")

@@ -242,6 +242,10 @@ def test_a_recording_is_reported_beside_another_policy(tmp_path: Path, capsys: p
         assert told in out
         assert told in html
     assert out.count("nothing was promised, mean TTFT") == 3
+    assert (
+        "By cross-validation: step times are fitted to this recording, without the 2 first of their kind; mean error"
+        in html
+    )
     assert cli.main(["report", str(file), "--output", str(page), "--shadow", "srpg"]) != 0
     assert "did you mean 'srpf'" in capsys.readouterr().err
     short = tmp_path / "short.bin"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.scheduling.cost_model import StepModel
+from actorllm.scheduling.cost_model import FEATURES, StepModel
 from actorllm.slo.experiments.record import OUTPUT_EDGES, PROMPT_EDGES, figures_of
 from actorllm.slo.experiments.stationarity import backlog
 from actorllm.slo.fairness import Fairness, fairness_of
@@ -20,6 +20,7 @@ from actorllm.slo.metrics import good, latency_figures
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
 from actorllm.slo.report.lead import READS
 from actorllm.slo.report.page import Section, figure, grid, page, table
+from actorllm.slo.step_fit import KINDS, errors_by_kind, errors_by_size, told_by_size
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
@@ -38,10 +39,11 @@ def run_page(
     notes: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
     due: F64 | None = None,
+    fitted: str = "",
 ) -> str:
     """HTML. journal: without it (a run that was only watched from outside) steps and KV are not shown. model: shows how well
     it predicts the steps. more: of how it was made, besides the stamp: seed, configuration. due: of a run with a bound on the
-    requests under way, as in `figures_of`."""
+    requests under way, as in `figures_of`. fitted: what is to be known of a model that was fitted to these very steps."""
     figures = figures_of(timeline, workload, with_gaps=True, due=due)
     summary, verdict = figures["summary"], figures["stationarity"]
     worst = summary["actorllm_worst_class"]
@@ -67,7 +69,7 @@ def run_page(
     if fair is not None:
         sections.append(fairness_section([("this run", fair)]))
     if journal is not None and model is not None:
-        sections.append(predictor(journal, timeline, model))
+        sections.append(predictor(journal, timeline, model, fitted))
     made = {"workload": workload.name, "requests": len(timeline), **(more or {})}
     sections.append(provenance(stamp or {}, made))
     return page(title, f"{workload.name}: {len(timeline):,} requests", lead, sections)
@@ -401,11 +403,18 @@ def fairness_section(found: Sequence[tuple[str, Fairness]]) -> Section:
     return section
 
 
-def predictor(journal: Journal, timeline: RunTimeline, model: StepModel) -> Section:
-    """How well a step-time model predicts the steps of a run."""
+def _spread(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """At most 1,500 or so of them."""
+    return rows[:: max(1, rows.size // 1500)]
+
+
+def predictor(journal: Journal, timeline: RunTimeline, model: StepModel, note: str = "") -> Section:
+    """How well a step-time model predicts the steps of a run, by kind and by size. note: where the model is from."""
     section = Section("How well step times are predicted")
     steps = journal.table(timeline, 0)
-    rows = np.arange(len(steps))[:: max(1, len(steps) // 1500)]
+    # A mean over all would be of the kind that is frequent: each is looked at for itself.
+    has_prompt = steps.num_prompt > 0
+    rows = np.sort(np.concatenate([_spread(np.flatnonzero(kind)) for kind in (has_prompt, ~has_prompt)]))
     measured = (steps.end - steps.start)[rows]
     predicted = np.array(
         [
@@ -423,12 +432,16 @@ def predictor(journal: Journal, timeline: RunTimeline, model: StepModel) -> Sect
     if not usable.any():
         section.paragraph("no step was measured", "none")
         return section
-    measured, predicted = measured[usable], predicted[usable]
-    error = float((np.abs(predicted - measured) / measured).mean())
-    bias = float(predicted.sum() / measured.sum() - 1)
-    section.paragraph(
-        f"{model.name}: mean absolute error {percent(error)} of a step, bias {percent(bias)}, over {usable.sum():,} steps."
-    )
+    rows, measured, predicted = rows[usable], measured[usable], predicted[usable]
+    features = np.zeros((rows.size, len(FEATURES)))
+    features[:, FEATURES.index("p")], features[:, FEATURES.index("d")] = steps.num_prompt[rows], steps.num_decode[rows]
+    errors = errors_by_kind(features, measured, predicted)
+    told = " and ".join(f"{percent(error)} of {KINDS[kind]}" for kind, error in errors.items())
+    section.paragraph(f"{model.name}: mean absolute error {told}, over {rows.size:,} steps.")
+    if note:
+        section.paragraph(note, "note")
+    sizes = [[escape(cell) for cell in row] for row in told_by_size(errors_by_size(features, measured, predicted))]
+    section.add(table(["steps", "number", "error", "bias"], sizes))
     most = 1000 * float(max(measured.max(), predicted.max()))
     order = np.argsort(measured)
     dots = Series(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,14 +11,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from actorllm.scheduling.cost_model import preset
+from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.slo.experiments import Point, Scenario, Sweep, SweepResults, Variant
 from actorllm.slo.experiments.point import watched_run
 from actorllm.slo.experiments.stamp import stamp
+from actorllm.slo.journal import Journal
 from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
 from actorllm.slo.report.lead import lead
+from actorllm.slo.report.run_page import predictor
 from actorllm.slo.report.sweep_page import _lead, rates_section
+from actorllm.slo.simulator import simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 from actorllm.types.objective import SLO, RequestClass
@@ -132,8 +136,25 @@ def test_a_simulated_run_shows_its_steps_and_how_well_they_are_predicted() -> No
     run, journal = watched_run(point)
     html = run_page("A run", run.timeline, run.workload, journal, preset("a100-llama-3-8b"), stamp())
     checked(html)
-    for text in ("What steps computed", "KV cache in use", "mean absolute error 0% of a step", "60 requests"):
+    errors = "mean absolute error 0% of decode steps and 0% of steps with prompts"
+    for text in ("What steps computed", "KV cache in use", errors, "<td>with prompts, ", "60 requests"):
         assert text in html, text
+
+
+def test_errors_of_step_times_are_told_by_kind_and_size() -> None:
+    """Thousands of decode steps are predicted, and the few with prompts are not: a mean over all would be small."""
+    workload = assign_classes(make_workload(np.arange(9.0) * 9, fixed_lengths(9, 300, 400)), [(RequestClass("x"), 1)])
+    scenario = Scenario(workload="synthetic", num_requests=9)
+    journal = Journal()
+    shape = scenario.shape
+    truth = LinearModel((Regime(math.inf, (0.01, 1e-4, 0, 0, 0, 0)),), "truth")
+    run = simulate(workload, shape, truth, make_scheduler=journal.scheduler_maker(shape))
+    blind = LinearModel((Regime(math.inf, (0.01, 0, 0, 0, 0, 0)),), "blind")
+    told = "".join(predictor(journal, run.timeline, blind, "a note").blocks)
+    assert "blind: mean absolute error 0% of decode steps and 75% of steps with prompts, over 1," in told
+    assert "<td>with prompts, 300 tokens</td><td>9</td><td>75.0%</td><td>-75.0%</td>" in told
+    assert "<td>decode, 1 rows</td>" in told
+    assert ">a note<" in told
 
 
 def test_a_run_that_was_watched_from_outside_has_a_page_too() -> None:
