@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -74,19 +75,29 @@ def _counts(points: Sequence[Blocks], reading: Reading) -> tuple[F64, F64]:
 def drawn(points: Sequence[Blocks], reading: Reading, aggregate: Aggregate, num_draws: int = NUM_DRAWS) -> F64:
     """[num_draws] attainments of as many seeds and blocks, drawn with replacement. points: one for each seed."""
     num, good = _counts(points, reading)
-    num_seeds, num_blocks, _ = num.shape
-    seeds, blocks = _draws(num_seeds, num_blocks, num_draws)
-    return attainment_of(
-        num[seeds[:, :, None], blocks].sum(axis=(1, 2)), good[seeds[:, :, None], blocks].sum(axis=(1, 2)), aggregate
-    )
+    num_seeds, num_blocks, num_classes = num.shape
+    times = _times_drawn(num_seeds, num_blocks, num_draws)
+    # Sums of whole numbers, so their order does not matter.
+    return attainment_of(times @ num.reshape(-1, num_classes), times @ good.reshape(-1, num_classes), aggregate)
 
 
 def _draws(num_seeds: int, num_blocks: int, num_draws: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which seeds each draw has, and which blocks of each of them."""
     rng = seed_stream(0, "bootstrap")
     return (
         rng.integers(0, num_seeds, (num_draws, num_seeds)),
         rng.integers(0, num_blocks, (num_draws, num_seeds, num_blocks)),
     )
+
+
+@lru_cache(maxsize=2)
+def _times_drawn(num_seeds: int, num_blocks: int, num_draws: int) -> F64:
+    """[num_draws, num_seeds * num_blocks]: how often each draw has each block. The same for all points of a sweep."""
+    seeds, blocks = _draws(num_seeds, num_blocks, num_draws)
+    size = num_seeds * num_blocks
+    cell = (np.arange(num_draws) * size)[:, None, None] + seeds[:, :, None] * num_blocks + blocks
+    found: F64 = np.bincount(cell.ravel(), minlength=num_draws * size).reshape(num_draws, size).astype(np.float64)
+    return found
 
 
 def attainment_band(

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from actorllm.slo.experiments.bands import attainment_band, band_of, crossing, crossing_bounds, wilson
+from actorllm.slo.experiments.bands import (
+    _draws,
+    attainment_band,
+    attainment_of,
+    band_of,
+    crossing,
+    crossing_bounds,
+    drawn,
+    wilson,
+)
 
 
 def point(rng: np.random.Generator, shares: tuple[float, ...], *, burst: float = 0.0) -> dict[str, list[list[int]]]:
@@ -82,3 +91,17 @@ def test_copies_of_a_request_count_once() -> None:
     plain, copied = (attainment_band(points, "deadline", "overall", distinct=share) for share in (1.0, 0.1))
     assert plain.low == pytest.approx(wilson(1.0, 1000)[0])
     assert copied.low == pytest.approx(wilson(1.0, 100)[0])
+
+
+def test_draws_are_of_seeds_and_of_blocks_within_them() -> None:
+    """Counted one by one: each draw has as many seeds, and of each as many blocks, as there are."""
+    rng = np.random.default_rng(9)
+    points = [point(rng, (0.7, 0.95), burst=0.1) for _ in range(3)]
+    num, good = (np.array([one[key] for one in points], float) for key in ("n", "tpot"))
+    found = drawn(points, "tpot", "worst", 50)
+    for draw, (seeds, blocks) in enumerate(zip(*_draws(3, 20, 50), strict=True)):
+        assert blocks.shape == (3, 20)
+        mine = [(int(seed), int(block)) for seed, own in zip(seeds, blocks, strict=True) for block in own]
+        sums = [sum(counts[one] for one in mine) for counts in (num, good)]
+        assert found[draw] == attainment_of(sums[0], sums[1], "worst")
+    assert found.std() > 0
