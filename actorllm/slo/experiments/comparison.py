@@ -32,7 +32,7 @@ class Sustained:
     """Infinity: no rate that was tried fails."""
     lowest_tried: float
     verdict: str
-    """Stationarity of the highest rate that counts."""
+    """Stationarity of the highest rate that counts; of the lowest one if none does."""
     grows_from: float | None
     """The rate from which on the target is attained only while the backlog grows; None: there is none."""
     least_draws: F64
@@ -80,7 +80,7 @@ def sustained(
     while num_sustained and results.verdict(label, rates[num_sustained - 1])[0] == "growing":
         num_sustained -= 1
     grows_from = rates[num_sustained] if num_sustained < num_reached else None
-    verdict = results.verdict(label, rates[num_sustained - 1])[0] if num_sustained else "growing"
+    verdict = results.verdict(label, rates[max(num_sustained, 1) - 1])[0]
     if not num_sustained:
         nothing = np.zeros(draws.shape[0])
         return Sustained(label, 0.0, rates[0], rates[0], verdict, grows_from, nothing, nothing + rates[0])

@@ -41,3 +41,9 @@ def test_a_ratio_is_of_the_same_requests_under_both() -> None:
     ratio = sustained_ratio(a, b)
     assert ratio is not None
     assert (ratio.low, ratio.value, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_a_policy_that_misses_is_not_said_to_have_a_growing_backlog() -> None:
+    results = results_of({"a": {1.0: (0, 0), 2.0: (0, 0)}, "b": {1.0: (0, 0), 2.0: (0, 0)}}, growing=(("b", 1.0),))
+    found = [sustained(results, label, 0.9, "deadline") for label in "ab"]
+    assert [None if one is None else one.verdict for one in found] == ["stationary", "growing"]
