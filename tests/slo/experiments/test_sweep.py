@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from actorllm.slo.experiments import point as point_module
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.comparison import sustained
 from actorllm.slo.experiments.record import record_of
+from actorllm.slo.journal import Journal
 from actorllm.slo.report.lead import lead
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.workload import assign_classes, make_workload, parse_mix, sample
@@ -200,7 +202,7 @@ def test_a_policy_with_fewer_seeds_is_not_compared() -> None:
 
 def named(record: dict[str, Any]) -> dict[str, Any]:
     """The variant of a record as a results file has it."""
-    return Variant.parse("fcfs", record["variant"]["label"]).to_dict()
+    return Variant.parse("fcfs@512", record["variant"]["label"]).to_dict()
 
 
 @pytest.mark.parametrize("start", [4.0, 1.6])
@@ -231,9 +233,9 @@ def test_a_bound_on_the_requests_under_way_sustains_no_rate_that_it_holds_back()
     """One at a time is served in time whatever the rate: what is not sent is late nowhere but in the backlog."""
     scenario = Scenario(workload="synthetic", num_requests=120, max_concurrency=1, mix="x:1:ttft=2,tpot=1")
     found = Sweep(scenario, [FCFS], (0,)).run(rates=(0.05, 20.0), num_processes=0)
-    assert found.attained("fcfs", "deadline", "worst").tolist() == [1.0, 1.0]
-    assert [found.verdict("fcfs", rate)[0] for rate in (0.05, 20.0)] == ["stationary", "growing"]
-    one = sustained(found, "fcfs", 0.9, "deadline")
+    assert found.attained("fcfs@512", "deadline", "worst").tolist() == [1.0, 1.0]
+    assert [found.verdict("fcfs@512", rate)[0] for rate in (0.05, 20.0)] == ["stationary", "growing"]
+    one = sustained(found, "fcfs@512", 0.9, "deadline")
     assert one is not None
     assert (one.least, one.grows_from) == (0.05, 20.0)
 
@@ -475,6 +477,38 @@ def test_every_policy_can_pack_strictly(policy: str) -> None:
         assert first["on"][1] > first["on"][0], "strictly in the order of arrival"
         assert first["off"][1] < first["off"][0], "the short prompt passes the long one"
         assert first["on"][0] <= first["off"][0], "the long one loses nothing to the short one"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_strict_packing_no_prompt_passes_one_that_is_cut(policy: str) -> None:
+    """In the order of any policy: behind a prompt that a step does not finish, it serves none."""
+    sizes = np.where(np.arange(24) % 3 == 0, 3000, 100).astype(np.int32)
+    workload = make_workload(np.arange(24) * 0.001, (sizes, np.full(24, 4, np.int32)))
+    workload = assign_classes(workload, parse_mix("ls:1:ttft=9,tpot=9"))
+    shape = EngineShape(num_blocks=8000, max_num_batched_tokens=512, max_model_len=8192, enable_prefix_caching=False)
+    num_passing = {}
+    for strict in ("on", "off"):
+        journal = Journal()
+        variant = Variant.parse(f"{policy},strict={strict}")
+        simulate(
+            workload,
+            shape,
+            preset("a100-llama-3-8b"),
+            policy=lambda v=variant: v.build_policy(None),
+            make_scheduler=journal.scheduler_maker(shape),
+        )
+        done: Counter[int] = Counter()
+        num_passing[strict] = 0
+        for entry in journal.steps:
+            is_cut = False
+            for (_, row), size in entry.prefills:
+                num_passing[strict] += is_cut
+                done[row] += size
+                is_cut |= done[row] < sizes[row]
+        assert [done[row] for row in range(24)] == sizes.tolist()
+    assert num_passing["on"] == 0
+    if policy in ("fcfs", "sarathi"):
+        assert num_passing["off"] > 0, "else the test would tell nothing"
 
 
 @pytest.mark.parametrize(
