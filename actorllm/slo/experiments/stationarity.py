@@ -10,11 +10,13 @@ drained afterwards):
 
 The slope of the backlog over time is fitted to means of batches, without the first fifth. Its standard error counts only as
 many batches as are independent of each other by their first autocorrelation. It must be both significant and material.
+Several runs of a rate are judged together (`together`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -36,6 +38,8 @@ MIN_DRIFT = 0.02
 """Share of the arriving work that must be left undone for a growth to matter."""
 MAX_UNCERTAIN_DRIFT = 0.05
 """A growth by more of the arriving work is no proof of a stationary run, even if chance may explain it."""
+MAX_UNSEEN_DRIFT = 0.1
+"""Likewise for several runs together: two standard errors above their mean growth."""
 MIN_REQUESTS = 100
 MIN_PROMISES = 4.0
 """A run must be so many times as long as the longest promise."""
@@ -125,6 +129,35 @@ def judge(
         )
         return Stationarity("short", message, drift, score)
     return Stationarity("stationary", "nothing piled up", drift, score)
+
+
+def together(found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    """The finding on several runs of one rate, with its reason. found: of each run what `Stationarity.to_dict` gives.
+
+    Of a dozen runs that keep up, one looks as if it did not: bursts do that. So the growth is judged by its mean over the runs, and
+    by how much they differ.
+    """
+    if len(found) == 1:
+        return found[0]["verdict"], found[0]["message"]
+    by_verdict: dict[Verdict, list[Mapping[str, Any]]] = {"growing": [], "short": [], "stationary": []}
+    for one in found:
+        by_verdict[one["verdict"]].append(one)
+    drifts = np.array([one.get("drift", 0.0) for one in found])
+    drift, error = float(drifts.mean()), float(drifts.std(ddof=1)) / math.sqrt(drifts.size)
+    told = (
+        f"of {drifts.size} runs the backlog grew by {drift:.0%} of what arrived in the mean, standard error {error:.1%}"
+    )
+    if drift >= MIN_DRIFT and drift >= MIN_SCORE * error:
+        return "growing", f"{told}: more than the engine can take; what these runs show depends on how long they are"
+    if len(by_verdict["growing"]) > drifts.size / 2:
+        return "growing", by_verdict["growing"][0]["message"]
+    # Short for other reasons than bursts: all runs of the rate are.
+    for one in by_verdict["short"]:
+        if one.get("drift", 0.0) <= MAX_UNCERTAIN_DRIFT:
+            return "short", one["message"]
+    if drift + 2 * error > MAX_UNSEEN_DRIFT:
+        return "short", f"{told}: arrivals are too bursty to tell that from chance; use more requests, or more seeds"
+    return "stationary", "nothing piled up"
 
 
 def _slope(means: F64) -> tuple[float, float]:

@@ -37,6 +37,7 @@ from actorllm.slo.experiments.point import LEFT_OUT, NO_PROMISES, Point, Scenari
 from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import FIRST_STRIDE, Ladder, search
 from actorllm.slo.experiments.stamp import stamp
+from actorllm.slo.experiments.stationarity import together
 from actorllm.slo.experiments.store import Store
 from actorllm.types.objective import READINGS, Reading
 
@@ -61,7 +62,7 @@ class MaxRate:
     is_bounded: bool
     """Whether a rate above it was tried and failed; if not, the truth may lie above."""
     verdict: str
-    """Stationarity of the highest rate simulated that attains the target: the worst of the seeds."""
+    """Stationarity of the highest rate simulated that attains the target, of all seeds together."""
 
     @property
     def rate(self) -> float:
@@ -197,11 +198,8 @@ class SweepResults:
         return self.band(label, rate, reading, "overall").scaled(rate)
 
     def verdict(self, label: str, rate: float, scale: float = 1.0) -> tuple[str, str]:
-        """Stationarity of the seed that is worst, and why."""
-        order = ("growing", "short", "stationary")
-        found = [r["stationarity"] for r in self.points(label, rate, scale)]
-        worst = min(found, key=lambda s: order.index(s["verdict"]))
-        return worst["verdict"], worst["message"]
+        """Stationarity of the seeds together, and why."""
+        return together([r["stationarity"] for r in self.points(label, rate, scale)])
 
     def max_rate(self, label: str, target: float, reading: Reading, aggregate: Aggregate = "worst") -> MaxRate | None:
         """From every rate that was simulated; None: not even the lowest attains the target."""

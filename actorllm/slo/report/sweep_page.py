@@ -457,7 +457,7 @@ def _verdicts(results: SweepResults) -> Section:
     section = Section("Is it stationary?")
     section.paragraph(
         "A run in which the backlog grows shows how long it was, and not what its rate does in the long run. ● nothing piled "
-        "up; ▲ the backlog grew; ○ too short to tell. The worst of the seeds; the reason is under the mouse."
+        "up; ▲ the backlog grew; ○ too short to tell. Of all seeds together; the reason is under the mouse."
     )
     rates = sorted({rate for label in results.labels() for rate in results.rates(label)})
     grid_rates = sorted(set.intersection(*(set(results.rates(x)) for x in results.labels() if results.rates(x))))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from actorllm.slo.experiments.stationarity import backlog, judge
+from actorllm.slo.experiments.stationarity import backlog, judge, together
 from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline, timeline_of_streams
 from actorllm.slo.workload import bursty_arrivals
@@ -104,3 +106,33 @@ def test_what_a_bound_holds_back_is_backlog() -> None:
     assert found.drift == pytest.approx(0.5, abs=0.05)
     assert judge(timeline, due=sent).verdict == "stationary"
     assert judge(timeline, due=np.zeros(400)).verdict == "stationary", "all at once: there is no rate to keep up with"
+
+
+def found(verdict: str, drift: float, message: str = "") -> dict[str, Any]:
+    return {"verdict": verdict, "message": message, "drift": drift, "score": 0.0}
+
+
+def test_one_run_in_twelve_that_looks_as_if_it_grew_is_chance() -> None:
+    """A server at nine tenths of what it can take, and bursts: of twelve runs some look as if it fell behind."""
+    seen = []
+    for point in range(4):
+        runs = [judge(one_server(0.9, 2000, seed, cv=3.0)).to_dict() for seed in range(12 * point, 12 * point + 12)]
+        seen.append((any(one["verdict"] == "growing" for one in runs), together(runs)[0]))
+    assert sum(is_alarm for is_alarm, _ in seen) >= 2, "else the test would tell nothing"
+    assert [verdict for _, verdict in seen] == ["stationary"] * 4
+    behind = [judge(one_server(1.1, 2000, seed, cv=3.0)).to_dict() for seed in range(12)]
+    assert together(behind)[0] == "growing"
+
+
+def test_runs_of_a_rate_are_judged_together() -> None:
+    verdict, message = together(
+        [found("short", 0.1), found("stationary", 0.04), found("growing", 0.2), found("short", 0.09)]
+    )
+    assert verdict == "growing"
+    assert "of 4 runs the backlog grew by 11% of what arrived in the mean, standard error 3.4%" in message
+    assert together([found("growing", 0.6, "a")] * 2 + [found("stationary", 0.0)])[0] == "growing", "most of them"
+    verdict, message = together([found("growing", 0.5), *[found("stationary", 0.0)] * 5])
+    assert (verdict, "too bursty to tell" in message) == ("short", True), "one part of a trace may be another load"
+    assert together([found("stationary", 0.01), found("short", 0.0, "too short")]) == ("short", "too short")
+    assert together([found("short", 0.06, "bursts"), *[found("stationary", -0.01)] * 5])[0] == "stationary"
+    assert together([found("growing", 0.02, "alone")]) == ("growing", "alone")
