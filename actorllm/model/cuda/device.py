@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import host_graph
 from actorllm.model.cuda.proof import preflight
+from actorllm.model.cuda.virtual_memory import Driver, DriverError, Region
 from actorllm_kernels.configs import MAX_SHARED, architecture_of
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ class Device(ABC):
     """Whether kernels, and a recorded step, are checked before they are used."""
     uses_pdl: bool
     """Launches inside a graph may begin before the one in front has ended, up to where they wait for it."""
+    _driver: Driver | None = None
+    """What gives memory to addresses, once something has asked for it."""
+    keeps_addresses: bool = False
+    """Whether memory may be given back while its addresses stay (`reserve`)."""
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
@@ -107,6 +112,32 @@ class Device(ABC):
     def wait_for_all(self) -> None:
         """Block until the device has done everything that any thread has launched."""
 
+    def reserve(self, num_bytes: int) -> Region:
+        """Addresses for so many bytes, without memory. Raises DriverError: the driver cannot do that."""
+        if self._driver is None:
+            self._driver = self._open_driver()
+        return Region(self._driver, num_bytes, self.wait_for_all)
+
+    def _open_driver(self) -> Driver:
+        raise DriverError("this device has no virtual memory")
+
+    def has_reserved(self, address: int) -> bool:
+        """Whether this address is of a region of this device."""
+        return self._driver is not None and self._driver.has_reserved(address)
+
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        """All addresses of a region, uint8; there must be memory behind the first one."""
+        return torch.from_numpy(np.asarray(region.addresses))
+
+    def host_bytes(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the host for a copy, uint8: pinned where that is possible."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """Memory behind the addresses of regions."""
+        return 0 if self._driver is None else self._driver.held_bytes
+
     @property
     @abstractmethod
     def is_lost(self) -> bool:
@@ -125,6 +156,10 @@ class Device(ABC):
         """Of it, what the tensors of this process take now."""
 
     @abstractmethod
+    def resident_bytes(self) -> int:
+        """As `held_bytes`, with what is kept for tensors to come: all that this process could give back."""
+
+    @abstractmethod
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin from what is held now."""
 
@@ -133,12 +168,18 @@ class Device(ABC):
         """The most that the tensors of this process have taken since `reset_peak`."""
 
     @abstractmethod
+    def trim(self) -> None:
+        """Give back what no tensor and no graph holds, to other processes too; pinned memory of the host as well."""
+
+    @abstractmethod
     def release(self) -> None:
-        """Give back what no tensor and no graph holds any more, to other processes too."""
+        """Give back what no tensor holds any more, when all graphs are gone."""
 
 
 class CudaDevice(Device):
     """One GPU."""
+
+    keeps_addresses = True
 
     def __init__(self, index: int = 0, *, uses_pdl: bool = True) -> None:
         """Raises ConfigError with the reason when there is none that can be used."""
@@ -209,6 +250,19 @@ class CudaDevice(Device):
     def wait_for_all(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def _open_driver(self) -> Driver:
+        torch.cuda.synchronize(self.torch_device)  # which has made the context that the driver needs
+        return Driver(self.torch_device.index)
+
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        return torch.as_tensor(region.addresses, device=self.torch_device)
+
+    def host_bytes(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # the system limits what may be pinned: copies take longer then
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
     @property
     def is_lost(self) -> bool:
         try:
@@ -222,10 +276,13 @@ class CudaDevice(Device):
 
     def foreign_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+        return max(0, total - free - self.resident_bytes())
 
     def held_bytes(self) -> int:
-        return int(torch.cuda.memory_allocated(self.torch_device))
+        return int(torch.cuda.memory_allocated(self.torch_device)) + self._reserved_bytes
+
+    def resident_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device)) + self._reserved_bytes
 
     def reset_peak(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -234,7 +291,11 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
+        return int(torch.cuda.max_memory_allocated(self.torch_device)) + self._reserved_bytes
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
     def release(self) -> None:
         self._pool = None  # its graphs are gone: torch takes it for no other
@@ -264,11 +325,13 @@ class CudaDownload(Download):
 class HostDevice(Device):
     """CPU tensors, with launches that run at once."""
 
-    def __init__(self, total_bytes: int = 1 << 30) -> None:
+    def __init__(self, total_bytes: int = 1 << 30, driver: Driver | None = None) -> None:
+        """driver: of a library whose memory is the host's; None: memory cannot be given back under its addresses."""
         self.torch_device = torch.device("cpu")
         self.description = "CPU tensors"
         self.uses_pdl = False
         self._total_bytes = total_bytes
+        self._driver, self.keeps_addresses = driver, driver is not None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -306,14 +369,20 @@ class HostDevice(Device):
     def held_bytes(self) -> int:
         return 0
 
+    def resident_bytes(self) -> int:
+        return self._reserved_bytes
+
     def reset_peak(self) -> None:
         """Nothing is measured: `peak_bytes` is 0."""
 
     def peak_bytes(self) -> int:
         return 0
 
-    def release(self) -> None:
+    def trim(self) -> None:
         """The host's memory is given back as tensors go."""
+
+    def release(self) -> None:
+        """As tensors go, too."""
 
 
 class HostDownload(Download):

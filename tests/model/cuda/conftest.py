@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.cuda import virtual_memory
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear import Form
 from actorllm.model.quantization import form_of
 from tests.model.cuda.dequantized import Dequantized
+from tests.model.cuda.host_memory import PIECE, HostMemory
 from tests.model.cuda.twins import TINY, Twins
 
 
@@ -73,6 +76,21 @@ def make_quantized(make_runner: Callable[..., CudaRunner], monkeypatch: pytest.M
         return Twins(cpu, make_runner(path, **arguments))
 
     return make
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
+    """That of emulated devices which can give it back, in small pieces. Nothing is held before, nor afterwards."""
+    for module in (virtual_memory,):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    memory = HostMemory()
+    assert (memory.held, memory.num_ranges) == (0, 0)
+    yield memory
+    memory.limit(None)
+    memory.support(True)
+    memory.fail("")
+    gc.collect()
+    assert (memory.held, memory.num_ranges) == (0, 0)
 
 
 def config_of(path: Path | str, **arguments: Any) -> EngineConfig:

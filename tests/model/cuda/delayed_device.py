@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from actorllm.model.cuda import host_graph, ops
 from actorllm.model.cuda.device import Download, HostDevice
+from actorllm.model.cuda.virtual_memory import Driver
 
 POISON = -(2**30)
 
@@ -30,8 +31,8 @@ POISON = -(2**30)
 class DelayedDevice(HostDevice):
     """See the module docstring. seed: of the moments at which work is done."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
+    def __init__(self, seed: int, driver: Driver | None = None) -> None:
+        super().__init__(driver=driver)
         self.num_launched = self.num_done = 0
         self.is_late = False
         """Before that, as while weights are loaded, everything is done at once."""
