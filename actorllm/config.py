@@ -771,7 +771,7 @@ class EngineConfig(EngineNames):
             log_statistics=given["disable_log_stats"] is False,
             otlp_traces_endpoint=_address("otlp_traces_endpoint", given["otlp_traces_endpoint"]),
             lora=_lora(given, pooler, module),
-            enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], device, module),
+            enable_sleep_mode=_sleep_mode(given["enable_sleep_mode"], module),
             worker_cls=_class_path("worker_cls", given["worker_cls"], "auto"),
             worker_extension_cls=_class_path("worker_extension_cls", given["worker_extension_cls"], ""),
             batch_invariant=_batch_invariant(given, pooler, module, device),
@@ -1486,12 +1486,8 @@ def _check_pooling(
         )
 
 
-def _sleep_mode(given: Any, device: str, module: LentModule | None) -> bool:
+def _sleep_mode(given: Any, module: LentModule | None) -> bool:
     """Raises ConfigError where memory cannot be given back."""
-    if given and device != "cpu":
-        raise ConfigError(
-            f"enable_sleep_mode=True: device={device!r} cannot sleep yet; leave it out, or use device='cpu'"
-        )
     if given and module is not None:
         raise ConfigError("enable_sleep_mode=True: the parameters of module= are the application's own; leave it out")
     return bool(given)

@@ -6,7 +6,6 @@ empty. Workers that take the place of others are put to sleep before they get a 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Coroutine
@@ -73,9 +72,16 @@ class Sleeping:
         return sum(freed)
 
     async def _stay_awake(self) -> None:
-        if self._link is not None and self._host.has_workers:
-            with contextlib.suppress(Exception):  # the caller is told of the first error
-                await self._host.ask_all(self._link, "wake_up", math.inf, tags=list(SLEEPING_PARTS))
+        link = self._link
+        if link is not None and self._host.has_workers:
+            try:
+                await self._host.ask_all(link, "wake_up", math.inf, tags=list(SLEEPING_PARTS))
+            except PeerLostError:
+                pass  # those that come in its place are awake
+            except Exception as error:  # the caller is told of the first one; no step may meet memory that is not there
+                logger.exception("the workers have not come back from what they had given back")
+                self._host.has_workers = False
+                self._host.report_defect(link.spokes[0], f"unable to wake up: {error}")
         self.asleep = frozenset()
         self._pausing.resume()
 

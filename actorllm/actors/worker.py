@@ -587,21 +587,24 @@ class WorkerActor(Actor):
         """Give memory back; how many bytes this process holds less. Asked again, it gives back what was taken since."""
         if self._mover is not None:
             self._mover.quiesce()
-        before = self.runner.resident_bytes()
-        self.runner.release_cache()
-        if "weights" not in self._asleep:
+        before, has_weights = self.runner.resident_bytes(), "weights" not in self._asleep
+        self._asleep = set(SLEEPING_PARTS)  # what fails half-way is woken as a whole
+        if has_weights:
             self.runner.release_weights(self._weights, keeps_pages=level == 1)
-        self._asleep = set(SLEEPING_PARTS)
+        self.runner.release_cache()
         self._staged = None
         return max(0, before - self.runner.resident_bytes())
 
     async def _wake_up(self, tags: list[str]) -> list[str]:
         """Take memory again. Returns what is asleep after that."""
         if "weights" in tags and "weights" in self._asleep:
-            staged = await self._read_aside(partial(self.runner.stage_weights, self._weights))
+            staged = await self._read_aside(partial(self.runner.stage_waking, self._weights))
             if "weights" in self._asleep:  # else an update has come before
                 self._take_time(self.runner.commit_weights, staged)
-        self._asleep.difference_update(tags)
+                self._asleep.discard("weights")
+        if "kv_cache" in tags and "kv_cache" in self._asleep:
+            self._take_time(self.runner.restore_cache)
+            self._asleep.discard("kv_cache")
         return sorted(self._asleep)
 
     def _make_calls(self) -> WorkerCalls:

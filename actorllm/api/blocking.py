@@ -282,12 +282,14 @@ class BlockingDoor(ABC):
         Requests that come meanwhile are refused.
 
         Arguments:
-            level: 1 (default): what the system keeps in memory of the weights' files stays there; 2: it is given up, too.
+            level: 1 (default): what the system keeps in memory of the weights' files stays there; 2: it is given up, too. On a GPU,
+                1 keeps a copy of the weights in the host's memory, and 2 none.
             mode: what becomes of the requests that there are: "abort" (default), "keep", or "wait" until they have finished.
 
         Raises:
             ConfigError: the engine was built without enable_sleep_mode.
             InvalidParameterError: an argument has no such value.
+            UnsupportedModelError: level=2, and the weights of this model cannot be read again on its device; nothing sleeps.
             EngineError: a worker ended meanwhile; nothing sleeps.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
@@ -303,7 +305,7 @@ class BlockingDoor(ABC):
         Raises:
             InvalidParameterError: there is no such tag.
             CorruptModelError: the files of the weights have changed meanwhile.
-            EngineError: a worker ended meanwhile; the engine goes on sleeping.
+            EngineError: a worker ended meanwhile, or the GPU has no memory for it; the engine goes on sleeping.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         if not self._engine.is_new:

@@ -220,10 +220,15 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """Compute every later step with what `stage_weights` returned; no step may be under way."""
         raise self._without_updates()
 
-    def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
-        """Give back the memory of the weights, until `commit_weights` of what `stage_weights` made; no step may be under way.
+    def stage_waking(self, source: WeightSource) -> StagedWeights:
+        """What `commit_weights` takes to have the weights of a version again that was given back. As `stage_weights`."""
+        return self.stage_weights(source)
 
-        source: of the weights. keeps_pages: those that the system has in memory of their files stay there.
+    def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
+        """Give back the memory of the weights, until `commit_weights` of what was staged; no step may be under way.
+
+        source: of the weights. keeps_pages: what the system has in memory of their files stays there; on a device, a copy of them
+        is kept on the host.
         """
         raise self._without_updates()
 
@@ -240,12 +245,14 @@ class ModelRunner(ABC, Generic[Handle, How]):
         raise UnsupportedModelError(f"roles are not supported on device={self.name!r} yet; use device='cpu'")
 
     def release_cache(self) -> None:
-        """Give back the memory of the KV cache, which is empty then and may be used; no step may be under way."""
+        """Give back the memory of the KV cache, until `restore_cache`; no step may be under way."""
         raise self._without_updates()
 
-    @staticmethod
-    def resident_bytes() -> int:
-        """The memory that this rank's process holds."""
+    def restore_cache(self) -> None:
+        """Have an empty KV cache again. Nothing to do where its memory comes back as it is used."""
+
+    def resident_bytes(self) -> int:
+        """The memory that can be given back and that this rank holds: of its process, or of its device."""
         return memory.resident_bytes()
 
     def _without_updates(self) -> UnsupportedModelError:

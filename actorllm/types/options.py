@@ -195,7 +195,7 @@ class EngineOptions(VLLMOptions, total=False):
     profiler_config: Annotated[Mapping[str, Any] | None, None]
     """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
     enable_sleep_mode: Annotated[bool, False]
-    """Allow calls of `sleep` to give back the memory of weights and KV cache, on the CPU."""
+    """Allow calls of `sleep`, which give back the memory of weights and KV cache."""
     worker_cls: Annotated[str | type, "auto"]
     """A subclass of yours of RankWorker (actorllm.model.rank_worker), or its path 'module:Class': what `collective_rpc` calls the
     methods of; 'auto': RankWorker itself."""

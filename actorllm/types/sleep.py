@@ -13,7 +13,7 @@ SLEEPING_PARTS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 
 SleepLevel: TypeAlias = Literal[1, 2]
 SLEEP_LEVELS: tuple[SleepLevel, ...] = (1, 2)
-"""1: the pages that the system keeps of the weights' files stay; 2: they are given up, too."""
+"""1: the pages that the system keeps of the weights' files stay, or a copy of a GPU's weights; 2: they are given up, too."""
 
 SleepRequests: TypeAlias = Literal["wait", "refuse"]
 SLEEP_REQUESTS: tuple[SleepRequests, ...] = ("wait", "refuse")

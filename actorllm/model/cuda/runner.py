@@ -75,7 +75,9 @@ from actorllm.model.cuda.sampling import (
     Way,
     sorted_logprobs,
 )
+from actorllm.model.cuda.sleeping_weights import SleepingWeights
 from actorllm.model.cuda.state import DeviceBatch, StateTable
+from actorllm.model.cuda.virtual_memory import DriverError
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.heads import LayeredHead, LinearHead, read_linear
 from actorllm.model.inputs import Drafts, StepInputs
@@ -206,6 +208,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         "adapters",
         "_slots",
         "_prompts",
+        "_sleeping",
     )  # graphs lead back to here
 
     def __init__(
@@ -227,6 +230,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """Of `adapters`."""
         self._prompts: PromptProducts | None = None
         """None: rows of prompts have the same products as decode rows."""
+        self._sleeping: SleepingWeights | None = None
+        """Of the model; None: its memory is never given back."""
         self.model: DeviceModel
         self.state: StateTable
         self.sampler: DeviceSampler
@@ -280,10 +285,26 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 self.scheme = self._prompts.choose(
                     self.config.model, self.dtype, self.device, self.collectives.all_agree
                 )
+        if self._sleeps:
+            self._make_sleeping()
         if self.device.proves_itself:
             self._check_kernels()
         if self.config.speculation is not None:
             self._load_drafter(self.config.speculation)
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether memory may be given back while addresses stay."""
+        return self.config.enable_sleep_mode and self.device.keeps_addresses
+
+    def _make_sleeping(self) -> None:
+        with self.device.active():
+            try:
+                self._sleeping = SleepingWeights(self.device, self.model)
+            except DriverError as error:
+                raise ConfigError(
+                    f"enable_sleep_mode=True: {error}; leave it out, or free memory of the GPU"
+                ) from error
 
     def _load_drafter(self, speculation: Speculation) -> None:
         """Make what drafts. Raises ModelError, ConfigError."""
@@ -393,6 +414,20 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
         Layers of "mtp" and models that draft keep their weights.
         """
+        config, plan = self.config, self._updated_plan()
+        model = replace(config.model, weights=source)
+        source.check_unchanged()
+        check_same_model(model, plan, type(self))
+        form, host = device_form(model), HostDevice()
+        with open_on_device(model, form, self.dtype, False, host.torch_device) as weights:
+            decoder = DeviceDecoder(plan, weights, model.max_model_len, host, self.collectives, form)
+        source.check_unchanged()  # else it was written while it was read
+        for _ in weight_copies.pairs(self.model, decoder):  # which raises where they are not alike
+            pass
+        return decoder
+
+    def _updated_plan(self) -> DecoderConfig:
+        """Of a model whose weights can be read again. Raises UnsupportedModelError."""
         config, plan = self.config, self.model_config
         reasons = {
             "enable_lora=True": config.lora is not None,
@@ -406,19 +441,19 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 f"weights cannot be updated on CUDA with {told[0] if told else 'a model that runs through transformers'} yet; "
                 f"build a new engine, or use device='cpu'"
             )
-        model = replace(config.model, weights=source)
-        source.check_unchanged()
-        check_same_model(model, plan, type(self))
-        form, host = device_form(model), HostDevice()
-        with open_on_device(model, form, self.dtype, False, host.torch_device) as weights:
-            decoder = DeviceDecoder(plan, weights, model.max_model_len, host, self.collectives, form)
-        source.check_unchanged()  # else it was written while it was read
-        for _ in weight_copies.pairs(self.model, decoder):  # which raises where they are not alike
-            pass
-        return decoder
+        return plan
+
+    def stage_waking(self, source: WeightSource) -> StagedWeights:
+        """Nothing where a copy of them is on the host."""
+        if self._sleeping is None or self._sleeping.lacks_weights:
+            return self.stage_weights(source)
+        return None
 
     @torch.inference_mode()
     def commit_weights(self, staged: StagedWeights) -> None:
+        self._wake_weights()
+        if staged is None:
+            return  # they were on the host
         done: set[int] = set()  # a head may be the embedding
         with self.device.active():
             for held, new in weight_copies.pairs(self.model, staged):
@@ -426,6 +461,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                     held.copy_(new)
                     done.add(held.data_ptr())
             self.device.wait_for_all()
+        if self._sleeping is not None:
+            self._sleeping.lacks_weights = False
 
     def _check_kernels(self) -> None:
         """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
@@ -668,6 +705,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 size,
                 self._cache_dtype,
                 shape.num_parts,
+                sleeps=self._sleeps,
             )
             self.state = StateTable(
                 self.device, config.scheduler.max_num_seqs, -(-length // size), self._num_draft_slots
@@ -789,6 +827,59 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         counters = self.graphs.statistics() | {"num_replaced_kernels": len(ops.replaced())}
         return counters if self.scheme is None else counters | {"scheme": self.scheme}
 
+    # Sleep ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _runners(self) -> list[CudaRunner]:
+        """This one, and that of what drafts."""
+        return [self] if self._draft_runner is None else [self, self._draft_runner]
+
+    @property
+    def _is_asleep(self) -> bool:
+        """Whether some memory is missing that steps need."""
+        return self._sleeping is not None and (self._sleeping.is_asleep or self._pool.is_asleep)
+
+    def release_weights(self, source: WeightSource, *, keeps_pages: bool) -> None:
+        """A copy is kept on the host, or they are read again. What drafts or was drawn on the device is copied in any case."""
+        if self._sleeping is None:
+            raise self._without_updates()
+        dropped: list[torch.Tensor] = []
+        if not keeps_pages:
+            try:
+                self._updated_plan()
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"sleep(level=2) drops the weights: {error}; or use level=1") from error
+            if self.config.model.load_format != "dummy" or not source.is_first:
+                dropped = [held for held, _ in weight_copies.pairs(self.model, self.model)]
+        with self.device.active():
+            for runner in self._runners:
+                assert runner._sleeping is not None
+                runner._sleeping.fall_asleep(dropped if runner is self else ())
+            self.device.trim()
+
+    def _wake_weights(self) -> None:
+        with self.device.active():
+            for runner in self._runners:
+                if runner._sleeping is not None:
+                    runner._sleeping.wake_up()
+
+    def release_cache(self) -> None:
+        if self._sleeping is None:
+            raise self._without_updates()
+        with self.device.active():
+            for runner in self._runners:
+                runner._pool.release()
+            self.device.trim()
+
+    def restore_cache(self) -> None:
+        with self.device.active():
+            for runner in self._runners:
+                runner._pool.restore()
+
+    def resident_bytes(self) -> int:
+        """Memory of the device."""
+        return self.device.resident_bytes()
+
     # Graphs -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -808,6 +899,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @property
     def wants_to_record(self) -> bool:
         """Whether `record_next` has something to do, and may be called when this rank has time."""
+        if self._is_asleep:
+            return False
         if self._draft_runner is not None and self._draft_runner.wants_to_record:
             return True
         return self.collectives.size == 1 and self.graphs.next_wanted() is not None

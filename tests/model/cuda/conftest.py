@@ -12,7 +12,7 @@ import pytest
 
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.model.cpu.runner import CpuRunner
-from actorllm.model.cuda import virtual_memory
+from actorllm.model.cuda import sleeping_weights, virtual_memory
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.linear import Form
@@ -81,7 +81,7 @@ def make_quantized(make_runner: Callable[..., CudaRunner], monkeypatch: pytest.M
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
     """That of emulated devices which can give it back, in small pieces. Nothing is held before, nor afterwards."""
-    for module in (virtual_memory,):
+    for module in (virtual_memory, sleeping_weights):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     memory = HostMemory()
     assert (memory.held, memory.num_ranges) == (0, 0)

@@ -15,13 +15,9 @@ from tests.model.cuda.twins import prompt
 NUM_STREAMS = 5
 
 
-def on_the_host(topology: Topology) -> Topology:
-    actors = tuple(
-        dataclasses.replace(a, path="tests.model.cuda.host_worker:HostWorkerActor")
-        if a.name.startswith("worker")
-        else a
-        for a in topology.actors
-    )
+def on_the_host(topology: Topology, worker: str = "tests.model.cuda.host_worker:HostWorkerActor") -> Topology:
+    """With workers of this class."""
+    actors = tuple(dataclasses.replace(a, path=worker) if a.name.startswith("worker") else a for a in topology.actors)
     return dataclasses.replace(topology, actors=actors)
 
 

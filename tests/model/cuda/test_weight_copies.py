@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from actorllm import LLM
 from actorllm.actors.worker import WorkerActor
@@ -19,24 +17,9 @@ from actorllm.model.cuda.weight_copies import pairs
 from actorllm.types.weight_version import WeightSource
 from tests.model.cuda.host_engine import ARGUMENTS, generate, load
 from tests.model.cuda.mixtures import QWEN3
-from tests.model.cuda.twins import TINY
+from tests.model.cuda.saved_models import saved
 
 FILES = {name: value for name, value in ARGUMENTS.items() if name != "load_format"}
-
-
-def saved(path: Path, seed: int, **differences: Any) -> Path:
-    """A tiny model with random weights."""
-    torch.manual_seed(seed)
-    shape = TINY | differences
-    (architecture,) = shape["architectures"]
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**shape)
-    model = getattr(transformers, architecture)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + torch.randn_like(parameter)).add_(0.02 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps(shape))
-    return path
 
 
 @pytest.mark.parametrize(
