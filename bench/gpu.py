@@ -124,6 +124,7 @@ STAGES: dict[str, Stage] = {
     "offline": Stage(lambda bench, shapes, results: engine.offline(bench, shapes)),
     "idle": Stage(lambda bench, shapes, results: engine.idle(bench, shapes)),
     "start": Stage(lambda bench, shapes, results: engine.start(bench, _searched(shapes))),
+    "sleep": Stage(lambda bench, shapes, results: engine.sleep(bench, _searched(shapes))),
     "peers": Stage(lambda bench, shapes, results: peers.run(bench, _searched(shapes))),
     "descriptors": Stage(lambda bench, shapes, results: attention.descriptors(bench), KERNELS),
     "search-products": Stage(

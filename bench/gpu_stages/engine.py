@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: offline throughput, latencies by batch size, the gap between steps, and the start.
+"""The whole engine on a GPU: offline throughput, latencies by batch size, the gap between steps, the start, and sleep.
 
 Weights are random (`load_format="dummy"`), requests go on to their full length, prefix caching is off. The workload of offline
 throughput is that of nano-vllm's bench.py: 256 requests, 100 to 1,024 tokens in and out, drawn in its order from seed 0.
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from report import quantile
 
 from actorllm import LLM, AsyncLLM, SamplingParams, TokensPrompt
@@ -255,6 +256,68 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def sleep(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """Engines that sleep and wake, with the kernels compiled before. Waking and a start end with a first token.
+
+    Raises RuntimeError where streams are others afterwards. Bytes are those that are free on the GPU, as its driver counts them.
+    Only weights of files are read again at level 2.
+    """
+    rows = []
+    stored = {"model": "storyteller", "load_format": "auto", "max_model_len": 256}
+    cases: list[tuple[str, Shape, dict[str, Any], tuple[int, ...]]] = [("storyteller", shapes[0], stored, (1, 2))]
+    cases += [(shape.name, shape, {}, (1,)) for shape in shapes[: bench.pick(None, 1)]]
+    for name, shape, more, levels in cases:
+        with tempfile.TemporaryDirectory() as folder, environment_variable("TRITON_CACHE_DIR", f"{folder}/engine"):
+            asked = arguments(bench, shape, folder, enable_sleep_mode=True, **more)
+            with LLM(**asked) as llm:  # compiles
+                _short_stream(llm, 1)
+            began = time.perf_counter()
+            with LLM(**asked) as llm:
+                _short_stream(llm, 1)
+                start = time.perf_counter() - began
+                expected = _short_stream(llm, bench.pick(64, 4))
+                while not is_settled(llm.stats()):
+                    time.sleep(0.05)
+                for level in levels:
+                    rows.append({"model": name, "level": level, "start, s": start, **_nap(llm, bench, level)})
+                    if _short_stream(llm, bench.pick(64, 4)) != expected:
+                        raise RuntimeError(f"{name} has another stream after sleep(level={level})")
+    return {"sleep": rows}
+
+
+def _nap(llm: LLM, bench: Bench, level: Any) -> dict[str, Any]:
+    """What it gives back, and how long it takes."""
+    used, began = _used_bytes(bench), time.perf_counter()
+    freed = llm.sleep(level)
+    asleep, slept = _used_bytes(bench), time.perf_counter()
+    llm.wake_up()
+    woken = time.perf_counter()
+    _short_stream(llm, 1)
+    return {
+        "falling asleep, s": slept - began,
+        "waking, s": woken - slept,
+        "waking to the first token, s": time.perf_counter() - slept,
+        "told as given back, GiB": freed / 2**30,
+        "given back, GiB": (used - asleep) / 2**30,
+        "share of what was used": None if bench.is_check else (used - asleep) / used,
+    }
+
+
+def _used_bytes(bench: Bench) -> int:
+    """Of the GPU's memory, by all processes."""
+    if bench.is_check:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _short_stream(llm: LLM, num_tokens: int) -> list[int]:
+    """The most likely tokens behind a prompt."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate(TokensPrompt(prompt_token_ids=list(range(1, 17))), greedy, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
 
 
 def _first_token(bench: Bench, shape: Shape, folder: str) -> float:

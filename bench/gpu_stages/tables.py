@@ -30,6 +30,7 @@ TITLES = {
     "capabilities": "Models and options beside plain bfloat16",
     "idle": "Between two steps",
     "start": "The start, until the first token",
+    "sleep": "Engines that sleep and wake",
     "ablations": "What each trick of a step is worth",
     "peers": "transformers on the same GPU",
     "descriptors": "Prefill attention by descriptors, a build that is not in use",
