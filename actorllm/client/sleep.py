@@ -5,13 +5,14 @@ All replicas sleep, or the caller is told of the one that does not. Runs on the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import anyio
 
-from actorllm.errors import EngineError, EngineSleepingError
+from actorllm.errors import ActorLLMError, EngineError, EngineSleepingError
 from actorllm.types.sleep import SLEEPING_PARTS, SleepRequests
 
 
@@ -56,12 +57,21 @@ class Sleep:
                     starting = self._engine.starting()
                     more = await self._engine.ask_all_schedulers("sleep", timeout=math.inf, level=level, mode=mode)
                     freed += int(more)
-            except BaseException:
+            except BaseException as error:
                 self._asleep, self._refuses = before
+                if isinstance(error, ActorLLMError) and not before[0]:
+                    await self._wake_those_asleep()
                 raise
             return freed
 
         return int(await self._alone(sleep))
+
+    async def _wake_those_asleep(self) -> None:
+        """One replica cannot sleep: the others would keep requests waiting that are routed to them."""
+        self._asleep = frozenset(SLEEPING_PARTS)  # until all are awake, or `wake_up` is called once more
+        with contextlib.suppress(ActorLLMError):  # the caller is told of the first error
+            left = await self._engine.ask_all_schedulers("wake_up", timeout=math.inf, tags=list(SLEEPING_PARTS))
+            self._asleep = frozenset(left)
 
     async def wake_up(self, tags: list[str]) -> None:
         """Raises EngineError, or what a worker raised: then it goes on sleeping, and may be woken again."""

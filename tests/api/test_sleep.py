@@ -200,6 +200,27 @@ async def test_requests_wait_and_replicas_sleep_together() -> None:
         await llm.wake_up()
 
 
+async def test_replicas_that_do_not_all_sleep_go_on() -> None:
+    """Requests that are routed to the one that could sleep would wait there."""
+    async with AsyncLLM("storyteller", data_parallel_size=2, **SLEEPS) as llm:
+        expected = [o async for o in llm.generate(PROMPT, greedy(8))][-1].outputs[0].token_ids
+        assert sorted(await llm.collective_rpc("tests.api.worker_functions:refuse_sleep_once")) == [False, True]
+        with pytest.raises(EngineError, match="planted: this replica alone cannot sleep"):
+            await llm.sleep()
+        assert not await llm.is_sleeping()
+        told: list[Any] = []
+
+        async def tell_once() -> None:
+            told.append([o async for o in llm.generate(PROMPT, greedy(8))][-1].outputs[0].token_ids)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):  # on both
+                tasks.start_soon(tell_once)
+        assert told == [expected] * 4
+        assert await llm.sleep() > 0
+        await llm.wake_up()
+
+
 MORE = pytest.mark.slow(reason="an engine in processes and kills of it; the quick case has the worker")
 
 

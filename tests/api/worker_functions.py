@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from actorllm.errors import CorruptModelError
+from actorllm.errors import CorruptModelError, EngineError
 from actorllm.model.rank_worker import RankWorker
 
 
@@ -66,6 +66,21 @@ def refuse_weights_once(worker: RankWorker) -> bool:
         raise CorruptModelError("planted: this rank alone cannot use them")
 
     runner.stage_weights = refusing
+    return True
+
+
+def refuse_sleep_once(worker: RankWorker) -> bool:
+    """The second replica cannot give its memory back. Whether this is it."""
+    if worker.replica != 1:
+        return False
+    runner = worker.model_runner
+    right = runner.release_weights
+
+    def refusing(source: Any, *, keeps_pages: bool) -> None:
+        runner.release_weights = right
+        raise EngineError("planted: this replica alone cannot sleep")
+
+    runner.release_weights = refusing
     return True
 
 
