@@ -21,6 +21,9 @@ from actorllm.model.cuda.virtual_memory import PIECE_BYTES
 ALIGNMENT = 512
 """Bytes at a multiple of which memory of torch's allocator begins, too: builds of kernels go by it."""
 
+TRIMMED_BYTES = 512 << 20
+"""Of weights that are moved, after which what they have left is given back: else all would be in memory twice."""
+
 BESIDE: dict[type, tuple[str, ...]] = {DeviceAdapted: ("down", "up")}
 """What stays where it is: adapters may be put into their slots while the weights sleep."""
 
@@ -59,7 +62,7 @@ class SleepingWeights:
         for block in self._blocks:
             self._move(block)
             moved += block.end - block.start
-            if moved >= PIECE_BYTES:  # else weights would be in memory twice
+            if moved >= TRIMMED_BYTES:
                 device.wait_for_all()
                 device.trim()
                 moved = 0
