@@ -100,3 +100,34 @@ def test_a_gpu_without_room_for_the_kernels_is_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(ConfigError, match=r"compute capability 7\.5, and the kernels need 8\.0"):
         check_gpu(index)
+
+
+def figures(device: Any) -> tuple[int, ...]:
+    return device.foreign_bytes(), device.held_bytes(), device.peak_bytes(), device.resident_bytes()
+
+
+def test_memory_at_reserved_addresses_is_that_of_this_process(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not count it, and the driver counts it as taken."""
+    told = {"memory_reserved": 300, "memory_allocated": 250, "max_memory_allocated": 280, "mem_get_info": (100, 1000)}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert figures(device) == (600, 250, 280, 300)
+    device._driver = SimpleNamespace(held_bytes=200)
+    assert figures(device) == (400, 450, 480, 500)
+
+
+def test_copies_on_the_host_are_pinned_where_that_is_possible(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes: list[bool] = []
+    empty = torch.empty
+
+    def allocate(*shape: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        wishes.append(pin_memory)
+        if pin_memory and len(wishes) > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    for _ in range(2):
+        assert device.host_bytes(8).nbytes == 8
+    assert wishes == [True, True, False]

@@ -21,6 +21,8 @@ from actorllm.actors.topology import engine_topology
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, EngineError, UnsupportedModelError
+from actorllm.model.cuda import sleeping_weights
+from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.cuda.sleeping_weights import MovedMemory, SleepingWeights, tensors_below
 from actorllm.model.cuda.weight_copies import pairs
@@ -350,6 +352,20 @@ def test_a_gpu_without_virtual_memory(build: Build, memory: HostMemory, tmp_path
     memory.fail("cuMemAddressReserve", code=1)
     with pytest.raises(ConfigError, match=r"enable_sleep_mode=True: cuMemAddressReserve .* leave it out"):
         build(path)
+
+
+def test_memory_that_weights_have_left_is_given_back_while_others_are_moved(
+    build: Build, memory: HostMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be in memory twice."""
+    held: list[int] = []
+    monkeypatch.setattr(sleeping_weights, "TRIMMED_BYTES", PIECE)
+    monkeypatch.setattr(HostDevice, "trim", lambda self: held.append(memory.held))
+    _, runner = build(saved(tmp_path / "model", 1))
+    assert runner._sleeping is not None
+    assert len(held) > 3
+    assert held == sorted(held)
+    assert held[0] < runner._sleeping.num_bytes, "the first time, some are not moved yet"
 
 
 def test_a_cache_whose_size_is_measured(build: Build, memory: HostMemory, tmp_path: Path) -> None:
