@@ -94,15 +94,6 @@ class EngineOptions(VLLMOptions, total=False):
     ]
     """'int8', 'int4': round the weights to so many bits; 'int4-g64', 'int4-g128': in larger groups; 'fp8': to floats, on CUDA; or,
     as 'compressed-tensors', 'gptq', 'awq', 'gguf', 'torchao', 'modelopt', ...: the files are quantized; None: as they say."""
-    quantization_twin: Annotated[bool | None, None]
-    """Keep weights of 4 bits in 8 bits as well for prompts; None: where that is faster and fits. False also keeps prompts in
-    bfloat16. On CUDA, True rounds activations of prompts to 8 bits where weights have 8; None and False do not."""
-    compute_scheme: Annotated[str | None, None]
-    """What products are computed as, on a CPU: 'int8', 'int4', 'bfloat16', 'float32', or two such as 'int4+int8', of decode rows
-    and of rows of prompts. None: what is fastest, measured at the first start. Fix it where two engines must have the same bits."""
-    batch_invariant: Annotated[bool, False]
-    """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
-    hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""
     model_impl: Annotated[Literal["auto", "vllm", "transformers"], "auto"]
     """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
     runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]
@@ -219,6 +210,15 @@ class EngineOptions(VLLMOptions, total=False):
     """0: this is the first machine, which builds the engine; others run `actorllm node`."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
+    quantization_twin: Annotated[bool | None, None]
+    """Keep weights of 4 bits in 8 bits as well for prompts; None: where that is faster and fits. False also keeps prompts in
+    bfloat16. On CUDA, True rounds activations of prompts to 8 bits where weights have 8; None and False do not."""
+    compute_scheme: Annotated[str | None, None]
+    """What products are computed as, on a CPU: 'int8', 'int4', 'bfloat16', 'float32', or two such as 'int4+int8', of decode rows
+    and of rows of prompts. None: what is fastest, measured at the first start. Fix it where two engines must have the same bits."""
+    batch_invariant: Annotated[bool, False]
+    """Let no bit of a stream depend on its batch, its chunks, drafts or steps in flight, on a CPU; refused where a machine cannot
+    hold that. The environment variable VLLM_BATCH_INVARIANT sets it, too."""
     kv_disk_path: Annotated[str | os.PathLike[str] | None, None]
     """A folder of this user for KV blocks that left the cache; engines of one model share it, and find it after a restart."""
     kv_disk_size: Annotated[float | None, None]
