@@ -92,7 +92,7 @@ class Driver:
         scheduler = self.scheduler
         self.now += 0.01
         began = time.perf_counter()
-        while scheduler.has_room:
+        while scheduler.ledger.has_room:
             plan = scheduler.schedule(self.now)
             if plan is None:
                 break

@@ -504,7 +504,7 @@ class SchedulerActor(Actor):
         """Up to `depth` steps are in flight."""
         scheduler = self.scheduler
         self._wake_at = math.inf  # with no room for a step there will be a result
-        while scheduler.has_room and self.has_workers and not self._gate.num_holders:
+        while scheduler.may_plan and self.has_workers and not self._gate.num_holders:
             began = now()
             plan = scheduler.schedule(began)
             scheduler.seconds.planning += now() - began

@@ -520,7 +520,7 @@ class Scheduler:
     # Planning ---------------------------------------------------------------------------------------------------------
 
     @property
-    def has_room(self) -> bool:
+    def may_plan(self) -> bool:
         """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
         return self.ledger.has_room and bool(self._table.alive) and self.pause_state is not NOTHING_RUNS
 
@@ -768,8 +768,8 @@ class Scheduler:
                 # Blocks of cached hits that other requests hold are shared and cost nothing. Blocks are only counted
                 # here; all that start get theirs in one call below.
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
-                has_room = num_free_slots and taken <= free_blocks
-                if not has_room or not self._message_budget.take(sequence):
+                fits = num_free_slots and taken <= free_blocks
+                if not fits or not self._message_budget.take(sequence):
                     self._num_refused += 1
                     self._policy.on_refusal(sequence, self)
                     continue
@@ -954,7 +954,7 @@ class Scheduler:
     def steady_rows(self) -> Rows | None:
         """The decode rows, if the next steps are of them alone, and no part nor the policy need hear of such steps; else None."""
         table = self._table
-        if self.prefilling or table.waiting or table.preempted or table.tokenless or not self.has_room:
+        if self.prefilling or table.waiting or table.preempted or table.tokenless or not self.may_plan:
             return None
         if self.kv.window is not None or self._snapshots is not None or self._lanes is not None:
             return None

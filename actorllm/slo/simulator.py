@@ -846,7 +846,7 @@ class SimulatedReplica:
                 self.num_steps_skipped += len(ends)
                 now = ends[-1]
         has_launched = False
-        while scheduler.has_room:
+        while scheduler.may_plan:
             plan = scheduler.schedule(now)
             if scheduler.rejected:
                 self._tell(scheduler.take_rejected())

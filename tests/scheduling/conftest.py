@@ -142,7 +142,7 @@ class Engine:
         """Until nothing is left to do."""
         max_steps = 1000 + 100 * len(self.streams)  # one after the other, in small chunks, and some of them again
         for _ in range(max_steps):
-            while self.scheduler.has_room and self.launch() is not None:
+            while self.scheduler.may_plan and self.launch() is not None:
                 pass
             if not self.results:
                 return

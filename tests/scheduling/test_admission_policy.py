@@ -119,7 +119,7 @@ def run(policy: Any, dice: random.Random, num_blocks: int = 24, num: int = 12, *
                 priority=dice.randint(0, 2),
                 arrival=engine.now,
             )
-        plan = engine.launch() if engine.scheduler.has_room else None
+        plan = engine.launch() if engine.scheduler.may_plan else None
         if engine.results and (plan is None or dice.random() < 0.5):
             engine.complete()
         if not waiting and len(engine.ends) == len(lengths):

@@ -66,7 +66,7 @@ def test_streams_do_not_depend_on_drafts(seed: int, most: int, depth: int, num_b
         requests |= {rid: (first + SIBLING * i, prompt, number, ignore_eos) for i, rid in enumerate(rids)}
     aborted = set()
     for _ in range(400):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         if not engine.results:
             break

@@ -320,7 +320,7 @@ def test_rows_without_a_valid_choice_end_alone(depth: int, bad: list[int]) -> No
     """What is zeroed for them is not what the others go on from."""
     engine = Engine(depth=depth)
     rids = engine.submit_several(1, 3, PROMPT, ignore_eos=True)
-    while engine.scheduler.has_room and engine.launch():
+    while engine.scheduler.may_plan and engine.launch():
         pass
     result = engine.results.pop(0)
     void = StepResult(step=result.step, tokens=result.tokens, nonfinite_rows=np.array(bad, np.int32))

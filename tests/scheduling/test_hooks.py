@@ -194,7 +194,7 @@ def test_advance_does_what_single_steps_do(
         for rid in range(1, 5):
             engine.submit(rid, range(3 * rid), max_tokens=60, ignore_eos=True)
         for _ in range(3):
-            while engine.scheduler.has_room:
+            while engine.scheduler.may_plan:
                 engine.launch()
             engine.complete()
         return engine
@@ -302,7 +302,7 @@ def test_decode_mask_holds_rows_back(build_engine: Callable[..., Any], reference
         engine.submit(rid, [rid], max_tokens=6, ignore_eos=True)
     largest = 0
     for _ in range(60):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             largest = max(largest, len(engine.worker.decode))
         if not engine.results:
             break
@@ -471,7 +471,7 @@ def test_a_recording_replays_to_the_same_plans_byte_for_byte(build_engine: Calla
     for rid in range(1, 9):
         engine.submit(rid, range(rid, rid + 2 * rid), max_tokens=12, blocked_on="x" if rid == 5 else None)
     for turn in range(30):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         if turn == 4:
             engine.abort(2)
@@ -533,7 +533,7 @@ def test_a_masked_row_stays_out_although_somebody_must_go(build_engine: Callable
     for rid in (1, 2, 3):
         engine.submit(rid, range(11), max_tokens=12, ignore_eos=True)
     for _ in range(200):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             assert len(engine.worker.decode) <= 1
         if not engine.results:
             break
@@ -559,7 +559,7 @@ def test_a_request_ended_while_it_waits_for_its_token_counts_it(build_engine: Ca
     engine.submit(1, range(16), max_tokens=20, ignore_eos=True)
     engine.submit(2, range(20, 34), max_tokens=20, ignore_eos=True)
     for _ in range(200):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         preempted = [s for s in engine.scheduler._table.preempted if s.last_step > engine.scheduler.ledger.last_done]
         if preempted:

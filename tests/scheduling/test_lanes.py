@@ -59,7 +59,7 @@ class Pipe(Engine):
 
     def turn(self) -> bool:
         """As the loop of the engine: plan what there is room for, then take one result."""
-        while self.scheduler.has_room and self.launch() is not None:
+        while self.scheduler.may_plan and self.launch() is not None:
             pass
         if self.results:
             self.complete()
@@ -87,7 +87,7 @@ def test_with_one_lane_plans_are_what_they_were() -> None:
                 n, most = dice.choice([1, 1, 2]), dice.randint(1, 20)
                 engine.submit_several(100 * left, n, prompt, max_tokens=most, ignore_eos=True)
                 left -= 1
-            plan = engine.launch() if engine.scheduler.has_room else None
+            plan = engine.launch() if engine.scheduler.may_plan else None
             if engine.results and (plan is None or dice.random() < 0.5):
                 engine.complete()
         for plan in engine.plans:
@@ -119,7 +119,7 @@ def test_every_lane_has_a_step_in_flight_and_as_many_rows() -> None:
     fill(pipe, 8)
     for _ in range(16):
         pipe.turn()
-    while pipe.scheduler.has_room and pipe.launch() is not None:
+    while pipe.scheduler.may_plan and pipe.launch() is not None:
         pass
     assert len(pipe.scheduler.ledger) == 4
     assert [record.num_decode for record in pipe.scheduler.ledger] == [2, 2, 2, 2]
@@ -137,7 +137,7 @@ def test_rows_do_not_gather_in_one_lane_after_a_stall() -> None:
     pipe.scheduler._lanes._made_of = [None, None]  # type: ignore[union-attr]
     pipe.turn()
     pipe.turn()
-    while pipe.scheduler.has_room and pipe.launch() is not None:
+    while pipe.scheduler.may_plan and pipe.launch() is not None:
         pass
     assert sorted(record.num_decode for record in pipe.scheduler.ledger) == [4, 4]
     while pipe.turn():
@@ -154,7 +154,7 @@ def test_lanes_are_alike_in_seconds_not_in_rows() -> None:
     fill(pipe, 8, max_tokens=60)
     for _ in range(24):
         pipe.turn()
-    while pipe.scheduler.has_room and pipe.launch() is not None:
+    while pipe.scheduler.may_plan and pipe.launch() is not None:
         pass
     sizes = sorted(record.num_decode for record in pipe.scheduler.ledger)
     assert sizes[0] <= 3, sizes
@@ -186,7 +186,7 @@ def test_rows_that_stay_are_not_named_again() -> None:
 def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     pipe = Pipe(3, max_num_batched_tokens=8)
     pipe.submit(1, list(range(30)), max_tokens=4, ignore_eos=True)
-    while pipe.scheduler.has_room and pipe.launch() is not None:
+    while pipe.scheduler.may_plan and pipe.launch() is not None:
         pass
     assert [record.num_tokens for record in pipe.scheduler.ledger] == [8, 8, 8]
     while pipe.turn():

@@ -159,7 +159,7 @@ def test_several_that_the_workers_die_of_are_found_before_the_engine_ends(
         scheduler = engine.scheduler
         num_in_a_row = num_tokens = num_deaths = 0
         while not scheduler.is_idle:
-            while scheduler.has_room and engine.launch() is not None:
+            while scheduler.may_plan and engine.launch() is not None:
                 pass
             assert engine.results, "somebody may run"
             record = next(iter(scheduler.ledger))
@@ -309,7 +309,7 @@ def test_beside_other_replicas_a_request_is_probed_with_nothing_else_in_flight(
     scheduler = engine.scheduler
     deaths: list[set[int]] = []
     while not scheduler.is_idle:
-        while scheduler.has_room and engine.launch() is not None:
+        while scheduler.may_plan and engine.launch() is not None:
             pass
         in_flight = {sequence.key[1] for record in scheduler.ledger for sequence in record.named}
         if killer in in_flight:

@@ -37,7 +37,7 @@ def test_keep_leaves_everything_where_it_is(
     engine.launch()
     assert engine.scheduler.pause("keep", engine.now) == []
     assert not engine.scheduler.is_drained, "a step is in flight"
-    assert not engine.scheduler.has_room
+    assert not engine.scheduler.may_plan
     engine.run()
     assert engine.scheduler.is_drained
     before = len(engine.streams[1])

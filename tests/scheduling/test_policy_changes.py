@@ -59,7 +59,7 @@ def test_streams_and_replays_are_what_they_would_be(seed: int) -> None:
             rid, prompts[rid], max_tokens=rng.randrange(1, 16), slo=slo, tenant=f"t{rid % 3}", ignore_eos=True
         )
         for _ in range(rng.randrange(3)):
-            if engine.scheduler.has_room:
+            if engine.scheduler.may_plan:
                 engine.launch()
             if engine.results:
                 engine.complete()

@@ -83,7 +83,7 @@ def run(seed: int, window: int | None = None) -> None:
             failure = StepFailed(step=engine.results[0].step, error="planted", rows=np.zeros(1, np.int32))
             engine.results.clear()
             engine.apply(engine.scheduler.fail(failure, engine.now))
-        plan = engine.launch() if engine.scheduler.has_room else None
+        plan = engine.launch() if engine.scheduler.may_plan else None
         if engine.results and (plan is None or dice.random() < 0.5):
             engine.complete()
         if not waiting and len(engine.ends) == len(requests):

@@ -114,7 +114,7 @@ def test_a_preempted_request_keeps_the_token_in_flight(
     engine.submit(2, range(20, 34), max_tokens=20, ignore_eos=True)
     saw_preempted_with_step_in_flight = False
     for _ in range(200):
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         waiting = [s for s in engine.scheduler._table.preempted if s.state is State.PREEMPTED]
         saw_preempted_with_step_in_flight |= bool(waiting)
@@ -141,7 +141,7 @@ def test_the_token_budget_holds_and_decode_goes_first(build_engine: Callable[...
     engine.complete()
     engine.submit(2, range(30), max_tokens=2, ignore_eos=True)
     sizes = []
-    while engine.scheduler.has_room and (plan := engine.launch()) is not None:
+    while engine.scheduler.may_plan and (plan := engine.launch()) is not None:
         sizes.append(plan.prefill_counts.tolist())
         engine.complete()
         assert len(engine.worker.decode) + sum(sizes[-1]) <= 8
@@ -375,7 +375,7 @@ def test_waiting_requests_are_served_in_order_of_arrival(build_engine: Callable[
 
 
 def test_nothing_is_planned_when_there_is_nothing_to_do(engine: Any) -> None:
-    assert not engine.scheduler.has_room
+    assert not engine.scheduler.may_plan
     assert engine.launch() is None
     engine.submit(1, [1], max_tokens=1)
     engine.launch()

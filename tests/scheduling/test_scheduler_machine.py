@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, 3))
     def fail(self, row: int) -> None:
-        while self.engine.scheduler.has_room and self.engine.launch() is not None:
+        while self.engine.scheduler.may_plan and self.engine.launch() is not None:
             pass  # as many steps in flight as there can be
         if not len(self.engine.scheduler.ledger):
             return
@@ -179,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(is_busy=st.booleans(), num_delivered=st.integers(0, 2))
     def lose_the_workers(self, is_busy: bool, num_delivered: int) -> None:
-        while is_busy and self.engine.scheduler.has_room and self.engine.launch() is not None:
+        while is_busy and self.engine.scheduler.may_plan and self.engine.launch() is not None:
             pass
         for _ in range(min(num_delivered, len(self.engine.results))):
             self.engine.complete()
@@ -248,7 +248,7 @@ class FailingMachine(SchedulerMachine):
 
     @rule(is_out_of_memory=st.booleans())
     def fail_for_no_known_reason(self, is_out_of_memory: bool) -> None:
-        while self.engine.scheduler.has_room and self.engine.launch() is not None:
+        while self.engine.scheduler.may_plan and self.engine.launch() is not None:
             pass
         if not len(self.engine.scheduler.ledger):
             return

@@ -66,7 +66,7 @@ def test_worst_case_counts_a_shared_prompt_once() -> None:
         for rid in range(2, 20):
             engine.submit(rid, prompt, max_tokens=7, ignore_eos=True)
         for _ in range(9):  # one by one: each computes its last block
-            if engine.scheduler.has_room:
+            if engine.scheduler.may_plan:
                 engine.launch()
         most = num_running(engine)
         assert most >= expected if sharing else most <= 4

@@ -279,7 +279,7 @@ def random_plans(build_engine: BuildEngine, seed: int, policy: UniBoost) -> list
             arrival=engine.now - dice.choice([0.0, 0.0, 0.05]),
         )
         for _ in range(dice.randint(0, 4)):
-            if engine.scheduler.has_room:
+            if engine.scheduler.may_plan:
                 engine.launch()
             if engine.results and dice.random() < 0.8:
                 engine.complete()

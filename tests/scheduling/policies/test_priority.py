@@ -63,13 +63,13 @@ def test_the_first_token_of_an_urgent_request_takes_two_steps_and_its_prefill(
     for _ in range(6):
         engine.launch()
         engine.complete()
-    while engine.scheduler.has_room:
+    while engine.scheduler.may_plan:
         engine.launch()
     before = engine.plans[-1].step
     engine.submit(9, range(size), max_tokens=3, ignore_eos=True, priority=-5)
     while not engine.streams[9]:
         engine.complete()
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         done = engine.scheduler.ledger.last_done
     num_prefill_steps = -(-size // 13)  # three of the sixteen tokens of a step are those of the others

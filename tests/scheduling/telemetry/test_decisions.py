@@ -76,7 +76,7 @@ def run(policy: Any, entries: list[Entry]) -> Engine:
         engine.submit(rid + 1, prompt, max_tokens=12, ignore_eos=True, fork_of=rid, seed=rid, sample_index=1)
     for turn in range(400):
         engine.now += 0.01
-        while engine.scheduler.has_room and engine.launch() is not None:
+        while engine.scheduler.may_plan and engine.launch() is not None:
             pass
         engine.scheduler.take_rejected()
         if turn == 9:

@@ -359,7 +359,7 @@ def test_of_several_groups_no_two_are_in_flight_together(make_lives: Callable[..
         lives.turn()
     for _ in range(2):
         lives.scheduler.turn()  # as many steps are planned as may be in flight
-    assert not lives.scheduler.scheduler.has_room
+    assert not lives.scheduler.scheduler.may_plan
     suspects = lives.adopt(0, [([5, GOOD, 200 + number], 8, 1) for number in range(8)])
     assert num_together(lives, suspects) == 4
     check_ends(lives)
