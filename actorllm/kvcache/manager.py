@@ -29,7 +29,7 @@ from actorllm.kvcache.prefix_index import BlockRun, PrefixIndex
 from actorllm.kvcache.window_group import WindowGroup
 from actorllm.messages import I32, NO_I32
 
-NUM_GROUPS = 1
+NUM_TABLES_SENT = 1
 """Block tables that workers are told of. A second KV group has its blocks by way of these (`window_group`)."""
 
 
@@ -74,7 +74,7 @@ class KVCacheManager:
         self.max_blocks_per_slot = -(-max_len // block_size)
         self.pool = BlockPool(num_blocks, self._on_evict)
         self.index = PrefixIndex(self.pool, block_size, self._token_ids_of) if enable_prefix_caching else None
-        self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
+        self.tables: NDArray[np.int32] = np.zeros((NUM_TABLES_SENT, num_slots, self.max_blocks_per_slot), np.int32)
         self.num_blocks: I32 = np.zeros(num_slots, np.int32)
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self._table: I32 = self.tables[0]
