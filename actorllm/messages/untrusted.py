@@ -1,10 +1,10 @@
 """What the scheduler takes from a frontend that runs in another program.
 
-The ring has checked that a frame is whole, and `messages.unpack` that it has the columns of its type. That is enough
-of the engine's own scheduler and frontend; the scheduler checks workers against the table. An attached program may be wrong in
-any way, and what it sends is worked on together with what others sent. So every value is checked here before anything uses it,
-against the table of messages (`messages.schema`) and against what the table cannot say. Called by SchedulerActor for
-attached frontends only.
+The ring has checked that a frame is whole, and `messages.unpack` that it has the columns of its type. Messages from the engine's
+own scheduler and frontend need no more checks; the scheduler checks workers against the table. An attached program may be wrong in
+any way, and what it sends is worked on together with what others sent. So every value is checked here before anything uses it. The
+checks are the table of messages (`messages.schema`), and what the table cannot say. Called by SchedulerActor for attached frontends
+only.
 """
 
 from __future__ import annotations

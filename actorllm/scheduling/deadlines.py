@@ -21,7 +21,10 @@ Anchor = Literal["slo", "first"]
 
 
 def first_due(sequence: Sequence) -> float:
-    """When the first token of a request is due, or its end if only that is promised; infinity without a promise."""
+    """When the first token of a request is due, or its end if only that is promised; infinity without a promise.
+
+    With a promise per token alone it is the arrival: every later token is late by what the first one waits.
+    """
     submit = sequence.submit
     if submit.slo is None:
         return math.inf

@@ -195,8 +195,8 @@ class PlanPolicy(Protocol):
 
     def on_step(self, done: StepDone, view: View) -> None: ...
 
-    # Requests that share the prompt of another (`scheduling.forks`). A policy without these three methods has none: every
-    # request waits, and is in its decisions.
+    # Requests that share the prompt of another (`scheduling.forks`). A class that lacks all three methods gets no forks: each
+    # request waits, and is in its decisions. What is inherited here allows them.
 
     def ahead_of(self, sequence: Sequence, view: View) -> Iterable[Sequence]:
         """The waiting requests that come before this one, in any order: their slots and blocks are left to them."""

@@ -1,4 +1,7 @@
-"""Earliest deadline first (Liu and Layland 1973): of the first token, or of the end where only that is promised."""
+"""Earliest deadline first (Liu and Layland 1973): of the first token, or of the end where only that is promised.
+
+A request with a promise per token alone is due when it arrives (`deadlines.first_due`).
+"""
 
 from __future__ import annotations
 
