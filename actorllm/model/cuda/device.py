@@ -255,7 +255,10 @@ class CudaDevice(Device):
         return Driver(self.torch_device.index)
 
     def bytes_of(self, region: Region) -> torch.Tensor:
-        return torch.as_tensor(region.addresses, device=self.torch_device)
+        tensor = torch.as_tensor(region.addresses, device=self.torch_device)
+        if tensor.data_ptr() != region.address:
+            raise DriverError(f"torch {torch.__version__} makes a copy of memory at addresses that are reserved")
+        return tensor
 
     def host_bytes(self, num_bytes: int) -> torch.Tensor:
         try:

@@ -146,7 +146,8 @@ class Driver:
     def reserve(self, num_bytes: int) -> int:
         """The first of so many addresses. num_bytes: a multiple of the granularity."""
         address = _ADDRESS()
-        self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0, what=f"of {num_bytes} bytes")
+        what = f"of {num_bytes} bytes"
+        self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, self.granularity, 0, 0, what=what)
         self.reserved[int(address.value)] = num_bytes
         return int(address.value)
 

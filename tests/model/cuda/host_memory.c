@@ -109,7 +109,7 @@ CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *
 CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment, CUdeviceptr wanted,
                              unsigned long long flags) {
   BEGIN
-  REFUSE_UNLESS(size && size % GRANULARITY == 0 && !alignment && !wanted && !flags)
+  REFUSE_UNLESS(size && size % GRANULARITY == 0 && alignment == GRANULARITY && !wanted && !flags)
   char *whole = mmap(NULL, size + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (whole == MAP_FAILED)
     return CUDA_ERROR_OUT_OF_MEMORY;
