@@ -13,6 +13,8 @@ from html import escape
 
 NUM_COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "1 2", "6 2 1 2")
+LABEL = 24
+"""Characters of a line of a label beside a row: in wide fonts, too, they fit into its 190 pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,9 @@ def ranges(rows: Sequence[tuple[str, Sequence[tuple[int, Range | None]]]], label
     found = [r for _, marks in rows for _, r in marks if r is not None]
     if not found:
         return '<p class="none">no rate was found</p>'
-    left, row_height = 200, 44
+    left = 200
+    named = [in_lines(name, LABEL) for name, _ in rows]
+    row_height = max(44, 14 * max(map(len, named)) + 8)
     num_marks = max(len(marks) for _, marks in rows)
     height = 16 + row_height * len(rows) + 44
     plot = Plot((0.0, 1.04 * max(r.high for r in found)), (0.0, 1.0), 1060, height, left=left, top=8)
@@ -235,9 +239,9 @@ def ranges(rows: Sequence[tuple[str, Sequence[tuple[int, Range | None]]]], label
     for value in ticks(*plot.x_range, 8):
         plot.add(f'<line x1="{plot.x(value)}" x2="{plot.x(value)}" y1="8" y2="{bottom}" class="grid"/>')
         plot.text(plot.x(value), bottom + 16, number(value))
-    for index, (name, marks) in enumerate(rows):
+    for index, (_, marks) in enumerate(rows):
         middle = 14 + row_height * (index + 0.5)
-        parts = in_lines(name, 31)
+        parts = named[index]
         for number_of, part in enumerate(parts):
             plot.text(left - 10, round(middle + 4 + 14 * (number_of - (len(parts) - 1) / 2), 1), part, "row", "end")
         if index:

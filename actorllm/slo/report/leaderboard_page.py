@@ -87,7 +87,8 @@ def _ranking(results: SweepResults, target: float, reading: Reading) -> Section:
     for place in places(results, target, reading):
         one = place.found
         grows = "" if one.grows_from is None else f"{one.grows_from:.2f}"
-        rows.append([str(place.rank), escape(place.label), escape(figure_of(one)), one.verdict, grows])
+        name = f'<span class="name">{escape(place.label)}</span>'
+        rows.append([str(place.rank), name, escape(figure_of(one)), one.verdict, grows])
     section.paragraph(f"Requests per second with 95 % bands. A policy {NOT_SHOWN}.")
     section.add(table(["rank", "policy", "sustains", "run at that rate", "backlog grows from"], rows))
     return section

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from actorllm import cli
 from actorllm.errors import ConfigError
 from actorllm.slo.experiments import Scenario, Sweep, SweepResults, Variant
 from actorllm.slo.report import results_csv, sweep_page
-from actorllm.slo.report.charts import Range, in_lines, ranges
+from actorllm.slo.report.charts import LABEL, Range, in_lines, ranges
 from actorllm.slo.report.export import figures_of, latex_table, parquet_of, pdf_of
 from actorllm.types.objective import READINGS
 
@@ -174,9 +175,12 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     ],
 )
 def test_labels_are_whole(label: str) -> None:
-    parts = in_lines(label, 31)
+    parts = in_lines(label, LABEL)
     assert "".join(parts) == label
-    assert all(0 < len(part) <= 31 for part in parts)
+    assert all(0 < len(part) <= LABEL for part in parts)
     chart = ranges([(label, [(0, Range(1.0, 0.5, 2.0, ""))])], "rates", "requests per second")
     texts = re.findall(r'class="row"[^>]*>([^<]*)<', chart)
     assert "".join(texts) == label
+    rows = [(3 * label, [(0, Range(1.0, 0.5, 2.0, ""))])] * 2
+    at = [float(y) for y in re.findall(r'y="([\d.]+)" class="row"', ranges(rows, "", ""))]
+    assert min(after - before for before, after in pairwise(at)) > 13, "nor do labels of neighbours lie on each other"

@@ -176,11 +176,20 @@ def test_nothing_is_cut_off_on_paper(pages: dict[str, str], kind: str, width: in
     cell = style(html, "th", "td", kind="print", width=width)
     assert (cell["white-space"], cell["overflow-wrap"]) == ("normal", "break-word")
     assert style(html, "td", "td:first-child", kind="print", width=width)["overflow-wrap"] == "anywhere"
+    assert style(html, ".name", kind="print", width=width)["overflow-wrap"] == "anywhere"
     assert style(html, "details:not([open])", kind="print", width=width)["display"] == "none"
     assert style(html, "figure", kind="print", width=width)["break-inside"] == "avoid"
     on_paper = style(html, ":root", kind="print", width=width, is_dark=True)
     assert on_paper == style(html, ":root", kind="print", width=width)
     assert on_paper["--paper"] == "#ffffff"
+
+
+def test_long_names_are_cells_that_break_on_paper(pages: dict[str, str]) -> None:
+    """They stand first in their rows, or say that they are names."""
+    cells = [cell for html in pages.values() for row in html.split("<tr>")[1:] for cell in row.split("<td>")[2:]]
+    long = [cell for cell in cells if LONG[:40] in cell.partition("</td>")[0]]
+    assert long, "the leaderboard has the rank before it"
+    assert all('<span class="name">' in cell for cell in long)
 
 
 def luminance(colour: str) -> float:
@@ -237,6 +246,8 @@ def test_a_browser_scrolls_no_page_sideways(
         browser.open(file.as_uri())
         browser.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert browser.value("document.documentElement.scrollWidth") <= width
+        left = "Math.min(0, ...[...document.querySelectorAll('text.row')].map((one) => one.getBBox().x))"
+        assert browser.value(left) == 0, "labels are whole"
         browser.call("Emulation.setEmulatedMedia", media="print")
         browser.call("Emulation.setDeviceMetricsOverride", width=PAPER, height=900, deviceScaleFactor=1, mobile=False)
         assert browser.value("document.documentElement.scrollWidth") <= PAPER
