@@ -11,11 +11,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import orjson
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from actorllm.errors import CorruptModelError, InvalidParameterError, shown
+from actorllm.errors import CorruptModelError, EngineError, InvalidParameterError, shown
 from actorllm.model.threads import num_cores
 from actorllm.types.params import is_text
 
@@ -78,6 +78,19 @@ class TensorRecord:
     data: NDArray[np.uint8]
 
 
+class Layout(NamedTuple):
+    """One of the tensors that another process is to write, which lie in their order and without gaps."""
+
+    name: str
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.dtype, self.shape)
+
+
 class TensorFile:
     """Some tensors in a memory file. Nothing is written to it once it is made."""
 
@@ -95,14 +108,13 @@ class TensorFile:
             if at == end:
                 pieces += ((record.data[i : i + PIECE_BYTES], at + i) for i in range(0, size, PIECE_BYTES))
                 end += size
-        text = orjson.dumps(header)
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        start = 8 + len(text)
+        text = _head_of(header)
+        start = len(text)
         self._num_bytes = start + end
         self._file = new_memory(self._num_bytes)
         try:
             fcntl.flock(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), 0)
+            self._file.write(np.frombuffer(text, np.uint8), 0)
             self._write_all([(data, start + at) for data, at in pieces])
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
         except BaseException:
@@ -121,6 +133,31 @@ class TensorFile:
         length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
         self.records = _records_of(os.pread(file.fd, length, 8))
         self._num_bytes = os.fstat(file.fd).st_size
+        return self
+
+    @classmethod
+    def laid_out(cls, layout: Sequence[Layout], new_memory: NewMemory) -> TensorFile:
+        """Room for tensors, which another process writes (`TensorRoom`) before anything reads them. Raises OSError."""
+        self = cls.__new__(cls)
+        self._new_memory = new_memory
+        header: dict[str, Any] = {}
+        end = 0
+        for name, dtype, shape in layout:
+            size = _num_bytes(dtype, shape)
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+            end += size
+        text = _head_of(header)
+        self._num_bytes = len(text) + end
+        self._file = new_memory(self._num_bytes)
+        try:
+            self._file.write(np.frombuffer(text, np.uint8), 0)
+            fcntl.flock(self._file.fd, fcntl.LOCK_UN)  # memory that is kept has a lock; the writer takes one
+        except BaseException:
+            self._file.close()
+            raise
+        self.records = {
+            one.name: (one.dtype, one.shape, len(text) + header[one.name]["data_offsets"][0]) for one in layout
+        }
         return self
 
     def _write_all(self, pieces: list[tuple[NDArray[np.uint8], int]]) -> None:
@@ -159,6 +196,47 @@ class TensorFile:
         self._file.close()
 
 
+class TensorRoom:
+    """A file of `TensorFile.laid_out`, in a process that brings its tensors. Locked until it is closed, if it is written to."""
+
+    def __init__(self, path: str, *, is_written: bool) -> None:
+        """Raises EngineError: it is not on this machine, or another process writes to it."""
+        self._fd = -1
+        try:
+            self._fd = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
+            if is_written:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            records = _records_of(os.pread(self._fd, length, 8))
+        except OSError as error:
+            self.close()
+            raise EngineError(
+                f"the memory for the new weights cannot be opened: {error}; tensors reach replicas of one machine only, others are "
+                f"updated from a folder"
+            ) from error
+        self.layout = [Layout(name, dtype, shape) for name, (dtype, shape, _) in records.items()]
+        self._at = 8 + length
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """The next bytes. Raises OSError for want of memory."""
+        done = 0
+        while done < data.size:
+            done += os.pwrite(self._fd, data[done:].data, self._at + done)
+        self._at += done
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> TensorRoom:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class MappedTensors:
     """The tensors of such a file of another process: views of its memory, which stays as it is while one of them lives."""
 
@@ -192,6 +270,13 @@ class MappedTensors:
         return tensor.untyped_storage().data_ptr() == self._data.untyped_storage().data_ptr()
 
 
+def _head_of(header: Mapping[str, Any]) -> bytes:
+    """What a file of safetensors begins with."""
+    text = orjson.dumps(header)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _records_of(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Type, shape and first byte of each tensor, as a header of safetensors says. Raises ValueError, KeyError and the like."""
     start = 8 + len(header)
@@ -214,7 +299,7 @@ def file_of_tensors(tensors: object, new_memory: NewMemory) -> TensorFile:
         )
     if not tensors:
         raise InvalidParameterError("tensors is empty; give at least one tensor by its name in the checkpoint")
-    return TensorFile({_checked_name(name): _record_of(name, value) for name, value in tensors.items()}, new_memory)
+    return TensorFile({checked_name(name): _record_of(name, value) for name, value in tensors.items()}, new_memory)
 
 
 def tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
@@ -230,7 +315,7 @@ def tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _checked_name(name: object) -> str:
+def checked_name(name: object) -> str:
     if not is_text(name) or not 0 < len(str(name)) <= MAX_NAME or name == METADATA:
         raise InvalidParameterError(
             f"tensor name {shown(name)} must be a string of valid Unicode with 1 to {MAX_NAME} characters"
@@ -238,7 +323,8 @@ def _checked_name(name: object) -> str:
     return str(name)
 
 
-def _record_of(name: object, value: object) -> TensorRecord:
+def checked_tensor(name: object, value: object) -> torch.Tensor:
+    """What a caller gives as a tensor, of a type that weights have. Raises InvalidParameterError, naming it."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(np.require(value, requirements=("C", "W")))  # torch has no negative strides
@@ -257,8 +343,13 @@ def _record_of(name: object, value: object) -> TensorRecord:
         raise InvalidParameterError(
             f"tensor {shown(name)} is in parts over processes; give what its full_tensor() returns"
         )
+    return value
+
+
+def _record_of(name: object, value: object) -> TensorRecord:
+    tensor = checked_tensor(name, value)
     try:
-        plain = value.detach().cpu().resolve_neg().contiguous()
+        plain = tensor.detach().cpu().resolve_neg().contiguous()
         return TensorRecord(DTYPES[plain.dtype], tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
     # A tensor on "meta" has no data, and a subclass of Tensor may refuse each of these calls.
     except (RuntimeError, TypeError) as error:
