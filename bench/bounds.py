@@ -803,6 +803,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "types.media_rules: MediaRules.processor_kwargs",
     ),
     "one entry for each process, link or thread of the engine, or for each of their deaths, which are paced": (
+        "actors.weight_receiver: TransferJob._waiters",
         "actors.tiers.peer_memory: PeerMemory._maps",
         "api.awaited_tokenizer: _with_await",
         "actors.executor: FairExecutor._threads",

@@ -126,7 +126,7 @@ class SchedulerActor(Actor):
         "list_adapters",
         "expect_suspects",
         "limit_threads",
-        *("stage_weights", "discard_weights", "commit_weights"),
+        *("stage_weights", "discard_weights", "commit_weights", "transfer_weights"),
         "call_workers",
         *("sleep", "wake_up"),
         *("check_policy", "set_policy", "request_log"),
@@ -791,6 +791,8 @@ class SchedulerActor(Actor):
                 return self._weights.discard()
             case "commit_weights":
                 return self._weights.commit(WeightSource.from_tree(arguments["source"]), arguments["running"])
+            case "transfer_weights":
+                return self._weights.transfer(**arguments)
             case "sleep":
                 return self._sleeping.sleep(arguments["level"], arguments["mode"])
             case "wake_up":

@@ -78,6 +78,21 @@ class WeightCommits(LoopPart):
             await self._host.ask_all(self._link, "discard_weights", math.inf)
         return True
 
+    async def transfer(self, identity: str, what: str, data: Any) -> list[Any]:
+        """Have every rank take part in bringing tensors here (`WeightReceiver`), beside the steps. Raises what one raised."""
+        link = self._link
+        if link is None or not self._host.has_workers:
+            raise EngineError(
+                "the workers are being started again, and nothing was changed; bring the weights in a moment"
+            )
+        try:
+            return await self._host.ask_all(link, "transfer_weights", math.inf, identity=identity, what=what, data=data)
+        except PeerLostError as lost:
+            raise EngineError(
+                f"a worker ended while new weights were brought to it, and nothing was changed; start the trainer's group again, "
+                f"and call init_weight_transfer_engine: {lost}"
+            ) from None
+
     async def commit(self, source: WeightSource, running: RunningRequests) -> bool:
         """Let the next step be computed with this version. Asked again, it does nothing."""
         if source == self.current:

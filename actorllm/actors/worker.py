@@ -41,6 +41,7 @@ from actorllm.actors.tiers.lease_board import LeaseBoard
 from actorllm.actors.tiers.peer_memory import PeerMemory
 from actorllm.actors.tiers.slot_file import SlotFile
 from actorllm.actors.tiers.tier_files import keys_of, open_tiers
+from actorllm.actors.weight_receiver import WeightReceiver
 from actorllm.actors.worker_calls import LONGEST_CALL_S, WorkerCalls
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -71,7 +72,7 @@ class WorkerActor(Actor):
         *Actor.VERBS,
         *("start_profile", "stop_profile", "limit_threads"),
         *("load_adapter", "add_adapter", "pin_adapter", "remove_adapter", "list_adapters"),
-        *("stage_weights", "discard_weights", "commit_weights"),
+        *("stage_weights", "discard_weights", "commit_weights", "transfer_weights"),
         "call_worker",
         *("sleep", "wake_up", "asleep"),
         *("load_blocks", "store_blocks", "pull_blocks", "cache_era"),
@@ -104,6 +105,8 @@ class WorkerActor(Actor):
         """The version that steps are computed with."""
         self._staged: tuple[WeightSource, StagedWeights] | None = None
         self._calls: WorkerCalls | None = None
+        self._receiver: WeightReceiver | None = None
+        """Where weights have come from a trainer."""
         self._mover: BlockMover | None = None
         """Where there are KV tiers."""
         self._peers: PeerMemory | None = None
@@ -241,6 +244,8 @@ class WorkerActor(Actor):
 
     async def on_stop(self) -> None:
         self._calls = None
+        if self._receiver is not None:
+            self._receiver.close()
         if self._mover is not None:
             self._mover.close()
         if hasattr(self, "runner"):
@@ -478,6 +483,10 @@ class WorkerActor(Actor):
                 return True
             case "commit_weights":
                 return self._commit_weights(WeightSource.from_tree(arguments["source"]))
+            case "transfer_weights":
+                if self._receiver is None:
+                    self._receiver = WeightReceiver(self.runner.config, self.rank, self.runner)
+                return self._receiver.answer(**arguments, has_loop=self.waker() is not None)
             case "sleep":
                 return self._take_time(self._sleep, arguments["level"])
             case "wake_up":

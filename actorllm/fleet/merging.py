@@ -39,6 +39,8 @@ def merged(verb: str, answers: Mapping[int, Any]) -> Any:
             return list(dict.fromkeys(digest for value in values for digest in value))
         case "call_workers":
             return values
+        case "transfer_weights":  # of ranks
+            return [answer for value in values for answer in value]
         case "request_log":
             return dict(answers)
         case "sleep":  # bytes

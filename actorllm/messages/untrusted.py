@@ -23,7 +23,7 @@ HASH_BYTES = 32
 
 OWNER_VERBS = frozenset(
     (
-        *("stage_weights", "discard_weights", "commit_weights", "call_workers", "sleep", "wake_up"),
+        *("stage_weights", "discard_weights", "commit_weights", "transfer_weights", "call_workers", "sleep", "wake_up"),
         *("check_policy", "set_policy", "request_log"),
     )
 )
