@@ -26,7 +26,9 @@ from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.scoring import TextScoring, tokenization_of
 from actorllm.client.stream import RequestStream, TextStream
-from actorllm.client.weight_updates import NewWeights, check_transport
+from actorllm.client.transports.jobs import RankJob
+from actorllm.client.transports.table import transport_of
+from actorllm.client.weight_updates import NewWeights
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError
 from actorllm.fleet import attached
@@ -952,7 +954,8 @@ class AsyncLLM:
         Arguments:
             tensors: torch tensors by their names in the checkpoint, of any shape that they have there; they are copied. What is
                 not given stays as it is. They must not change before the call returns.
-            transport: "shm" (default): through shared memory.
+            transport: how they get to the ranks: "shm" (default) through shared memory; "gloo", and "nccl" between GPUs, by a group
+                of torch.distributed; "cuda_ipc" on a GPU that a rank is on, too (docs/weights.md).
             version: as in `update_weights_from_disk`.
             running: as in `update_weights_from_disk`.
 
@@ -962,15 +965,16 @@ class AsyncLLM:
             EngineError: another update is under way, or a worker has ended meanwhile; nothing has changed.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        check_transport(transport)
-        new_memory = self._engine.weight_memory.new
-        return await self._update_weights(lambda: NewWeights.of_tensors(tensors, new_memory), version, running)
+        read = partial(transport_of("transport", transport).whole, tensors, self._engine.weight_memory)
+        return await self._update_weights(read, version, running)
 
     async def _update_weights(
-        self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests
+        self, read: Callable[[], NewWeights | RankJob], version: str | None, running: RunningRequests
     ) -> str:
         await self.start()
         new = await HostLoop.current().result_of(self._engine.read_weights(read, version, running))
+        if isinstance(new, RankJob):
+            new = await HostLoop.current().result_of(self._engine.bring_weights(new))
         return await HostLoop.current().result_of(self._engine.update_weights(new, version, running))
 
     @property
@@ -979,19 +983,31 @@ class AsyncLLM:
         return self._engine.weight_version
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        """Get ready for updates in parts; there is nothing to be set up.
+        """Get ready for updates in parts. Ranks that meet a trainer have met it when this returns.
 
         Arguments:
-            request: {"init_info": {"backend": "shm"}}, or {"init_info": {}}.
+            request: {"init_info": {}} for tensors and files; for a trainer that broadcasts {"init_info": {"backend": "gloo",
+                "master_address": "10.0.0.1", "master_port": 29600, "world_size": 3}}, or "nccl" (docs/weights.md).
 
         Raises:
-            InvalidParameterError: another backend is asked for.
+            InvalidParameterError: there is no such backend, or it does not take this.
+            EngineError: the ranks and the trainer did not meet.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        self._engine.weight_transfer.init(request)
+        place = self._engine.weight_transfer.init(request)
+        if place is not None:
+            await self.start()
+            await HostLoop.current().result_of(self._engine.join_trainer(place))
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Forget an update that was started and not finished. Does nothing otherwise."""
+        """Forget an update that was started and not finished, and leave the trainer that the ranks have met.
+
+        Raises:
+            EngineError: the ranks wait for that trainer; they do so no longer than its timeout.
+        """
         await to_thread.run_sync(self._engine.weight_transfer.close)
+        if self._engine.has_trainer:
+            await HostLoop.current().result_of(self._engine.join_trainer(None))
 
     async def start_weight_update(self) -> None:
         """Begin an update in parts; one that was not finished is forgotten."""
@@ -1001,18 +1017,24 @@ class AsyncLLM:
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
 
         Arguments:
-            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
+            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files; or
+                what a trainer brings: {"update_info": {"names": [...], "dtype_names": [...], "shapes": [...]}}, and with
+                "ipc_handles" what it shares on a GPU.
 
         Raises:
             InvalidParameterError: no update was started, or it was finished or started anew while the part was read; or the
                 request or a tensor is not what it must be.
-            EngineError: there is no memory for the part.
+            EngineError: there is no memory for the part, or the trainer has ended or is silent; the parts before are kept.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         part = self._engine.weight_transfer.part(request)
         try:
             await self.start()
-            await HostLoop.current().result_of(self._engine.read_weights(part.bring, None, "recompute"))
+            job = await HostLoop.current().result_of(self._engine.read_weights(part.bring, None, "recompute"))
+            if job is not None:
+                new = await HostLoop.current().result_of(self._engine.bring_weights(job))
+                keep = partial(part.keep, new)
+                await HostLoop.current().result_of(self._engine.read_weights(keep, None, "recompute"))
         except BaseException:
             part.is_given_up = True  # it may be read at this moment, and land over the one that is given again
             raise

@@ -6,6 +6,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
@@ -13,7 +14,9 @@ from actorllm.api.worker_path import folder_to_reload, is_reload
 from actorllm.client.collective_calls import Called, call_arguments, check_target, check_timeout_of_call
 from actorllm.client.engine import Engine
 from actorllm.client.metric_families import metrics_of
-from actorllm.client.weight_updates import NewWeights, check_transport
+from actorllm.client.transports.jobs import RankJob
+from actorllm.client.transports.table import transport_of
+from actorllm.client.weight_updates import NewWeights
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.scheduling.pause import PauseMode
@@ -182,7 +185,7 @@ class BlockingDoor(ABC):
         Arguments:
             tensors: torch tensors by their names in the checkpoint, of any shape that they have there; they are copied. What is
                 not given stays as it is.
-            transport: "shm" (default).
+            transport: "shm" (default), "gloo", "nccl" or "cuda_ipc".
             version: a name for it; None (default): the number of the update.
             running: what becomes of requests that have started: "recompute" (default), "keep" or "abort".
 
@@ -195,13 +198,16 @@ class BlockingDoor(ABC):
         Example:
             llm.update_weights_from_tensors(policy.state_dict(), version="step-40")
         """
-        check_transport(transport)
-        new_memory = self._engine.weight_memory.new
-        return self._update_weights(lambda: NewWeights.of_tensors(tensors, new_memory), version, running)
+        read = partial(transport_of("transport", transport).whole, tensors, self._engine.weight_memory)
+        return self._update_weights(read, version, running)
 
-    def _update_weights(self, read: Callable[[], NewWeights], version: str | None, running: RunningRequests) -> str:
+    def _update_weights(
+        self, read: Callable[[], NewWeights | RankJob], version: str | None, running: RunningRequests
+    ) -> str:
         self._engine.start()
         new = self._engine.read_weights(read, version, running).result()
+        if isinstance(new, RankJob):
+            new = self._engine.bring_weights(new).result()
         return self._engine.update_weights(new, version, running).result()
 
     @property
@@ -210,19 +216,31 @@ class BlockingDoor(ABC):
         return self._engine.weight_version
 
     def init_weight_transfer_engine(self, request: Any) -> None:
-        """Get ready for updates in parts; there is nothing to be set up.
+        """Get ready for updates in parts. Ranks that meet a trainer have met it when this returns.
 
         Arguments:
-            request: {"init_info": {"backend": "shm"}}, or {"init_info": {}}.
+            request: {"init_info": {}} for tensors and files; for a trainer that broadcasts {"init_info": {"backend": "gloo",
+                "master_address": "10.0.0.1", "master_port": 29600, "world_size": 3}}, or "nccl" (docs/weights.md).
 
         Raises:
-            InvalidParameterError: another backend is asked for.
+            InvalidParameterError: there is no such backend, or it does not take this.
+            EngineError: the ranks and the trainer did not meet.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
-        self._engine.weight_transfer.init(request)
+        place = self._engine.weight_transfer.init(request)
+        if place is not None:
+            self._engine.start()
+            self._engine.join_trainer(place).result()
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Forget an update that was started and not finished. Does nothing otherwise."""
+        """Forget an update that was started and not finished, and leave the trainer that the ranks have met.
+
+        Raises:
+            EngineError: the ranks wait for that trainer; they do so no longer than its timeout.
+        """
         self._engine.weight_transfer.close()
+        if self._engine.has_trainer:
+            self._engine.join_trainer(None).result()
 
     def start_weight_update(self) -> None:
         """Begin an update in parts; one that was not finished is forgotten."""
@@ -232,17 +250,22 @@ class BlockingDoor(ABC):
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.
 
         Arguments:
-            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files.
+            request: {"update_info": {"tensors": {name: tensor}}}, or {"update_info": {"files": [path]}} of safetensors files; or
+                what a trainer brings: {"update_info": {"names": [...], "dtype_names": [...], "shapes": [...]}}, and with
+                "ipc_handles" what it shares on a GPU.
 
         Raises:
             InvalidParameterError: no update was started, or it was finished or started anew while the part was read; or the
                 request or a tensor is not what it must be.
-            EngineError: there is no memory for the part.
+            EngineError: there is no memory for the part, or the trainer has ended or is silent; the parts before are kept.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         part = self._engine.weight_transfer.part(request)
         self._engine.start()
-        self._engine.read_weights(part.bring, None, "recompute").result()
+        job = self._engine.read_weights(part.bring, None, "recompute").result()
+        if job is not None:
+            keep = partial(part.keep, self._engine.bring_weights(job).result())
+            self._engine.read_weights(keep, None, "recompute").result()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Compute every later token with all parts; requests that run are computed again (`update_weights_from_tensors`).

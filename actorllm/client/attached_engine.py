@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +13,7 @@ from actorllm.actors.frontend import FrontendActor
 from actorllm.attach.client import AttachClient
 from actorllm.client.collective_calls import Called
 from actorllm.client.engine import Engine
+from actorllm.client.transports.jobs import RankJob
 from actorllm.client.weight_updates import NewWeights
 from actorllm.errors import EngineError
 from actorllm.types.weight_version import RunningRequests
@@ -53,6 +55,17 @@ class AttachedEngine(Engine):
     def update_weights(self, new: NewWeights, version: str | None, running: RunningRequests) -> Future[str]:
         """Raises EngineError: it is not ours."""
         new.close()
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can update its weights")
+
+    def join_trainer(self, place: Mapping[str, Any] | None) -> Future[None]:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can have its ranks meet a trainer")
+
+    def bring_weights(self, job: RankJob) -> Future[NewWeights]:
+        """Raises EngineError: it is not ours."""
+        job.close()
         self._check()
         raise EngineError("this engine belongs to another process, which alone can update its weights")
 

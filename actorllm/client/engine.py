@@ -47,6 +47,8 @@ from actorllm.client.stat_recorder import StatRecorder, check_factories
 from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
+from actorllm.client.transports.jobs import RankJob
+from actorllm.client.transports.rank_transfers import RankTransfers
 from actorllm.client.weight_memory import WeightMemory
 from actorllm.client.weight_transfer import WeightTransfer
 from actorllm.client.weight_updates import NewWeights, WeightUpdates, check_update
@@ -198,6 +200,7 @@ class Engine:
         self._submits = SubmitMaker(self.config, self.prompts, lambda: self._frontend.weights.identity)
         self._weight_updates = WeightUpdates(self)
         self.weight_transfer = WeightTransfer(self.weight_memory)
+        self._rank_transfers = RankTransfers(self)
         self.watchers: dict[str, Callable[[], Any]] = {}
         """What else tells of it in `statistics`, by key: of programs around the engine (`slo.live.shadow`)."""
         self.sleep_state = Sleep(self)
@@ -1004,11 +1007,38 @@ class Engine:
     def update_weights(self, new: NewWeights, version: str | None, running: RunningRequests) -> Future[str]:
         """Let all replicas compute with them; see `WeightUpdates.update`. A caller that waits no more ends no update."""
         self._check()
-        outcome: Future[str] = Future()
+        return self._uncancelled(self._weight_updates.update, new, version, running)
+
+    def join_trainer(self, place: Mapping[str, Any] | None) -> Future[None]:
+        """Let the ranks meet a trainer, and leave the one of before; None: only that. A caller that waits no more ends nothing.
+
+        Raises, in the future: InvalidParameterError; EngineError: they did not meet.
+        """
+        self._check()
+        if place is not None and self.config.is_launched:
+            raise InvalidParameterError(
+                "init_info: ranks that a launcher has started meet no trainer; bring the tensors with transport='shm'"
+            )
+        transfers = self._rank_transfers
+        return self._uncancelled(transfers.leave) if place is None else self._uncancelled(transfers.join, place)
+
+    @property
+    def has_trainer(self) -> bool:
+        """The ranks were told to meet one, and not to leave it."""
+        return self._rank_transfers.is_joined
+
+    def bring_weights(self, job: RankJob) -> Future[NewWeights]:
+        """Let the ranks fill the memory of new weights; see `RankTransfers.bring`. Raises InvalidParameterError."""
+        self._check()
+        if self.config.is_launched and job.what == "fetch":
+            job.close()
+            raise InvalidParameterError("an engine that a launcher has started takes tensors with transport='shm' only")
+        return self._uncancelled(self._rank_transfers.bring, job)
+
+    def _uncancelled(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        outcome: Future[Any] = Future()
         outcome.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._thread.call(self._weight_updates.update, new, version, running).add_done_callback(
-            partial(_pass_on, outcome)
-        )
+        self._thread.call(function, *arguments).add_done_callback(partial(_pass_on, outcome))
         return outcome
 
     def name_weights(self, version: str) -> Future[str]:

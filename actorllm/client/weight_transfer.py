@@ -2,8 +2,9 @@
 
     init_weight_transfer_engine -> start_weight_update -> update_weights, for each part -> finish_weight_update
 
-Each part is copied when it comes. Nothing of it is staged before `finish_weight_update`, which makes one update of all parts. Any
-thread may call it. A part is of the update that was under way when it was given: one that is read slowly lands in no later update.
+How a part comes is that of its transport (`transports.table`). Each is copied when it comes. Nothing of it is staged before
+`finish_weight_update`, which makes one update of all parts. Any thread may call it. A part is of the
+update that was under way when it was given: one that is read slowly lands in no later update.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from actorllm.client.weight_updates import NEW_MEMORY, NewWeights, check_transport, close_all, laid_over
+from actorllm.client.transports.jobs import RankJob
+from actorllm.client.transports.table import transport_of_init, transport_of_part
+from actorllm.client.weight_updates import NewWeights, close_all, laid_over
 from actorllm.errors import InvalidParameterError, shown
 
 if TYPE_CHECKING:
     from actorllm.client.weight_memory import WeightMemory
     from actorllm.model.updates.tensor_files import TensorFile
-
-BACKEND = "shm"
 
 
 class TransferPart:
@@ -32,8 +33,10 @@ class TransferPart:
         self.is_given_up = False
         """The caller does not wait any more, and may give the part again."""
 
-    def bring(self) -> None:
+    def bring(self) -> RankJob | None:
         """Read the part and keep it. Takes as long as copying it, and perhaps parts that came before.
+
+        Returns what the ranks are to do for it, if they bring it; `keep` what comes of that. None: it is kept.
 
         Raises:
             InvalidParameterError: names the tensor or the file; or no update was started, or it ended meanwhile.
@@ -41,7 +44,15 @@ class TransferPart:
             EngineError: for want of memory; the parts that came before are kept.
         """
         self._transfer.check(self)
-        self._transfer.add(read(self._request, self._transfer.memory), self)
+        new = read(self._request, self._transfer.memory)
+        if isinstance(new, RankJob):
+            return new
+        self.keep(new)
+        return None
+
+    def keep(self, new: NewWeights) -> None:
+        """What was read of it. Raises as `bring`."""
+        self._transfer.add(new, self)
 
 
 class WeightTransfer:
@@ -58,14 +69,10 @@ class WeightTransfer:
         self._number = 0
         """Of the update that was started last."""
 
-    def init(self, request: object) -> None:
-        """Nothing has to be set up. Raises InvalidParameterError for another way than shared memory."""
+    def init(self, request: object) -> dict[str, Any] | None:
+        """Where the ranks have to meet a trainer; None: nowhere. Raises InvalidParameterError for what is no setup of one."""
         info = _part_of("init_info", request)
-        check_transport(info.get("backend", BACKEND))
-        if others := sorted(map(str, info.keys() - {"backend"})):
-            raise InvalidParameterError(
-                f"init_info has {shown(others[0])}, which another backend of vLLM needs; give {{'backend': 'shm'}}, or nothing"
-            )
+        return transport_of_init(info).setup({key: value for key, value in info.items() if key != "backend"})
 
     def start(self) -> None:
         """What came of an update that was not finished is forgotten."""
@@ -124,18 +131,13 @@ class WeightTransfer:
         del forgotten
 
 
-def read(request: object, memory: WeightMemory | None = None) -> NewWeights:
-    """A part, copied. Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none."""
+def read(request: object, memory: WeightMemory | None = None) -> NewWeights | RankJob:
+    """A part, copied, or what ranks are to do for it.
+
+    Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none; EngineError: there is no memory.
+    """
     info = _part_of("update_info", request)
-    if info.keys() == {"tensors"}:
-        return NewWeights.of_tensors(info["tensors"], NEW_MEMORY if memory is None else memory.new)
-    if info.keys() == {"files"}:
-        return NewWeights.of_files(info["files"], memory)
-    given = ", ".join(sorted(map(str, info)))[:200] or "nothing"
-    raise InvalidParameterError(
-        f"update_info has {given}; it must have 'tensors', a mapping from the names in the checkpoint to tensors, which travel "
-        f"through shared memory, or 'files', paths of safetensors files"
-    )
+    return transport_of_part(info).part(info, memory)
 
 
 def _not_started(verb: str) -> InvalidParameterError:

@@ -171,16 +171,6 @@ def check_update(version: object, running: object) -> None:
         )
 
 
-def check_transport(transport: object) -> None:
-    """Raises InvalidParameterError for a way that tensors do not travel."""
-    if transport in ("cuda_ipc", "ipc", "nccl"):
-        raise InvalidParameterError(
-            f"transport={transport!r} is not supported: tensors travel through shared memory, also to a model on a GPU; use 'shm'"
-        )
-    if transport != "shm":
-        raise InvalidParameterError(f"transport={shown(transport)} must be 'shm'")
-
-
 def laid_over(old: Sequence[TensorFile], new: Sequence[TensorFile]) -> tuple[list[TensorFile], list[TensorFile]]:
     """As `tensor_files.layered`. Raises EngineError for want of memory."""
     from actorllm.model.updates.tensor_files import layered

@@ -207,7 +207,19 @@ class VLLMOptions(TypedDict, total=False):
     fault_tolerance_config: Annotated[Mapping[str, Any] | None, None, {}]
     tokens_only: Literal[False]
     shutdown_timeout: Literal[0]
-    weight_transfer_config: Annotated[Mapping[str, Any] | None, None, {}, {"backend": "shm"}]
+    # What init_info holds says which backend it is.
+    weight_transfer_config: Annotated[
+        Mapping[str, Any] | None,
+        *(
+            None,
+            {},
+            {"backend": "shm"},
+            {"backend": "nccl"},
+            {"backend": "gloo"},
+            {"backend": "ipc"},
+            {"backend": "cuda_ipc"},
+        ),
+    ]
     fail_on_environ_validation: Literal[False]
     gdn_prefill_backend: Annotated[Any, None]
     kda_prefill_backend: Annotated[Any, None]

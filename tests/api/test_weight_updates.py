@@ -156,7 +156,7 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
         with pytest.raises(InvalidParameterError, match=next(iter(arguments))):
             llm.update_weights_from_disk(STORYTELLER, **arguments)  # type: ignore[arg-type]
     for transport in ("cuda_ipc", "nccl"):
-        with pytest.raises(InvalidParameterError, match=f"'{transport}' is not supported"):
+        with pytest.raises(InvalidParameterError, match=r"is on cpu, .*'shm'"):
             llm.update_weights_from_tensors(changed(1), transport=transport)
     assert tell(llm).outputs[0].token_ids == expected[0]
 
@@ -260,7 +260,7 @@ async def test_parts_that_are_forgotten_are_given_back_beside_the_loop(monkeypat
         (lambda llm: (llm.start_weight_update(), llm.finish_weight_update()), "call update_weights before"),
         (
             lambda llm: (llm.start_weight_update(), llm.update_weights({"update_info": {"names": []}})),
-            "update_info has names",
+            "names=\\[\\] must be a list of 1 to",
         ),
         (lambda llm: (llm.start_weight_update(), llm.update_weights(3)), "must be a mapping"),
         (
@@ -268,7 +268,7 @@ async def test_parts_that_are_forgotten_are_given_back_beside_the_loop(monkeypat
             "must be a list of 1 to 1000 paths",
         ),
         (lambda llm: (llm.start_weight_update(), llm.update_weights({"files": ["/dev/zero"]})), "is no file"),
-        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "'nccl' is not supported"),
+        (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "master_address=None"),
         (lambda llm: llm.init_weight_transfer_engine({"init_info": {"master_port": 1}}), "master_port"),
         (lambda llm: llm.update_weight_version(""), "version=''"),
     ],
