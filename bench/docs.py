@@ -378,10 +378,10 @@ def body_fields() -> str:
 
 OF_ONE_PROCESS = "of several API processes the one that answers"
 ENDPOINTS_THAT_DIFFER = {
-    "POST /init_weight_transfer_engine": "backend `shm` only",
+    "POST /init_weight_transfer_engine": "backends `shm`, `gloo`, `nccl` and `cuda_ipc`: [weights.md](weights.md)",
     "POST /reset_encoder_cache": OF_ONE_PROCESS,
     "POST /reset_mm_cache": OF_ONE_PROCESS,
-    "POST /update_weights": "parts are files: [weights.md](weights.md)",
+    "POST /update_weights": "parts are files, or what a trainer sends: [weights.md](weights.md)",
 }
 
 
