@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -85,6 +87,28 @@ def test_a_sender_updates_an_engine_of_its_program(expected: list[list[int]], ll
     sender.update(changed(1), version="again")
     assert tell(llm) == ("again", expected[1]), "the group has outlived what could not be used"
     sender.close()
+
+
+def test_groups_leave_nothing_behind(llm: LLM) -> None:
+    """Neither those that were joined, nor those in which a rank was waited for in vain."""
+    name, norm = "model.norm.weight", changed(0)["model.norm.weight"]
+    known: list[tuple[int, int]] = []
+    for _ in range(4):
+        for _ in range(3):
+            llm.update_weights_from_tensors({name: norm}, transport="gloo")
+        sender = WeightSender(llm, world_size=2, timeout_s=60)
+        sender.update({name: norm})
+        sender.close()
+        llm.start_weight_update()
+        with pytest.raises(EngineError, match="has ended"):
+            llm.update_weights({"update_info": update_info_of({name: norm})})
+        llm.shutdown_weight_transfer_engine()
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name.startswith(("actorllm:send", "actorllm:trainer")):
+                thread.join()
+        known.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert all(last <= early for last, early in zip(known[-1], known[1], strict=True)), known
 
 
 @asynccontextmanager
