@@ -853,3 +853,21 @@ def test_a_request_that_comes_back_ignores_the_end_of_its_first_stay() -> None:
     say([8], 0, [END])
     assert [delta.tokens for _, delta in mailbox.deltas] == [[8]]
     assert first.frontend.num_open == 0
+
+
+def test_a_node_that_is_told_to_end_takes_requests_while_there_is_no_other_replica() -> None:
+    """It computes them for as long as it may, and then they wait for its next life."""
+    fleet, (leaving, other) = new_fleet(2)
+    leaving.is_leaving = True
+
+    def submitted() -> list[int]:
+        rids: list[int] = []
+        submit = Submit(rid=0, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=9)
+        fleet.submit(lambda rid: dataclasses.replace(submit, rid=rid), Mailbox(), rids.append)
+        return rids
+
+    assert [rid in other.known() for _ in range(3) for rid in submitted()] == [True] * 3
+    other.is_removed = True
+    assert [rid in leaving.known() for rid in submitted()] == [True]
+    leaving.is_lost = True
+    assert submitted() == [], "nothing says that it comes back"

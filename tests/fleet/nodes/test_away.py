@@ -68,6 +68,21 @@ async def test_streams_wait_for_the_only_node(own_agent: Agent, tmp_path: Path, 
         assert llm.health().replicas[0].num_lives >= 2
 
 
+@pytest.mark.timeout(200)
+async def test_streams_of_programs_that_joined_wait_as_well(own_agent: Agent, tmp_path: Path) -> None:
+    given = {"nodes": [own_agent.address], "node_key_file": key_file(tmp_path), "node_timeout_s": 1.5, **ENGINE}
+    async with AsyncLLM("storyteller", name="away", **given) as owner, AsyncLLM.attach("away") as guest:
+        undisturbed = await run_all(guest)
+
+        async def strike() -> None:
+            own_agent.send(signal.SIGSTOP)
+            await until(lambda: owner.health().replicas[0].state == guest.health().replicas[0].state == "lost")
+            own_agent.send(signal.SIGCONT)
+
+        assert_same(await run_all(guest, 10, strike), undisturbed)
+        assert guest.health().replicas[0].num_lives == 2
+
+
 @pytest.mark.parametrize(
     ("on_failure", "told"),
     [
