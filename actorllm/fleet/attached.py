@@ -41,7 +41,7 @@ from actorllm.errors import (
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.joined_node import JoinedNode
 from actorllm.fleet.nodes.stream_link import StreamLink
-from actorllm.fleet.replica import ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
+from actorllm.fleet.replica import AWAY_TIMEOUT_S, ReplicaFrontend, ReplicaState, RoutedReplica, limits_of
 from actorllm.fleet.role_memory import LeaseReturns, router_of
 from actorllm.scheduling.router import LearntSteps
 from actorllm.supervision.children import OwnerChild
@@ -322,7 +322,7 @@ class FleetAttachClient(AttachClient):
 
     async def _live_on_node(self, replica: AttachedReplica, place: Mapping[str, Any]) -> None:
         """A stream to its agent, and another one if that breaks, as long as the owner has it there."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, lost_at = FIRST_PAUSE_S, now()
         while replica.place is place:
             child: OwnerChild | None = None
 
@@ -348,11 +348,18 @@ class FleetAttachClient(AttachClient):
                 self._note_called(replica.number)
             if replica.place is place and not replica.is_lost:
                 # The node has died, or this stream alone: the owner knows, and tells where suspects are tried.
-                replica.is_lost = True
+                replica.is_lost, lost_at = True, now()
+                if not any(one.takes_requests for one in self.replicas.values()):
+                    self.dispatcher.waits = True
                 await anyio.sleep(place["timeout_s"] + 1.0)
                 if replica.place is place:
                     self._lose(replica, error)
             if replica.place is place:
+                if (
+                    self.dispatcher.waits and now() - lost_at > AWAY_TIMEOUT_S
+                ):  # the owner reaches it, and this program does not
+                    self.dispatcher.waits = False
+                    self.dispatcher.move_lost(replica, replica.frontend.surrender(), lost_at, error)
                 logger.warning("replica %d is called again in %g s: %s", replica.number, pause_s, error)
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -44,7 +44,7 @@ from actorllm.errors import (
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.nodes.ray_cluster import RayPlacement
 from actorllm.fleet.nodes.remote import RemoteReplica
-from actorllm.fleet.replica import Replica, ReplicaEvents, replica_config
+from actorllm.fleet.replica import AWAY_TIMEOUT_S, Replica, ReplicaEvents, replica_config
 from actorllm.fleet.role_memory import LeaseReturns, RoleMemory, router_of
 from actorllm.fleet.route_record import RecordedRouter
 from actorllm.fleet.scaling import DemandScaling
@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost replica is made anew; twice as long each time, until it has been ready."""
 
-AWAY_TIMEOUT_S, AWAY_PAUSE_S = 60.0, 2.0
-"""How long the engine goes on while the machines of all its replicas are away, and how often these are called then at least."""
+AWAY_PAUSE_S = 2.0
+"""How often the machines of replicas are called at least while all are away."""
 RELEASE_TIMEOUT_S = 30.0
 """For Ray to give back where a removed replica ran."""
 SUSPECTS_TIMEOUT_S = 3.0

@@ -45,6 +45,8 @@ ReplicaState = Literal["new", "starting", "running", "draining", "recovering", "
 
 UNSEEN_S = 0.1
 """How long a stream that moved is taken to be computed again, if its tokens come together later."""
+AWAY_TIMEOUT_S = 60.0
+"""How long requests wait for a replica while the machines of all are away, as the ranks of one do."""
 
 
 def replica_config(config: EngineConfig, number: int, num_replicas: int, board_path: str) -> EngineConfig:

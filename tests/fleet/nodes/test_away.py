@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
+import actorllm.fleet.attached
 import actorllm.fleet.fleet
 from actorllm import AsyncLLM
 from actorllm.errors import EngineDeadError
@@ -69,7 +70,10 @@ async def test_streams_wait_for_the_only_node(own_agent: Agent, tmp_path: Path, 
 
 
 @pytest.mark.timeout(200)
-async def test_streams_of_programs_that_joined_wait_as_well(own_agent: Agent, tmp_path: Path) -> None:
+async def test_streams_of_programs_that_joined_wait_as_well(
+    own_agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the node of all, and for that of their own connection alone, of which the owner knows nothing."""
     given = {"nodes": [own_agent.address], "node_key_file": key_file(tmp_path), "node_timeout_s": 1.5, **ENGINE}
     async with AsyncLLM("storyteller", name="away", **given) as owner, AsyncLLM.attach("away") as guest:
         undisturbed = await run_all(guest)
@@ -81,6 +85,22 @@ async def test_streams_of_programs_that_joined_wait_as_well(own_agent: Agent, tm
 
         assert_same(await run_all(guest, 10, strike), undisturbed)
         assert guest.health().replicas[0].num_lives == 2
+        replica = guest._engine._fleet.replicas[0]  # type: ignore[attr-defined]
+
+        async def cut() -> None:
+            replica.node._stream.cut()
+            await until(lambda: replica.state == "lost")
+
+        assert_same(await run_all(guest, 10, cut), undisturbed)
+        assert owner.health().replicas[0].num_lives == 2, "the replica is the one that it was"
+        await until(lambda: replica.state == "running")
+        monkeypatch.setattr(actorllm.fleet.attached, "AWAY_TIMEOUT_S", 0.0)
+        stream = guest.generate(PROMPTS[0], params(1, max_tokens=900))
+        await anext(stream)
+        replica.node._stream.cut()
+        with pytest.raises(EngineDeadError, match="is lost"):
+            async for _ in stream:
+                pass
 
 
 @pytest.mark.parametrize(
