@@ -68,10 +68,10 @@ class Sleep:
 
     async def _wake_those_asleep(self) -> None:
         """One replica cannot sleep: the others would keep requests waiting that are routed to them."""
-        self._asleep = frozenset(SLEEPING_PARTS)  # until all are awake, or `wake_up` is called once more
-        with contextlib.suppress(ActorLLMError):  # the caller is told of the first error
-            left = await self._engine.ask_all_schedulers("wake_up", timeout=math.inf, tags=list(SLEEPING_PARTS))
-            self._asleep = frozenset(left)
+        with contextlib.suppress(
+            ActorLLMError
+        ):  # the caller is told of the first error, of which this may be another one
+            await self._engine.ask_all_schedulers("wake_up", timeout=math.inf, tags=list(SLEEPING_PARTS))
 
     async def wake_up(self, tags: list[str]) -> None:
         """Raises EngineError, or what a worker raised: then it goes on sleeping, and may be woken again."""
