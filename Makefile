@@ -63,7 +63,7 @@ OLDER := -W 'ignore:`torch.jit.script` is deprecated:DeprecationWarning' \
   -W 'ignore:Deprecated in 0.9.0:DeprecationWarning'
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest -m "not slow" $(OLDER) tests/api/test_llm.py tests/api/test_equality.py tests/model/cpu \
-	  tests/model/families tests/text
+	  tests/model/families tests/text tests/embedding/test_foreign_loops.py
 
 # The same for releases of transformers between the lowest and the newest; PYTHONS="--python PATH": other interpreters instead.
 PYTHONS ?=
