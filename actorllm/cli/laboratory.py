@@ -710,6 +710,7 @@ def _print_run(point: Point, figures: dict[str, Any], promised: set[str]) -> Non
 
 def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
     """The headline: the highest rates by policy, reading and target; without a search those that the rates show."""
+    from actorllm.slo.experiments.comparison import sustained_rate
     from actorllm.types.objective import READINGS
 
     targets = sorted(searched, reverse=True) or [
@@ -722,7 +723,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
         cells = []
         for reading in READINGS:
             for target in targets:
-                best = found.max_rate(label, target, reading)
+                best = sustained_rate(found, label, target, reading)
                 if best is None:
                     rates = found.rates(label)
                     cells.append(f"< {rates[0]:.2f}" if rates else "failed")
@@ -740,7 +741,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
     if is_open:
         print("< > beyond the rates that were simulated: the end of a band, or the figure itself")
     if flagged:
-        print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
+        print("* without rates at which the backlog grew   ~ the run was too short to see whether it did")
 
 
 def _rate(value: float | None) -> str:

@@ -15,12 +15,13 @@ import pytest
 from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import read_recording
 from actorllm.api.llm import LLM
-from actorllm.cli.laboratory import ScenarioOptions, progress
+from actorllm.cli.laboratory import ScenarioOptions, _print_sweep, progress
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit
 from actorllm.slo.experiments import Point, Scenario, Variant
 from actorllm.slo.experiments import point as point_module
 from actorllm.types.params import SamplingParams
+from tests.slo.made_results import results_of
 
 SMALL = ("--workload", "synthetic", "--num-requests", "60")
 
@@ -391,6 +392,22 @@ def test_a_sweep_prints_the_targets_that_it_searched(
     run("sweep", *SMALL, *options, "--targets", "0.5", "0.975")
     head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("MAX RATE"))
     assert head.split()[2:] == ["tpot", "@97.5%", "tpot", "@50%", "deadline", "@97.5%", "deadline", "@50%"]
+
+
+def test_a_rate_at_which_the_backlog_grows_is_no_headline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `edf`, all that was tried keeps the target: at 4 while its backlog grows."""
+    good_of = {
+        "fcfs": {1.0: (1000, 1000), 2.0: (0, 0)},
+        "edf": {1.0: (1000, 1000), 4.0: (1000, 1000)},
+        "vtc": {2.0: (990, 990)},
+    }
+    _print_sweep(results_of(good_of, (0.9,), (("edf", 4.0), ("vtc", 2.0))), (0.9,))
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()[1:]}
+    assert rows["fcfs"] == "1.10 [1.10, 1.10] 1.10 [1.10, 1.10]"
+    assert rows["edf"] == ">1.00* [1.00, 4.00] >1.00* [1.00, 4.00]"
+    assert rows["vtc"] == "< 2.00 < 2.00"
+    assert "* without rates at which the backlog grew" in out
 
 
 def test_a_sweep_tells_each_warning_once_and_whose_it_is(

@@ -18,6 +18,7 @@ def results_of(
             "rate": rate,
             "scale": 1.0,
             "seed": seed,
+            "summary": {"actorllm_overall": {"requests": 20_000}},
             "blocks": {"n": [[1000]] * 20, "tpot": [[num]] * 20, "deadline": [[num]] * 20},
             "stationarity": {"verdict": "growing" if (label, rate) in growing else "stationary", "message": ""},
             "warnings": [],

@@ -17,7 +17,7 @@ import numpy as np
 
 from actorllm.messages import F64
 from actorllm.slo.experiments.bands import CONFIDENCE, Aggregate, Band, band_of, crossing_bounds
-from actorllm.slo.experiments.sweep import SweepResults
+from actorllm.slo.experiments.sweep import MaxRate, SweepResults
 from actorllm.types.objective import Reading
 
 
@@ -93,6 +93,20 @@ def sustained(
     return Sustained(
         label, float(least[0]), float(most[0]), rates[0], verdict, grows_from, least_draws, most_draws
     )  # fmt: skip
+
+
+def sustained_rate(
+    results: SweepResults, label: str, target: float, reading: Reading, aggregate: Aggregate = "worst"
+) -> MaxRate | None:
+    """As `SweepResults.max_rate`, without rates at which the backlog grows: how high these are hangs on how long the runs are.
+
+    What is left is a lower bound and marked as growing. None: no rate attains the target, or the backlog grows at all that do.
+    """
+    found = results.max_rate(label, target, reading, aggregate)
+    if found is None or found.verdict != "growing":
+        return found
+    one = sustained(results, label, target, reading, aggregate)
+    return MaxRate(one.band, False, "growing") if one is not None and one.is_known else None
 
 
 def is_better(one: Sustained, other: Sustained) -> bool:

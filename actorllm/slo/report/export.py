@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from actorllm.errors import ConfigError
+from actorllm.slo.experiments.comparison import sustained_rate
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults
 from actorllm.slo.report.charts import number
 from actorllm.slo.report.lead import READS
@@ -305,7 +306,7 @@ def latex_table(results: SweepResults) -> str:
     head = " & ".join(["Policy", *(f"{100 * target:g}\\,\\% {_tex(READS[reading])}" for target, reading in kinds)])
     rows = []
     for label in results.labels():
-        found = [results.max_rate(label, target, reading) for target, reading in kinds]
+        found = [sustained_rate(results, label, target, reading) for target, reading in kinds]
         cells = [_tex_rate(one, results.rates(label)) for one in found]
         rows.append(" & ".join([_tex(label), *cells]) + r" \\")
     about = _tex(f"{results.scenario.describe()}; {len(results.seeds)} seeds")
@@ -325,7 +326,10 @@ def latex_table(results: SweepResults) -> str:
     )
 
 
-NOTES = r"$^\dagger$ the backlog grew. $^\ddagger$ too short to see whether it did. $<$, $>$ beyond the rates that were simulated."
+NOTES = (
+    r"$^\dagger$ without rates at which the backlog grew. $^\ddagger$ too short to see whether it did. "
+    r"$<$, $>$ beyond the rates that were simulated."
+)
 MARKS = {"stationary": "", "growing": r"$^\dagger$"}
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import AGGREGATES, Aggregate, Band
-from actorllm.slo.experiments.comparison import standing, sustained, sustained_ratio
+from actorllm.slo.experiments.comparison import standing, sustained, sustained_rate, sustained_ratio
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults
 from actorllm.slo.explanation import explain, worst_request
@@ -124,21 +124,21 @@ def rates_section(results: SweepResults) -> Section:
     for label in results.labels():
         marks = []
         for colour, (target, reading) in enumerate(kinds):
-            found = results.max_rate(label, target, reading)
+            found = sustained_rate(results, label, target, reading)
             note = f"{label}, {target:.0%} by {READS[reading]}: "
             marks.append((colour, None if found is None else Range(found.rate, found.low, found.high,
                           note + _told(found), found.verdict != "stationary")))  # fmt: skip
         rows.append((label, marks))
     section.paragraph(
         "The highest rate at which the worst class keeps its promises, with 95 % bands over seeds and requests. Outlined "
-        "marks: the run at that rate was not stationary."
+        "marks: without rates at which the backlog grew, or the runs were too short to see that."
     )
     section.add(legend([f"{target:.0%}, {READS[reading]}" for target, reading in kinds]))
     section.figure(ranges(rows, "maximum rates", "requests per second"))
     section.add(_rate_table(results, targets[:2], ("worst",)))
     section.add(
         f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates, without rates at which a backlog '
-        f'grew; its bands pair the same requests. <span class="growing">▲</span> the backlog grew at that rate, '
+        f'grew; its bands pair the same requests. <span class="growing">▲</span> without rates at which the backlog grew, '
         f'<span class="short">○</span> the run was too short to tell. &lt; and &gt;: the band ends beyond the rates that were '
         f"simulated; &lt; alone: the target is not kept at the lowest rate that was tried. Bold: not shown to be worse than "
         f"another one by the paired bands, with the rates left out at which the backlog grew.</p>"
@@ -163,7 +163,7 @@ def _small(band: Band) -> str:
 
 def _rate_table(results: SweepResults, targets: Sequence[float], aggregates: Sequence[Aggregate]) -> str:
     columns = [(t, r, w) for w in aggregates for r in READINGS for t in targets]
-    found = {(x, c): results.max_rate(x, c[0], c[1], c[2]) for x in results.labels() for c in columns}
+    found = {(x, c): sustained_rate(results, x, *c) for x in results.labels() for c in columns}
     best = {c: _best(results, *c) for c in columns}
     other = _baseline(results)
     rows = []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from actorllm.slo.experiments import sustained, sustained_ratio
+from actorllm.slo.experiments.comparison import sustained_rate
+from actorllm.slo.report.export import latex_table
+from actorllm.slo.report.sweep_page import rates_section
 from tests.slo.made_results import results_of
 
 
@@ -47,3 +50,23 @@ def test_a_policy_that_misses_is_not_said_to_have_a_growing_backlog() -> None:
     results = results_of({"a": {1.0: (0, 0), 2.0: (0, 0)}, "b": {1.0: (0, 0), 2.0: (0, 0)}}, growing=(("b", 1.0),))
     found = [sustained(results, label, 0.9, "deadline") for label in "ab"]
     assert [None if one is None else one.verdict for one in found] == ["stationary", "growing"]
+
+
+def test_a_highest_rate_is_one_at_which_no_backlog_grows() -> None:
+    """On the terminal, on the page and in the table for papers."""
+    good_of = {"fcfs": {1.0: (1000, 1000), 2.0: (0, 0)}, "edf": {1.0: (1000, 1000), 4.0: (1000, 1000), 8.0: (0, 0)}}
+    calm, growing = (results_of(good_of, (0.9,), given) for given in ((), (("edf", 4.0), ("edf", 8.0))))
+    for label, results in (("edf", calm), ("fcfs", growing)):
+        plain, found = results.max_rate(label, 0.9, "deadline"), sustained_rate(results, label, 0.9, "deadline")
+        assert plain is not None
+        assert found == plain
+    found = sustained_rate(growing, "edf", 0.9, "deadline")
+    assert found is not None
+    assert (found.rate, found.high, found.is_bounded, found.verdict) == (1.0, 4.0, False, "growing")
+    alone = results_of({"edf": {4.0: (1000, 1000)}}, (0.9,), (("edf", 4.0),))
+    assert sustained_rate(alone, "edf", 0.9, "deadline") is None
+    page = "".join(rates_section(growing).blocks)
+    assert '≥ 1.00 <span class="growing">▲</span>' in page
+    assert "4.40" not in page
+    assert "4.40" in "".join(rates_section(calm).blocks)
+    assert r"$>$\,1$^\dagger$ [1, 4]" in latex_table(growing)
