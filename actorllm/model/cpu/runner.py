@@ -429,6 +429,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             or config.is_launched
             or config.speculation is not None
             or config.keeps_output_apart
+            or is_twin(self.scheme)  # as was measured: the configuration does not say it yet
             or self._has_int8_cache
             or config.cache.has_transfers
         )

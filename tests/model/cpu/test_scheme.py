@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import recorded_configuration
 from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.errors import ConfigError, UnsupportedModelError
@@ -37,7 +38,8 @@ from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.int8 import Int8
 from actorllm.model.quantization.onednn import Int8Linear
 from actorllm.types.device import rules_of
-from tests.model.hf.decoders import save
+from tests.api.deaths_and_forks import tokens_over_deaths
+from tests.model.hf.decoders import WINDOW, prompt, save
 from tests.model.hf.releases import needs_modules
 from tests.model.ranks import arguments as arguments_of_ranks
 from tests.model.ranks import model_folder, streams
@@ -436,6 +438,50 @@ def test_streams_of_two_schemes_do_not_depend_on_the_batch_or_a_preemption(
     alone = [streams([prompt])[0] for prompt in prompts[:2]]
     assert streams(prompts[::-1], num_gpu_blocks_override=9, max_num_seqs=4)[:1:-1] == alone
     assert streams(prompts, max_num_batched_tokens=8, max_num_seqs=4)[:2] == alone
+
+
+@pytest.mark.parametrize("text", ["int4+int8", "bfloat16+float32"])
+def test_two_schemes_that_were_measured_leave_one_kv_group(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that an argument names: a group of layers with a window attends to output that is computed again as to a prompt."""
+    save("mistral", tmp_path)
+    tokens = [{"prompt_token_ids": prompt(seed, 40)} for seed in range(4)]
+    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=40, ignore_eos=True) for seed in range(4)]
+    arguments = OPTIONS | {"quantization": "int4" if "int4" in text else None, "skip_tokenizer_init": True}
+
+    def run(found: str, **more: Any) -> tuple[list[list[int]], int | None, int]:
+        monkeypatch.setattr(scheme, "measured", lambda *_, **__: (Scheme.parse(found), "measured"))
+        with LLM(str(tmp_path), **arguments | more) as llm:
+            assert llm.config.model.scheme == found
+            outputs = llm.generate(tokens, params, use_tqdm=False)
+            counts = llm.stats()["scheduler"]["scheduler"]
+            streams = [list(output.outputs[0].token_ids) for output in outputs]
+            return streams, llm.config.cache.window, counts["num_preemptions"]
+
+    alone, window, _ = run(text, max_num_seqs=1)
+    assert window is None
+    assert run(text, compute_scheme=text, max_num_seqs=1) == (alone, None, 0)
+    streams, window, num_preemptions = run(text, max_num_seqs=4, num_gpu_blocks_override=12, max_num_batched_tokens=48)
+    assert (streams, window) == (alone, None)
+    assert num_preemptions > 0
+    assert run(text.partition("+")[0], max_num_seqs=1)[1] == WINDOW
+
+
+def test_streams_of_two_schemes_survive_the_death_of_worker_and_scheduler() -> None:
+    """Output that was written before is computed once more as decode rows are."""
+    if not onednn.is_exact():
+        pytest.skip("sums of 8 bits are not exact here: no VNNI")
+    params = SamplingParams(temperature=0.8, max_tokens=40, seed=3, ignore_eos=True)
+    given = OPTIONS | {"quantization": "int4", "compute_scheme": "int4+int8"}
+
+    async def survived() -> list[int]:
+        async with AsyncLLM("storyteller", **given | {"topology": "process"}) as engine:
+            return await tokens_over_deaths(engine, "Once upon a time there was a king", params)
+
+    with LLM("storyteller", **given) as llm:
+        (output,) = llm.generate("Once upon a time there was a king", params, use_tqdm=False)
+    assert asyncio.run(survived()) == list(output.outputs[0].token_ids)
 
 
 CHILD = """
