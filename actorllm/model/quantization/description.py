@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -14,14 +14,16 @@ from actorllm.model.cpu.int8_cache import block_bytes
 from actorllm.model.cpu.latent import check_latent
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.families.recurrent_shapes import state_bytes
-from actorllm.model.linear import Form, LinearPart
+from actorllm.model.families.tensors import DecoderTensors
+from actorllm.model.linear import Form, LinearPart, LinearWeight
 from actorllm.model.linear.dense import Dense
+from actorllm.model.parallel import Ranks
 from actorllm.model.quantization import form_of, open_weights
 from actorllm.model.quantization.checkpoint import CheckpointForm
 from actorllm.model.quantization.gguf import PLAIN, SPLIT, GgufForm, layer_name
 from actorllm.model.quantization.int4 import Int4, Int4Weights, fitting
 from actorllm.model.quantization.int8 import Int8
-from actorllm.model.weights import FLOATS, tensor_files
+from actorllm.model.weights import ALL, FLOATS, Weights, tensor_files
 from actorllm.types.gguf_file import read_header
 from actorllm.types.model_files import read_model_config
 from actorllm.types.quantization import GGUF, ROUNDING, is_head, read_checkpoint
@@ -39,93 +41,63 @@ def described(plan: Plan, model: ModelConfig) -> dict[str, str]:
     form, width = form_of(model), 4 if model.dtype == "float32" else 2
     stored = stored_kinds(form, model)
 
-    def kind_of(name: str, num_inputs: int) -> str:
-        return stored[name] if name in stored else becomes(form, name, num_inputs)
+    def kind_of(part: LinearPart) -> str:
+        if plan.latent is not None and part.name.endswith(plan.latent.up):
+            return "float32"  # what is read becomes numbers again, by which queries and results are multiplied
+        return stored[part.name] if part.name in stored else becomes(form, part.name, part.in_features)
 
-    def told(parts: list[tuple[str, int, int]]) -> str:
-        """parts: names, outputs and inputs of layers."""
+    def told(parts: list[LinearPart]) -> str:
         sizes: dict[str, int] = {}
-        for name, num_outputs, num_inputs in parts:
-            kind = kind_of(name, num_inputs)
+        for part in parts:
+            kind, num_outputs, num_inputs = kind_of(part), part.out_features, part.in_features
             if kind.startswith("int4"):
                 num_bytes = num_outputs * (num_inputs // 2 + 4 * num_inputs // int(kind.rpartition("g")[2]))
             elif kind == "int8":
                 num_bytes = num_outputs * (num_inputs + 4)
+            elif kind == "float32":
+                num_bytes = num_outputs * num_inputs * 4
             else:
                 kind, num_bytes = model.dtype, num_outputs * num_inputs * width
             sizes[kind] = sizes.get(kind, 0) + num_bytes
         return ", ".join(f"{kind}, {size / 1e6:.1f} MB" for kind, size in sizes.items())
 
-    # Every layer by its names in the checkpoint. Experts are layers of their own, since each has its scales.
-    c, names = plan, plan.names
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    # Every layer by its name, as `DecoderTensors` reads it: a checkpoint may leave single ones out.
-    layers: list[tuple[str, int, int]] = []
-    wide: list[tuple[tuple[str, ...], tuple[int, ...]]]
-    for index in range(c.num_layers):
-        prefix = f"{names.model}.layers.{index}."
-        wide, narrow = [], []
-        if c.attends(index):
-            wide, narrow = [(names.qkv, (q_size * (1 + c.gates_attention), kv_size, kv_size))], [(names.output, q_size)]
-        if c.recurrent is not None and c.recurs(index):
-            products = c.recurrent.products(c.hidden_size)
-            layers += [(prefix + name, outputs, inputs) for name, outputs, inputs in products]
-        if c.experts is not None and c.experts.layers[index]:
-            for number in range(c.experts.num_experts):
-                base, size = f"{c.experts.experts}.{number}.", c.experts.intermediate_size
-                wide.append((tuple(base + name for name in c.experts.gate_up), (size,) * (1 + c.experts.has_gate)))
-                narrow.append((base + c.experts.down, size))
-        elif c.adds_mlp(index):
-            wide.append((names.gate_up, (c.intermediate_size,) * (1 + c.has_gate)))
-            narrow.append((names.down, c.intermediate_size))
-        for found, sizes in wide:
-            parts = zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))]
-            layers += [(prefix + name, size, c.hidden_size) for name, size in parts]
-        layers += [(prefix + name, c.hidden_size, size) for name, size in narrow]
-    # The head may be the embedding, which only a checkpoint leaves as it is: else its codes are a copy.
+    layers = [part for layer in range(plan.num_layers) for part in listed(plan, layer)]
     rows = {"linear layers": told(layers)}
     # What a worker may keep besides is measured when it starts.
-    if model.quantization_twin is not False and "int4" in rows["linear layers"]:
-        twins = sum(
-            outputs * (inputs + 4) for name, outputs, inputs in layers if kind_of(name, inputs).startswith("int4")
-        )
+    may_twin = model.quantization_twin is not False and plan.experts is None and model.pooler is None
+    if may_twin and "int4" in rows["linear layers"]:
+        twins = sum(part.out_features * (part.in_features + 4) for part in layers if kind_of(part).startswith("int4"))
         rows["for prompts"] = (
             f"int8 besides, {twins / 1e6:.1f} MB, where that is faster and there is memory (not with quantization_twin=False)"
         )
-    if c.has_head:
-        is_copy = c.ties_embeddings and isinstance(form, CheckpointForm)
-        rows["head"] = "the embedding" if is_copy else told([(names.head, c.vocab_size, c.hidden_size)])
-    rows["embedding"] = f"{model.dtype}, {c.vocab_size * c.hidden_size * width / 1e6:.1f} MB"
+    # The head may be the embedding, which only a checkpoint leaves as it is: else its codes are a copy.
+    if plan.has_head:
+        is_copy = plan.ties_embeddings and isinstance(form, CheckpointForm)
+        rows["head"] = (
+            "the embedding" if is_copy else told([LinearPart(plan.names.head, plan.vocab_size, plan.hidden_size)])
+        )
+    rows["embedding"] = f"{model.dtype}, {plan.vocab_size * plan.hidden_size * width / 1e6:.1f} MB"
     return rows
 
 
 def described_changes(plan: Plan, model: ModelConfig) -> str | None:
     """How far the weights of the first layer are from those of the files, by what they become. Reads that layer.
 
-    None: no weight is quantized, or the layer has experts, or layers are recurrent. Raises ModelError.
+    None: no weight is quantized, or the layer has experts. Raises ModelError.
     """
     if model.quantization is None or not isinstance(plan, DecoderConfig):
         return None
-    if (plan.experts is not None and plan.experts.layers[0]) or plan.recurrent is not None:
-        return None  # whose names a rank reads by itself
-    form, c, names = form_of(model), plan, plan.names
-    q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
-    wide = [(names.qkv, (q_size, kv_size, kv_size)), (names.gate_up, (inner, inner))]
-    layers = [
-        (name, size, c.hidden_size)
-        for found, sizes in wide
-        for name, size in (zip(found, sizes, strict=True) if len(found) > 1 else [(found[0], sum(sizes))])
-    ]
-    layers += [(names.output, c.hidden_size, q_size), (names.down, c.hidden_size, inner)]
+    if plan.experts is not None and plan.experts.layers[0]:
+        return None  # which may be most of the files
+    form = form_of(model)
     changes: dict[str, list[float]] = {}
     with open_weights(model, torch.float32, False) as weights:
-        for name, num_outputs, num_inputs in layers:
-            full = f"{names.model}.layers.0.{name}"
-            made = form.sharded(weights, LinearPart(full, num_outputs, num_inputs))
+        for part in listed(plan, 0):
+            made = form.sharded(weights, part)
             kind = {Int8: "int8", Int4: "int4"}.get(type(made), "the type of the model")
             change = made.change if isinstance(made, Int8) else None  # of what is rounded while it is read
             if model.quantization in ROUNDING and isinstance(made, Int8 | Int4):
-                exact = Dense.sharded(weights, LinearPart(full, num_outputs, num_inputs)).weight.float()
+                exact = Dense.sharded(weights, part).weight.float()
                 change = float((made.dense() - exact).norm() / exact.norm())
             changes.setdefault(kind, []).append(change or 0.0)
     told = [
@@ -156,8 +128,78 @@ def described_cache(plan: Plan, config: EngineConfig) -> str:
     )
 
 
+def listed(plan: DecoderConfig, layer: int) -> list[LinearPart]:
+    """The linear layers that are read of a layer, experts included. Those of stacked experts have no name."""
+    listing = Listing()
+    read = DecoderTensors(plan, Shapes(torch.bfloat16), Ranks(), listing).layer(layer)
+    if read.experts is not None:
+        for _ in read.experts:
+            pass
+    return listing.parts
+
+
+class Listing:
+    """A form (`model.linear.Form`) that reads nothing, and notes which layers are asked for."""
+
+    def __init__(self) -> None:
+        self.parts: list[LinearPart] = []
+
+    def of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        self.parts.append(LinearPart("", *weight.shape))
+        return Sizes(*weight.shape)
+
+    def head_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return self.of(weight)
+
+    def sharded(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        self.parts.append(part)
+        return Sizes(part.out_features, part.in_features)
+
+    def fused(self, parts: Sequence[Any]) -> LinearWeight:
+        return Sizes.fused(parts)
+
+
+class Sizes(LinearWeight):
+    """A weight of which no more is known."""
+
+    __slots__ = ()
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__(out_features, in_features, 0)
+
+    @classmethod
+    def fused(cls, parts: Sequence[Self]) -> Self:
+        return cls(sum(part.out_features for part in parts), parts[0].in_features)
+
+    def reordered(self, outputs: torch.Tensor) -> Self:
+        return self
+
+    def without_bias(self) -> Self:
+        return self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Shapes(Weights):
+    """Tensors without numbers."""
+
+    def take(
+        self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def close(self, is_ignorable: Callable[[str], bool]) -> None:
+        return None
+
+
 def becomes(form: Form, name: str, num_inputs: int) -> str:
-    """What the layer of this name is computed as: "int8", "int4 g32", or "" for the type of the model."""
+    """What the layer of this name is computed as: "int8", "int4 g32", or "" for the type of the model.
+
+    A layer without a name is one of many in a tensor, which a quantized checkpoint has in floats.
+    """
+    if not name and isinstance(form, CheckpointForm | GgufForm):
+        return ""
     if isinstance(form, CheckpointForm):
         scheme = form.scheme
         if not scheme.quantizes(name):
