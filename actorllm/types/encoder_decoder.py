@@ -22,6 +22,8 @@ ARCHITECTURES: dict[str, Kind] = {
     "MBartForConditionalGeneration": "text",
     "PegasusForConditionalGeneration": "text",
     "MarianMTModel": "text",
+    "M2M100ForConditionalGeneration": "text",
+    "BlenderbotForConditionalGeneration": "text",
     "T5ForConditionalGeneration": "text",
     "MT5ForConditionalGeneration": "text",
     "WhisperForConditionalGeneration": "audio",

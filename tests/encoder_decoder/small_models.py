@@ -73,6 +73,8 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "t5, gated": _t5_like("T5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "mt5": _t5_like("MT5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "pegasus": _bart_like("Pegasus", activation_function="relu"),
+    "m2m100": _bart_like("M2M100", scale_embedding=True, activation_function="relu"),
+    "blenderbot": _bart_like("Blenderbot"),
 }
 
 

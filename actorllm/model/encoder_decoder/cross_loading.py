@@ -88,6 +88,8 @@ def _ours(
     known = [np.concatenate((np.zeros(len(one), np.int64), tokens)) for one, tokens in zip(rows, ids, strict=True)]
     cache = decoder.new_cache(NUM_BLOCKS)
     num_early = len(known[1]) - len(CHUNKS) + 1
+    if (padding := getattr(plan.config, "pad_token_id", None)) is not None:  # M2M100 counts no positions for it
+        ids = [np.where(one == padding, (padding + 1) % plan.vocab_size, one) for one in ids]
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     start = 0
     for number, count in enumerate(CHUNKS):

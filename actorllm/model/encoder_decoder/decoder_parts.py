@@ -1,4 +1,5 @@
-"""The parts of a decoder of transformers, by what they are for: BART and its like (mBART, Marian, Pegasus, Whisper), and T5.
+"""The parts of a decoder of transformers, by what they are for: BART and its like (mBART, Marian, M2M100, Pegasus, Blenderbot,
+Whisper), and T5.
 
 `DecoderParts.of` finds them in the loaded modules. What it takes for granted of a module is checked when the model is loaded, by
 its logits (`cross_loading`).
@@ -120,7 +121,7 @@ def _of_bart(model: Any, decoder: Any, dtype: torch.dtype) -> DecoderParts:
         layers=layers,
         embedding=embedding.weight.to(dtype),
         embedding_scale=float(scale),
-        positions=places.weight[int(getattr(places, "offset", 0)) :].to(dtype),
+        positions=_positions(places).to(dtype),
         embedding_norm=None if inner is None else _norm(inner, dtype),
         norm=None if final is None else _norm(final, dtype),
         norms_inputs=final is not None,
@@ -143,6 +144,17 @@ def _of_t5(model: Any, decoder: Any, dtype: torch.dtype) -> DecoderParts:
             LayerParts(
                 qkv=_dense(dtype, own.q, own.k, own.v),
                 output=_dense(dtype, own.o),
+def _positions(places: Any) -> torch.Tensor:
+    """Of every position, [num_positions, hidden_size]."""
+    if not hasattr(places, "weights"):
+        return places.weight[int(getattr(places, "offset", 0)) :]  # type: ignore[no-any-return]
+    # Of M2M100, which computes them; the first one is that behind the padding token.
+    first = int(places.padding_idx) + 1
+    count = len(places.weights) - int(places.offset)
+    table: torch.Tensor = places.get_embedding(first + count, places.embedding_dim, places.padding_idx)
+    return table[first:]
+
+
                 cross_query=_dense(dtype, cross.q),
                 cross_key_value=_dense(dtype, cross.k, cross.v),
                 cross_output=_dense(dtype, cross.o),
