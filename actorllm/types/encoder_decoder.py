@@ -21,10 +21,10 @@ ARCHITECTURES: dict[str, Kind] = {
     "BartForConditionalGeneration": "text",
     "MBartForConditionalGeneration": "text",
     "PegasusForConditionalGeneration": "text",
-    "MarianMTModel": "text",
     "M2M100ForConditionalGeneration": "text",
     "BlenderbotForConditionalGeneration": "text",
     "T5ForConditionalGeneration": "text",
+    "MarianMTModel": "text",
     "MT5ForConditionalGeneration": "text",
     "WhisperForConditionalGeneration": "audio",
 }
@@ -43,6 +43,8 @@ class EncoderDecoder:
     start_ids: tuple[int, ...]
     """What the decoder's prompt begins with; nothing: each prompt has to say it."""
     local_path: str | None = None
+    never: tuple[int, ...] = ()
+    """Tokens that are not to be written."""
     """Recordings below this folder may be read (allowed_local_media_path); None: none may be."""
     domains: tuple[str, ...] = ()
     """Hosts that may be asked for recordings (allowed_media_domains)."""
@@ -57,7 +59,8 @@ class EncoderDecoder:
         """Of a configuration that was written as JSON."""
         if tree is None:
             return None
-        return cls(**tree | {name: tuple(tree[name]) for name in ("start_ids", "domains")})
+        listed = ("start_ids", "never", "domains")
+        return cls(**tree | {name: tuple(tree.get(name, ())) for name in listed})
 
     @classmethod
     def read(
@@ -87,7 +90,8 @@ class EncoderDecoder:
         behind = next((one for one in forced if one is not None), None) if kind == "text" else None
         ids = tuple(one for one in (start, behind) if one is not None) if start is not None else ()
         path, domains = given["allowed_local_media_path"], given["allowed_media_domains"]
-        return cls(kind, source, target, ids, checked_folder(path), checked_domains(domains))
+        never = _never(hf if generation is None else generation, hf) if kind == "text" else ()
+        return cls(kind, source, target, ids, never, checked_folder(path), checked_domains(domains))
 
 
 def _check(architecture: str, given: Mapping[str, Any]) -> None:
@@ -168,3 +172,19 @@ def _token(tree: Mapping[str, Any], key: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise CorruptModelError(f"{key} is {value!r}; it must be a token id")
     return value
+
+
+def _never(tree: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Single tokens among `bad_words_ids`: models of Marian never learned that they must not write padding.
+
+    tree: generation_config.json, or config.json where there is none.
+    """
+    listed = tree.get("bad_words_ids") or []
+    is_list = isinstance(listed, list) and all(isinstance(one, list) and one for one in listed)
+    if not is_list or not all(type(token) is int for one in listed for token in one):
+        raise CorruptModelError(f"bad_words_ids is {listed!r:.80}; it must be a list of lists of token ids")
+    found = tuple(one[0] for one in listed if len(one) == 1)
+    vocab_size = hf.get("vocab_size")
+    if isinstance(vocab_size, int) and not all(0 <= token < vocab_size for token in found):
+        raise CorruptModelError(f"bad_words_ids is {listed!r:.80}; the vocabulary has {vocab_size} tokens")
+    return found

@@ -144,6 +144,19 @@ def test_a_size_that_would_never_be_built_is_told_by_its_key(folder: Path, key: 
         EngineConfig.from_arguments(str(folder), hf_overrides={key: value})
 
 
+@pytest.mark.parametrize("listed", [7, [7], [[]], [["a"]], [[True]], [[300]], [[-1]]])
+def test_bad_words_that_are_no_lists_of_tokens_are_told(listed: Any, tmp_path: Path) -> None:
+    folder = SAVE["bart"](tmp_path)
+    write_json(folder, "generation_config.json", {"bad_words_ids": listed})
+    with pytest.raises(CorruptModelError, match="bad_words_ids is "):
+        EngineConfig.from_arguments(str(folder), skip_tokenizer_init=True)
+    write_json(folder, "generation_config.json", {"bad_words_ids": [[7], [8, 9]]})
+    config = EngineConfig.from_arguments(str(folder), skip_tokenizer_init=True)
+    assert config.model.encoder_decoder is not None
+    assert config.model.encoder_decoder.never == (7,)
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
 def test_the_length_bounds_each_part(folder: Path) -> None:
     config = EngineConfig.from_arguments(str(folder), max_model_len=20)
     assert config.model.encoder_decoder is not None

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.config import EngineConfig
+from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.types.encoder_decoder import ARCHITECTURES
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
-from tests.encoder_decoder.small_models import SAVE, VOCABULARY, ids, logits, stock
+from tests.encoder_decoder.small_models import SAVE, START, VOCABULARY, ids, logits, stock, write_json
 from tests.model.architectures import table
 
 BLOCK, NUM_TOKENS, MARGIN = 4, 24, 1e-4
@@ -77,6 +80,38 @@ def test_every_logit_is_that_of_transformers(name: str, tmp_path: Path) -> None:
         found = torch.tensor([[row[token].logprob for token in range(VOCABULARY)] for row in completion.logprobs])
         assert (found - wanted).abs().max() < 1e-3
         assert len(set(completion.token_ids)) > 4
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("bart", 12), ("t5", 20)])
+def test_a_position_has_a_key_and_a_value_of_each_head_and_layer(name: str, head_dim: int, tmp_path: Path) -> None:
+    """A row of the encoder takes what a token of the decoder does: nothing is kept twice."""
+    runner = CpuRunner(EngineConfig.from_arguments(SAVE[name](tmp_path), **INLINE), show_progress=False)
+    runner.load()
+    assert runner.block_bytes == 2 * 3 * 4 * head_dim * BLOCK * 4
+    runner.allocate(10)
+    assert isinstance(runner.cache, KVCache)
+    assert runner.cache.pool[:, 0].numel() * 4 == runner.block_bytes
+
+
+def test_single_bad_words_are_never_written(tmp_path: Path) -> None:
+    """As by `generate` of transformers: models of Marian would write padding."""
+    folder = SAVE["marian"](tmp_path)
+    source, target = ids(1, 21), [START]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+    def stream() -> list[int]:
+        with LLM(str(folder), **INLINE) as llm:
+            given = {"encoder_prompt": source, "decoder_prompt": target}
+            return list(llm.generate([given], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    never = sorted(set(stream()[::2]))
+    write_json(folder, "generation_config.json", {"bad_words_ids": [[7, 8], *([token] for token in never)]})
+    found = stream()
+    assert not set(found) & set(never)
+    made = logits(stock(folder), source, target + found)[len(target) - 1 : -1]
+    made[:, never] = -torch.inf
+    chosen = made.gather(1, torch.tensor([found]).T)[:, 0]
+    assert (chosen > made.amax(1) - MARGIN).all()
 
 
 def test_every_architecture_that_is_served_is_tried() -> None:

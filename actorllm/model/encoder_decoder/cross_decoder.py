@@ -19,6 +19,9 @@ from actorllm.model.encoder_decoder.cross_plan import EncoderDecoderPlan
 from actorllm.model.encoder_decoder.decoder_parts import DecoderParts, LayerParts, distance_table
 from actorllm.model.inputs import StepInputs
 
+NEVER = -1e4
+"""The logit of a token that is not to be written: finite in every type, and so are sums of some."""
+
 
 class CrossLayer:
     """Self attention, cross attention and MLP."""
@@ -87,6 +90,8 @@ class CrossDecoder:
         if parts.distances is not None:
             self._distances = distance_table(parts.distances, plan.config.relative_attention_max_distance, most)
         self._head, self._head_scale = linear(parts.head), parts.head_scale
+        self.never: torch.Tensor | None = None
+        """int64: tokens that are not to be written; None: all may be."""
         self.layers = [CrossLayer(one, parts, index, plan.num_heads) for index, one in enumerate(parts.layers)]
 
     @property
@@ -144,7 +149,8 @@ class CrossDecoder:
 
     def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same in the type of the model."""
-        return self._head(hidden if self._head_scale == 1 else hidden * self._head_scale)
+        made = self._head(hidden if self._head_scale == 1 else hidden * self._head_scale)
+        return made if self.never is None else made.index_fill_(1, self.never, NEVER)
 
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty one, for the check while loading."""

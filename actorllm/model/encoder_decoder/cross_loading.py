@@ -49,6 +49,7 @@ def load(plan: EncoderDecoderPlan, model: ModelConfig, dtype: torch.dtype, show_
             raise refused(
                 plan.architecture, f"its decoder is built otherwise: {type(error).__name__}: {error}"
             ) from error
+    assert model.encoder_decoder is not None
         del loaded
         decoder = CrossDecoder(plan, parts, dtype, model.max_model_len)
     with torch.inference_mode():
@@ -68,6 +69,8 @@ def _stock(
     """Logits of all tokens of both requests, the rows of their encoder, and their ids."""
     random, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     rows = [torch.randn(count, plan.hidden_size, generator=random).to(dtype) for count in NUM_ROWS]
+    if model.encoder_decoder.never:
+        decoder.never = torch.tensor(model.encoder_decoder.never)
     ids = [rng.integers(0, plan.vocab_size, count) for count in NUM_TOKENS]
     logits = []
     for one, tokens in zip(rows, ids, strict=True):
