@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from actorllm.errors import ConfigError, CorruptModelError
 from actorllm.types.media_rules import checked_domains, checked_folder
 from actorllm.types.model_files import MAX_HEADS, MAX_LAYERS
+from actorllm.types.quantization import ROUNDING
 
 Kind: TypeAlias = Literal["text", "audio"]
 """What the encoder takes."""
@@ -23,8 +24,8 @@ ARCHITECTURES: dict[str, Kind] = {
     "PegasusForConditionalGeneration": "text",
     "M2M100ForConditionalGeneration": "text",
     "BlenderbotForConditionalGeneration": "text",
-    "T5ForConditionalGeneration": "text",
     "MarianMTModel": "text",
+    "T5ForConditionalGeneration": "text",
     "MT5ForConditionalGeneration": "text",
     "WhisperForConditionalGeneration": "audio",
 }
@@ -42,9 +43,9 @@ class EncoderDecoder:
     """Most tokens of the decoder, those of its prompt included."""
     start_ids: tuple[int, ...]
     """What the decoder's prompt begins with; nothing: each prompt has to say it."""
-    local_path: str | None = None
     never: tuple[int, ...] = ()
     """Tokens that are not to be written."""
+    local_path: str | None = None
     """Recordings below this folder may be read (allowed_local_media_path); None: none may be."""
     domains: tuple[str, ...] = ()
     """Hosts that may be asked for recordings (allowed_media_domains)."""
@@ -103,7 +104,7 @@ def _check(architecture: str, given: Mapping[str, Any]) -> None:
         ("enable_prompt_embeds", (False, None)),
         ("enable_lora", (False, None)),
         ("speculative_config", (None,)),
-        ("quantization", (None,)),
+        ("quantization", (None, *ROUNDING)),
         ("kv_cache_dtype", ("auto",)),
         ("batch_invariant", (False, None)),
         ("tensor_parallel_size", (1,)),

@@ -123,7 +123,7 @@ def test_what_rows_do_not_go_with_is_refused(llm: LLM) -> None:
         ({"enable_lora": True}, "enable_lora=True is not supported for BartForConditionalGeneration"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config="),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not supported"),
-        ({"quantization": "int8"}, "quantization='int8' is not supported"),
+        ({"quantization": "fp8"}, "quantization='fp8' is not supported"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
         ({"runner": "pooling"}, "runner='pooling' is not supported for BartForConditionalGeneration"),
         ({"max_model_len": 65}, "use 64 or less"),

@@ -13,8 +13,11 @@ import torch
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
+from actorllm.errors import UnsupportedModelError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.quantization import int8
+from actorllm.model.quantization.onednn import is_exact
 from actorllm.types.encoder_decoder import ARCHITECTURES
 from tests.api.deaths_and_forks import check_forks, tokens_over_deaths
 from tests.encoder_decoder.small_models import SAVE, START, VOCABULARY, ids, logits, stock, write_json
@@ -185,6 +188,37 @@ def test_sleep_gives_back_weights_and_cache(model: Model) -> None:
         llm.wake_up()
         outputs = llm.generate(model.prompts, PARAMS, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == model.expected
+
+
+@pytest.mark.parametrize(("method", "most"), [("int8", 0.3), ("int4", 0.5)])
+def test_rounded_weights(model: Model, method: str, most: float) -> None:
+    """Logits are near to those of transformers, and streams depend on nothing else in the batch."""
+    if not is_exact():
+        pytest.skip("sums of 8 bits are not exact here: no VNNI")
+    rounding = {"quantization": method, "compute_scheme": method}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
+    with LLM(str(model.folder), **INLINE, **rounding) as llm:
+        (output,) = llm.generate(model.prompts[:1], params, use_tqdm=False)
+    target = model.prompts[0]["decoder_prompt"] + list(output.outputs[0].token_ids)
+    wanted = logits(model.stock, model.prompts[0]["encoder_prompt"], target)[-9:-1].log_softmax(1)
+    assert output.outputs[0].logprobs is not None
+    rows = [[row[token].logprob for token in range(VOCABULARY)] for row in output.outputs[0].logprobs]
+    distance = float((torch.tensor(rows) - wanted).square().mean().sqrt() / wanted.std())
+    assert 1e-4 < distance < most
+    alone, _ = model.run(max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False, **rounding)
+    assert alone != model.expected
+    together, counts = model.run(max_num_seqs=4, num_gpu_blocks_override=34, max_num_batched_tokens=64, **rounding)
+    assert together == alone
+    assert counts["num_preemptions"] > 0
+
+
+def test_rounding_that_breaks_a_model_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_exact():
+        pytest.skip("sums of 8 bits are not exact here: no VNNI")
+    monkeypatch.setattr(int8.Int8, "LARGEST", 3)
+    config = EngineConfig.from_arguments(model.folder, **INLINE, quantization="int8", compute_scheme="int8")
+    with pytest.raises(UnsupportedModelError, match=r"quantization='int8': the logits of architecture '(Bart|T5)For"):
+        CpuRunner(config, show_progress=False).load()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -18,7 +18,16 @@ from actorllm.model.encoder_decoder.cross_decoder import CrossDecoder
 from actorllm.model.encoder_decoder.cross_plan import CLASSES, EncoderDecoderPlan
 from actorllm.model.encoder_decoder.decoder_parts import DecoderParts
 from actorllm.model.hf.loading import check_tensors, drawn, from_checkpoint, refused
-from actorllm.model.hf.probe import MAX_NOISE, NUM_BLOCKS, ROUNDING, TOLERANCES, relative_error, step_inputs
+from actorllm.model.hf.probe import (
+    MAX_NOISE,
+    NUM_BLOCKS,
+    ROUNDING,
+    TOLERANCES,
+    check_change,
+    relative_error,
+    step_inputs,
+)
+from actorllm.model.quantization import form_of
 
 NUM_ROWS, NUM_TOKENS = (6, 3), (9, 7)
 """Of the encoder and of the decoder, by request."""
@@ -40,6 +49,7 @@ def read_modules(plan: EncoderDecoderPlan, model: ModelConfig, dtype: torch.dtyp
 
 def load(plan: EncoderDecoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> CrossDecoder:
     """Raises ModelError."""
+    assert model.encoder_decoder is not None
     with torch.inference_mode(False), torch.no_grad():
         loaded = read_modules(plan, model, dtype, show_progress)
         expected, rows, ids = _stock(loaded, plan, dtype)
@@ -49,7 +59,6 @@ def load(plan: EncoderDecoderPlan, model: ModelConfig, dtype: torch.dtype, show_
             raise refused(
                 plan.architecture, f"its decoder is built otherwise: {type(error).__name__}: {error}"
             ) from error
-    assert model.encoder_decoder is not None
         del loaded
         decoder = CrossDecoder(plan, parts, dtype, model.max_model_len)
     with torch.inference_mode():
@@ -60,6 +69,15 @@ def load(plan: EncoderDecoderPlan, model: ModelConfig, dtype: torch.dtype, show_
             f"architecture {plan.architecture!r} is not supported: its logits differ from transformers' own by {distance:.2g} "
             f"standard deviations"
         )
+    if model.quantization is not None:
+        del decoder
+        with torch.inference_mode(False), torch.no_grad():
+            decoder = CrossDecoder(plan, parts.rounded(form_of(model)), dtype, model.max_model_len)
+        with torch.inference_mode():
+            distance = relative_error(_ours(decoder, rows, ids), expected)
+        check_change(plan.architecture, model.quantization, distance)
+    if model.encoder_decoder.never:
+        decoder.never = torch.tensor(model.encoder_decoder.never)
     return decoder
 
 
@@ -69,9 +87,9 @@ def _stock(
     """Logits of all tokens of both requests, the rows of their encoder, and their ids."""
     random, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     rows = [torch.randn(count, plan.hidden_size, generator=random).to(dtype) for count in NUM_ROWS]
-    if model.encoder_decoder.never:
-        decoder.never = torch.tensor(model.encoder_decoder.never)
     ids = [rng.integers(0, plan.vocab_size, count) for count in NUM_TOKENS]
+    if (padding := getattr(plan.config, "pad_token_id", None)) is not None:  # M2M100 counts no positions for it
+        ids = [np.where(one == padding, (padding + 1) % plan.vocab_size, one) for one in ids]
     logits = []
     for one, tokens in zip(rows, ids, strict=True):
         output = loaded(
@@ -91,8 +109,6 @@ def _ours(
     known = [np.concatenate((np.zeros(len(one), np.int64), tokens)) for one, tokens in zip(rows, ids, strict=True)]
     cache = decoder.new_cache(NUM_BLOCKS)
     num_early = len(known[1]) - len(CHUNKS) + 1
-    if (padding := getattr(plan.config, "pad_token_id", None)) is not None:  # M2M100 counts no positions for it
-        ids = [np.where(one == padding, (padding + 1) % plan.vocab_size, one) for one in ids]
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     start = 0
     for number, count in enumerate(CHUNKS):

@@ -7,7 +7,7 @@ its logits (`cross_loading`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from actorllm.model.cpu.layers import RMSNorm
-from actorllm.model.linear import LinearWeight
+from actorllm.model.linear import Form, LinearWeight
 from actorllm.model.linear.dense import Dense
 
 
@@ -78,6 +78,16 @@ class DecoderParts:
         decoder = model.get_decoder()
         return (_of_t5 if hasattr(decoder, "block") else _of_bart)(model, decoder, dtype)
 
+    def rounded(self, form: Form) -> DecoderParts:
+        """The same with the weights of all products in this form."""
+        layers = []
+        for layer in self.layers:
+            products = ((field.name, getattr(layer, field.name)) for field in fields(layer))
+            changes = {name: form.of(one.weight, one.bias) for name, one in products if isinstance(one, Dense)}
+            layers.append(replace(layer, **changes))
+        assert isinstance(self.head, Dense)
+        return replace(self, layers=layers, head=form.head_of(self.head.weight, self.head.bias))
+
 
 def _dense(dtype: torch.dtype, *linears: Any, bias: torch.Tensor | None = None) -> Dense:
     """Linear modules as one, side by side; those without a bias have one of zeros where another has one."""
@@ -134,16 +144,6 @@ def _of_bart(model: Any, decoder: Any, dtype: torch.dtype) -> DecoderParts:
     )
 
 
-def _of_t5(model: Any, decoder: Any, dtype: torch.dtype) -> DecoderParts:
-    layers = []
-    for block in decoder.block:
-        own, cross, mlp = block.layer[0].SelfAttention, block.layer[1].EncDecAttention, block.layer[2].DenseReluDense
-        up = (mlp.wi_0, mlp.wi_1) if hasattr(mlp, "wi_0") else (mlp.wi,)
-        first, second, third = (_norm(one.layer_norm, dtype) for one in block.layer)
-        layers.append(
-            LayerParts(
-                qkv=_dense(dtype, own.q, own.k, own.v),
-                output=_dense(dtype, own.o),
 def _positions(places: Any) -> torch.Tensor:
     """Of every position, [num_positions, hidden_size]."""
     if not hasattr(places, "weights"):
@@ -155,6 +155,16 @@ def _positions(places: Any) -> torch.Tensor:
     return table[first:]
 
 
+def _of_t5(model: Any, decoder: Any, dtype: torch.dtype) -> DecoderParts:
+    layers = []
+    for block in decoder.block:
+        own, cross, mlp = block.layer[0].SelfAttention, block.layer[1].EncDecAttention, block.layer[2].DenseReluDense
+        up = (mlp.wi_0, mlp.wi_1) if hasattr(mlp, "wi_0") else (mlp.wi,)
+        first, second, third = (_norm(one.layer_norm, dtype) for one in block.layer)
+        layers.append(
+            LayerParts(
+                qkv=_dense(dtype, own.q, own.k, own.v),
+                output=_dense(dtype, own.o),
                 cross_query=_dense(dtype, cross.q),
                 cross_key_value=_dense(dtype, cross.k, cross.v),
                 cross_output=_dense(dtype, cross.o),

@@ -120,10 +120,15 @@ def check_quantized(decoder: Probed, stock: Stock, method: str) -> None:
     """Raises UnsupportedModelError if rounding the weights has changed more than it may, or if the decoder fails."""
     with _refusing(decoder):
         distance = relative_error(_in_chunks(decoder, *stock.sequences), stock.logits)
+    check_change(decoder.config.architecture, method, distance)
+
+
+def check_change(architecture: str, method: str, distance: float) -> None:
+    """Raises UnsupportedModelError if rounding the weights has changed more than it may. distance: `relative_error` of logits."""
     limit = MAX_QUANTIZED[bits_of(method)]
     if not distance <= limit:
         raise UnsupportedModelError(
-            f"quantization={method!r}: the logits of architecture {decoder.config.architecture!r} change by {distance:.2g} "
+            f"quantization={method!r}: the logits of architecture {architecture!r} change by {distance:.2g} "
             f"standard deviations, and {limit} is the most that rounding may do; leave it at None"
         )
 
