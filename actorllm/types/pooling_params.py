@@ -30,7 +30,7 @@ RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")
 
 POSITIONS_FROM_PADDING = frozenset(
-    ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text")
+    ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet")
 )
 """Model types whose first position is the one behind that of the padding token."""
 
@@ -41,7 +41,6 @@ ENCODERS = POSITIONS_FROM_PADDING | {
     "ernie",
     "mobilebert",
     "albert",
-    "mpnet",
     "modernbert",
 }
 """Model types in which every token sees all others, and which therefore write no text."""

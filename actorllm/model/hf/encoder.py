@@ -22,9 +22,10 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import PagedCache
-from actorllm.model.hf import packing
-from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
+from actorllm.model.hf import own_attention, packing
+from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep, attention
 from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, read_config, refused
+from actorllm.model.hf.own_attention.exchanged import ByDistance
 from actorllm.model.inputs import StepInputs
 from actorllm.types.pooling_head import Head
 from actorllm.types.pooling_params import position_offset
@@ -80,6 +81,7 @@ class EncoderStep(AttentionStep):
         """bounds: [start, end) of each prompt among the tokens."""
         super().__init__()
         self._bounds = bounds
+        self._longest = max((end - start for start, end in bounds), default=0)
 
     def attend(
         self,
@@ -91,9 +93,13 @@ class EncoderStep(AttentionStep):
         attention_mask: torch.Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        by_distance: ByDistance | None = None,
         **given: Any,
     ) -> torch.Tensor:
-        """Padding tokens belong to no prompt, and get zeros. sliding_window: a token sees those that are nearer, on both sides."""
+        """Padding tokens belong to no prompt, and get zeros.
+
+        sliding_window: a token sees those that are nearer, on both sides. by_distance: what is added to scores.
+        """
         unknown = sorted(name for name, value in given.items() if value is not None and name not in KNOWN)
         if unknown or attention_mask is not None:
             raise EngineError(f"its attention takes {unknown[0] if unknown else 'a mask'!r}, which ours does not know")
@@ -102,7 +108,8 @@ class EncoderStep(AttentionStep):
             rows = slice(start, end)
             parts = query[:, :, rows], key[:, :, rows], value[:, :, rows]
             if sliding_window is None or end - start <= sliding_window:
-                attended = functional.scaled_dot_product_attention(*parts, scale=scaling)
+                added = None if by_distance is None else by_distance.between(end - start, self._longest)
+                attended = functional.scaled_dot_product_attention(*parts, attn_mask=added, scale=scaling)
             else:
                 attended = _windowed(*parts, sliding_window, scaling)
             out[:, rows] = attended.transpose(1, 2)
@@ -147,9 +154,10 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> EncoderPlan:
     )
     with quiet(), torch.device("meta"), torch.inference_mode():
         try:
-            made = plan.auto.from_config(copy.deepcopy(config), attn_implementation=ATTENTION)
+            made = plan.auto.from_config(copy.deepcopy(config), attn_implementation=_name(config))
         except Exception as error:
             raise refused(model.architecture, f"it cannot be built: {type(error).__name__}: {error}") from error
+        _prepare(made, model.max_model_len)
         Encoder(plan, made)._run(np.zeros(3, np.int64), np.arange(3), [(0, 1), (1, 3)])
     return plan
 
@@ -263,10 +271,31 @@ class Encoder:
         raise EngineError("an encoder has no logits")
 
 
+def _name(config: Any) -> str:
+    """What a model is built to attend by."""
+    return "eager" if config.model_type in own_attention.ENCODERS else ATTENTION
+
+
+def _prepare(made: Any, max_positions: int) -> None:
+    """Let a model that was built attend by ours."""
+    if made.config.model_type in own_attention.ENCODERS:
+        own_attention.exchange(made, made.config.model_type, max_positions)
+        _choose(made, is_stock=False)
+
+
+def _choose(made: Any, *, is_stock: bool) -> None:
+    """is_stock: it attends as transformers does."""
+    if made.config.model_type in own_attention.ENCODERS:
+        own_attention.choose(made, None if is_stock else attention)
+    else:
+        made.set_attn_implementation("eager" if is_stock else ATTENTION)
+
+
 def load(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Encoder:
     """The model with its weights, checked against transformers' own attention. Raises ModelError."""
     with torch.inference_mode(False), torch.no_grad():
         loaded = _read(plan, model, dtype, show_progress)
+        _prepare(loaded, model.max_model_len)
         encoder = Encoder(plan, loaded)
     rng = np.random.default_rng(0)
     sizes: tuple[int, ...] = PROBED
@@ -276,11 +305,11 @@ def load(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progres
     if (padding := getattr(plan.config, "pad_token_id", None)) is not None:  # stock models leave it out of positions
         prompts = [np.where(ids == padding, (padding + 1) % plan.vocab_size, ids) for ids in prompts]
     with torch.inference_mode():
-        loaded.set_attn_implementation("eager")
+        _choose(loaded, is_stock=True)
         asked = [{"input_ids": torch.from_numpy(ids)[None]} for ids in prompts]
         stock = torch.cat([encoder.model(**one).last_hidden_state[0] for one in asked])
         scores = None if encoder.head is None else torch.cat([loaded(**one).logits[0] for one in asked])
-        loaded.set_attn_implementation(ATTENTION)
+        _choose(loaded, is_stock=False)
     if encoder.head is not None and scores is not None:
         _check_head(encoder, prompts, stock, scores)
     _check(encoder, prompts, stock)
@@ -329,8 +358,8 @@ def _check(encoder: Encoder, prompts: list[Any], stock: torch.Tensor) -> None:
 
 def _read(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
     if model.load_format == "dummy":
-        return drawn(plan.auto, plan.config, ATTENTION, dtype, model.seed)
-    loaded, report = from_checkpoint(plan.auto, plan.config, ATTENTION, dtype, model.path, show_progress)
+        return drawn(plan.auto, plan.config, _name(plan.config), dtype, model.seed)
+    loaded, report = from_checkpoint(plan.auto, plan.config, _name(plan.config), dtype, model.path, show_progress)
     parts = {name for name, _ in loaded.named_children()}
     check_tensors(
         model.path,

@@ -23,6 +23,8 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.hf import own_attention
+from actorllm.model.hf.own_attention.exchanged import ByDistance
 from tests.model.architectures import table
 from tests.model.driver import Driver
 
@@ -166,6 +168,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "modernbert": (transformers.ModernBertModel, WINDOWED | {"initializer_range": 0.3}),
     "electra": (transformers.ElectraModel, {"embedding_size": 24, "initializer_range": 0.3}),
+    "mpnet": (transformers.MPNetForMaskedLM, {"initializer_range": 0.3}),
+    "albert": (transformers.AlbertModel, {"embedding_size": 24, "initializer_range": 0.3}),
+    "camembert": (transformers.CamembertForMaskedLM, {"initializer_range": 0.3}),
 }
 
 
@@ -198,6 +203,30 @@ def test_encoders_of_transformers(name: str, tmp_path: Path) -> None:
         engine.shutdown()
 
 
+def test_distances_are_those_of_each_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added to scores is made once in a step, for its longest prompt; one that is off is found while loading."""
+    made: list[bool] = []
+    between = ByDistance.between
+
+    def noting(distances: ByDistance, num_tokens: int, most: int) -> torch.Tensor:
+        made.append(distances._known is None)
+        return between(distances, num_tokens, most)
+
+    monkeypatch.setattr(ByDistance, "between", noting)
+    folder = saved(tmp_path, *MODELS["mpnet"])
+    options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "skip_tokenizer_init": True, "dtype": "float32"}
+    prompts = [list(range(2, 2 + size)) for size in (30, 7, 50)]
+    with LLM(folder, **options) as llm:
+        made.clear()
+        found = vectors_of(llm, prompts)
+    assert len(made) == 2 * len(prompts), "once in each layer"
+    assert 1 <= sum(made) <= len(prompts), "of as many steps at most"
+    assert np.abs(found - padded_reference(folder, prompts, "CLS")).max() < TOLERANCE
+    monkeypatch.setattr(ByDistance, "between", lambda *given: between(*given).flip(1))
+    with pytest.raises(UnsupportedModelError, match="its states differ from transformers' own"):
+        LLM(folder, **options)
+
+
 def test_a_window_is_computed_in_blocks_as_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a window that is off by one is found when the model is loaded."""
     from actorllm.model.hf import encoder
@@ -220,7 +249,8 @@ def test_a_window_is_computed_in_blocks_as_in_one(tmp_path: Path, monkeypatch: p
         LLM(folder, **options)
 
 
-def test_encoders_that_cannot_be_packed_are_refused_by_name(tmp_path: Path) -> None:
+def test_encoders_that_cannot_be_packed_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_attention, "ENCODERS", {})  # so that one attends by code of its own
     for number, (make, changes, told) in enumerate(
         (
             (transformers.MPNetModel, {}, "MPNetModel.*not supported"),

@@ -55,6 +55,7 @@ DISTILLED = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
         (transformers.XLMRobertaForSequenceClassification, {}),
         (transformers.DistilBertForSequenceClassification, DISTILLED),
         (transformers.ElectraForSequenceClassification, {"embedding_size": 24}),
+        (transformers.MPNetForSequenceClassification, {}),
         (transformers.ModernBertForSequenceClassification, WINDOWED),
         (transformers.ModernBertForSequenceClassification, WINDOWED | {"classifier_pooling": "mean"}),
     ],

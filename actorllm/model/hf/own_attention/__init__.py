@@ -1,9 +1,9 @@
-"""Decoders of transformers whose layers attend by code of their own: their attention is exchanged for one that asks for ours.
+"""Models of transformers whose layers attend by code of their own: their attention is exchanged for one that asks for ours.
 
 transformers lets an attention be chosen by name, but not in these architectures. Each has a module here, with a subclass of its
 attention (`exchanged.ExchangedAttention`) that hands queries, keys and values on. `exchange` makes the layers of a model objects of
 that class, and `choose` says what they call. What transformers itself computes stays within reach, for the check of the logits.
-Called by `transformers_backend`. A new architecture is an entry and a module.
+Called by `transformers_backend` and `encoder`. A new architecture is an entry and a module.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ ARCHITECTURES = {
 """The module of each in this folder."""
 
 NO_MASK = "actorllm_own"
+ENCODERS = {"mpnet": "mpnet"}
+"""The same of encoders, by their model_type: one has several architectures."""
+
 """The name of the attention of a model meanwhile, for which masks are empty: some of these models read them."""
 
 
-def exchange(model: torch.nn.Module, architecture: str, max_positions: int) -> None:
-    """In place. max_positions: how long a sequence may get."""
-    module = importlib.import_module(f"{__name__}.{ARCHITECTURES[architecture]}")
+def exchange(model: torch.nn.Module, kind_of: str, max_positions: int) -> None:
+    """In place. kind_of: an architecture, or the model_type of an encoder. max_positions: how long a sequence may get."""
+    module = importlib.import_module(f"{__name__}.{(ARCHITECTURES | ENCODERS)[kind_of]}")
     kind: type[ExchangedAttention] = module.ATTENTION
     scores = kind.scores_by_position(model.config, max_positions)
     for part in model.modules():

@@ -41,9 +41,30 @@ class ExchangedAttention:
         """Once it is of this class."""
         self.attention, self.window, self.by_position = None, None, by_position
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """query, key and value: [1, heads of each, num_tokens, head_dim]. Returns [1, num_tokens, num_heads * head_dim]."""
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, **given: Any
+    ) -> torch.Tensor:
+        """query, key and value: [1, heads of each, num_tokens, head_dim]. given: what else the attention is told.
+
+        Returns [1, num_tokens, num_heads * head_dim].
+        """
         assert self.attention is not None
-        given = {} if self.by_position is None else {"by_position": self.by_position}
+        if self.by_position is not None:
+            given["by_position"] = self.by_position
         attended, _ = self.attention(self, query, key, value, scaling=scaling, **given)
         return attended.flatten(2)
+
+
+class ByDistance:
+    """What is added to scores by how far apart two tokens are, in all layers of a step."""
+
+    def __init__(self, compute: Callable[[int], torch.Tensor]) -> None:
+        """compute: [1, num_heads, num_tokens, num_tokens] for so many tokens in a row."""
+        self._compute = compute
+        self._known: torch.Tensor | None = None
+
+    def between(self, num_tokens: int, most: int) -> torch.Tensor:
+        """Of a prompt of so many tokens, as `compute` makes it. most: of the longest prompt of the step."""
+        if self._known is None:
+            self._known = self._compute(most)
+        return self._known[:, :, :num_tokens, :num_tokens]
