@@ -240,6 +240,7 @@ MODELS["falcon"] = ("Falcon", {"bias": True})
 MODELS["falcon, new"] = ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
 MODELS["falcon, alibi"] = ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True})
 MODELS["bloom"] = ("Bloom", {"n_head": 6, "n_layer": 2})
+MODELS["openai-gpt"] = ("OpenAIGPT", {})
 MODELS["mpt"] = (
     "Mpt",
     {"max_seq_len": 128, "attn_config": {"clip_qkv": 2.0}, "d_model": 48, "n_heads": 6, "n_layers": 2},

@@ -18,6 +18,7 @@ from actorllm.model.hf.twin import twin
 from tests.model.families.loaded import chunks_and_decode_steps, device_driver
 from tests.model.hf.decoders import MODELS, TOLERANCE, difference, prompt, reference, save
 from tests.model.hf.releases import needs_modules
+from tests.model.test_architectures import architecture_of
 
 pytestmark = needs_modules
 HEADS_OF_32 = {"hidden_size": 128}
@@ -77,5 +78,5 @@ def test_a_module_of_the_application_keeps_its_attention(tmp_path: Path) -> None
 
 
 def test_every_such_architecture_is_compared() -> None:
-    found = {f"{family}ForCausalLM" for family, _ in MODELS.values()} & set(ARCHITECTURES)
+    found = {architecture_of(family) for family, _ in MODELS.values()} & set(ARCHITECTURES)
     assert found == set(ARCHITECTURES), "add the architecture to tests/model/hf/decoders.py"

@@ -486,7 +486,7 @@ def test_info_says_which_way_a_model_takes(tmp_path: Path, capfd: pytest.Capture
     output = capfd.readouterr().out
     assert "transformers, over the paged cache (architecture 'OPTForCausalLM' has no fused forward" in output
     assert "4 query, 4 key/value" in output
-    refusal(tmp_path, architectures=["OpenAIGPTLMHeadModel"], model_type="openai-gpt", vocab_size=VOCAB)
+    refusal(tmp_path, architectures=["XGLMForCausalLM"], model_type="xglm", vocab_size=VOCAB)
     assert main(["info", str(tmp_path)]) == 2
     assert "AttentionInterface" in capfd.readouterr().err
 

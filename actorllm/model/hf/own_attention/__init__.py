@@ -21,13 +21,14 @@ ARCHITECTURES = {
     "FalconForCausalLM": "falcon",
     "GPTNeoForCausalLM": "gpt_neo",
     "MptForCausalLM": "mpt",
+    "OpenAIGPTLMHeadModel": "openai_gpt",
 }
 """The module of each in this folder."""
 
-NO_MASK = "actorllm_own"
 ENCODERS = {"mpnet": "mpnet"}
 """The same of encoders, by their model_type: one has several architectures."""
 
+NO_MASK = "actorllm_own"
 """The name of the attention of a model meanwhile, for which masks are empty: some of these models read them."""
 
 
