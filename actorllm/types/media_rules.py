@@ -27,6 +27,7 @@ ARCHITECTURES: dict[str, tuple[Modality, RowKind]] = {
     "Idefics3ForConditionalGeneration": ("image", "plain"),
     "LlavaForConditionalGeneration": ("image", "plain"),
     "Qwen2AudioForConditionalGeneration": ("audio", "plain"),
+    "Qwen2VLForConditionalGeneration": ("image", "grid"),
     "Qwen2_5_VLForConditionalGeneration": ("image", "grid"),
     "Qwen3VLForConditionalGeneration": ("image", "grid"),
     "SmolVLMForConditionalGeneration": ("image", "plain"),

@@ -170,6 +170,24 @@ def save_qwen2_5_vl(folder: Path) -> Path:
     return _saved(folder, t.Qwen2_5_VLForConditionalGeneration(config), _qwen_processor("Qwen2_5_VL", tokenizer))
 
 
+def save_qwen2_vl(folder: Path) -> Path:
+    """The one before it, whose tower looks at all of an image in every layer."""
+    import transformers as t
+
+    tokenizer = _tokenizer("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = t.Qwen2VLConfig(
+        vision_config=vision,
+        text_config={**TEXT, "rope_parameters": rope},
+        image_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+        video_token_id=7,
+    )
+    return _saved(folder, t.Qwen2VLForConditionalGeneration(config), _qwen_processor("Qwen2VL", tokenizer))
+
+
 def save_qwen3_vl(folder: Path) -> Path:
     """The same with states of the tower added to those behind the first layers."""
     import transformers as t
@@ -210,6 +228,7 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "idefics3": save_idefics3,
     "qwen2_5_vl": save_qwen2_5_vl,
     "qwen2_audio": save_qwen2_audio,
+    "qwen2_vl": save_qwen2_vl,
     "qwen3_vl": save_qwen3_vl,
     "smolvlm": save_smolvlm,
 }

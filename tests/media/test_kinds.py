@@ -28,6 +28,7 @@ MARKS = {
     "gemma3": "<start_of_image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 
