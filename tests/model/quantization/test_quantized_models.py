@@ -22,7 +22,7 @@ from actorllm.model.quantization import int4, int8
 from actorllm.model.quantization.int4pack import Int4Linear
 from actorllm.model.quantization.onednn import Int8Linear
 from actorllm.model.weights import CheckpointWeights
-from tests.model.hf.decoders import save
+from tests.model.hf.decoders import RECURRENT, prompt, save
 from tests.model.quantization.probing import TEXT, error, logits
 from tests.model.ranks import model_folder, streams
 
@@ -92,6 +92,27 @@ def test_layers_have_4_bits_and_the_head_8(make_driver: Callable[..., Any]) -> N
     for layer in decoder.layers:
         assert all(isinstance(y, Int4Linear) for y in (layer.qkv, layer.output, layer.gate_up, layer.down))
     assert isinstance(decoder.lm_head, Int8Linear)
+
+
+OTHER_KINDS = ["gemma3", "gpt-oss", "llama4", "deepseek-v3", *sorted(RECURRENT)]
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_layers_of_every_kind_are_rounded(
+    name: str, method: str, tmp_path: Path, make_driver: Callable[..., Any]
+) -> None:
+    """Small random models are the worst case: logits are alike, and not the same."""
+    save(name, tmp_path, max_position_embeddings=256)
+    found = []
+    for arguments in ({}, {"quantization": method, "quantization_twin": False}):
+        driver = make_driver(tmp_path, dtype="float32", **arguments)
+        for slot in range(4):
+            driver.add(slot, prompt(slot, 40))
+        driver.step(dict.fromkeys(range(4), 40), decode=[])
+        found.append(driver.logits.clone())
+    alike = torch.corrcoef(torch.stack([logits.flatten() for logits in found]))[0, 1]
+    assert 0.9 < alike < 0.999999
 
 
 @pytest.mark.parametrize(
