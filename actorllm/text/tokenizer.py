@@ -242,7 +242,10 @@ def transformers_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a third party's parsers of a dozen formats raise
-        raise CorruptModelError(f"transformers cannot read the tokenizer in {str(path)!r}: {error}") from error
+        raise CorruptModelError(
+            f"transformers cannot read the tokenizer in {str(path)!r}: {error}; save it as tokenizer.json, or use "
+            f"skip_tokenizer_init=True to work with token ids"
+        ) from error
 
 
 def _from_transformers(path: Path) -> Any:

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from actorllm.config import BUNDLED_MODELS
-from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError
+from actorllm.errors import CorruptModelError, InvalidPromptError, ModelError, ModelNotFoundError
 from actorllm.text.tokenizer import Tokenizer
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
@@ -185,3 +185,14 @@ def test_without_tokenizer_json_transformers_converts(folder: Path, storyteller:
     (folder / "vocab.json").write_bytes(b"[]")
     with pytest.raises(CorruptModelError, match="cannot read the tokenizer"):
         Tokenizer(folder)
+
+
+def test_a_tokenizer_in_python_says_what_to_do_instead(tmp_path: Path) -> None:
+    """As models of Marian have it, whether the library that it is written with is installed or not."""
+    (tmp_path / "vocab.json").write_text('{"<unk>": 0, "</s>": 1, "<pad>": 2}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MarianTokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "marian"}')
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=r"save it as tokenizer\.json, or use skip_tokenizer_init=True"):
+        Tokenizer(tmp_path)
