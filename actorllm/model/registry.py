@@ -43,6 +43,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Mamba2ForCausalLM": "mamba2",
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1",

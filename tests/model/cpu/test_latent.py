@@ -75,6 +75,19 @@ KIMI_K2: dict[str, Any] = V2_LITE | {
 }
 
 
+GLM_FLASH: dict[str, Any] = {
+    "vocab_size": 154_880,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 1_000_000,
+    "partial_rotary_factor": 1.0,
+}
+"""As GLM 4.7 Flash has it, where that is not the default."""
+
+
 def latent_driver(folder: Path, **arguments: Any) -> Driver:
     driver = cpu_driver(folder, **arguments)
     assert isinstance(driver.runner.cache, LatentCache)
@@ -82,7 +95,8 @@ def latent_driver(folder: Path, **arguments: Any) -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "hf"), [("DeepseekV2ForCausalLM", V2_LITE), ("DeepseekV3ForCausalLM", KIMI_K2)]
+    ("architecture", "hf"),
+    [("DeepseekV2ForCausalLM", V2_LITE), ("DeepseekV3ForCausalLM", KIMI_K2), ("Glm4MoeLiteForCausalLM", GLM_FLASH)],
 )
 def test_a_token_takes_a_tenth_of_what_keys_and_values_of_all_heads_take(architecture: str, hf: dict[str, Any]) -> None:
     plan = decoder_config(architecture, hf)
@@ -217,12 +231,15 @@ def test_layers_that_guess_tokens_are_not_read(tmp_path: Path) -> None:
         ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63"),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": -1}, "kv_lora_rank is -1"),
         ("DeepseekV3ForCausalLM", {"first_k_dense_replace": "x"}, "first_k_dense_replace is 'x'"),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["sparse"]}, "layer_types has 1 entries for 61 layers"),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"] * 60 + ["wide"]}, "mlp_layer_types has 'wide'"),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["sparse"] * 60 + ["dense"]}, "'dense' behind 'sparse'"),
     ],
 )
 def test_what_a_shape_cannot_say_is_refused_by_name(architecture: str, change: dict[str, Any], told: str) -> None:
     from actorllm.errors import ModelError
 
-    hf = KIMI_K2 if architecture.startswith("DeepseekV3") else V2_LITE
+    hf = V2_LITE if architecture.startswith("DeepseekV2") else KIMI_K2
     assert isinstance(decoder_config(architecture, hf), DecoderConfig)
     with pytest.raises(ModelError, match=told):
         decoder_config(architecture, hf | change)

@@ -112,6 +112,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3, without experts": ("deepseek-v3", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
+    "glm4-moe-lite": ("glm4-moe-lite", {**LATENT, "n_shared_experts": 2}),
+    "glm4-moe-lite, two layers without experts": (
+        "glm4-moe-lite",
+        {**LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"], "q_lora_rank": None},
+    ),
     "mamba2": ("mamba2", {"time_step_limit": (0.0, 0.8), "use_bias": True}),
     "mamba2, tied": ("mamba2", {"tie_word_embeddings": True, "use_conv_bias": False, "n_groups": 1}),
     "granite-hybrid": ("granite-hybrid", {"attention_bias": True, "mamba_n_groups": 2}),
