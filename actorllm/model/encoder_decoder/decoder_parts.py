@@ -83,7 +83,9 @@ class DecoderParts:
         layers = []
         for layer in self.layers:
             products = ((field.name, getattr(layer, field.name)) for field in fields(layer))
-            changes = {name: form.of(one.weight, one.bias) for name, one in products if isinstance(one, Dense)}
+            changes: dict[str, Any] = {
+                name: form.of(one.weight, one.bias) for name, one in products if isinstance(one, Dense)
+            }
             layers.append(replace(layer, **changes))
         assert isinstance(self.head, Dense)
         return replace(self, layers=layers, head=form.head_of(self.head.weight, self.head.bias))
