@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from actorllm.model.cpu import invariance, layers
 from actorllm.model.cpu import runner as cpu_runner
 from actorllm.model.cpu.attention import FIXED_TILE, AttentionBatch, KVCache
 from actorllm.model.linear import Linear, LinearWeight
+from actorllm.model.team import Team
 from tests.api.prompted import DRAFTS, OTHERS, PROMPT, Stream, streams
 from tests.effort import grid
 from tests.model.driver import TINY_LLAMA
@@ -42,14 +44,17 @@ def reference() -> Callable[[str, str | None], Stream]:
     return of
 
 
+@pytest.mark.timeout(300)  # two threads beside other programs wait for each other
 @pytest.mark.parametrize(
-    ("quantization", "depth", "num_tokens", "drafts"), grid([None, "int8"], [1, 2], [24, 2048], [None, DRAFTS])
+    ("quantization", "depth", "num_tokens", "drafts", "num_threads"),
+    grid([None, "int8"], [1, 2], [24, 2048], [None, DRAFTS], [1, 2]),
 )
-def test_no_bit_depends_on_batch_depth_chunks_or_drafts(
+def test_no_bit_depends_on_batch_depth_chunks_drafts_or_threads(
     quantization: str | None,
     depth: int,
     num_tokens: int,
     drafts: dict[str, Any] | None,
+    num_threads: int,
     reference: Callable[[str, str | None], Stream],
 ) -> None:
     expected = reference("bfloat16", quantization)
@@ -62,7 +67,7 @@ def test_no_bit_depends_on_batch_depth_chunks_or_drafts(
         max_num_seqs=8,
         speculative_config=drafts,
         enable_prefix_caching=False,
-        **OPTIONS,
+        **OPTIONS | {"num_threads": num_threads},
     ) as llm:
         for batch in ([PROMPT], [OTHERS[0], PROMPT], [*OTHERS[:3], PROMPT, *OTHERS[3:]]):
             assert streams(llm, batch)[batch.index(PROMPT)] == expected, f"{len(batch)} in the batch"
@@ -91,10 +96,13 @@ def test_no_bit_depends_on_a_preemption_or_a_prefix_hit(
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_with_threads_that_change_in_every_step(
-    quantization: str | None, reference: Callable[[str, str | None], Stream]
+    quantization: str | None, reference: Callable[[str, str | None], Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected, turn = reference("bfloat16", quantization), itertools.count()
+    monkeypatch.setattr(Team, "begin", lambda *_, **__: 1 + next(turn) % 2)
     with LLM("storyteller", dtype="bfloat16", quantization=quantization, **OPTIONS | {"num_threads": 2}) as llm:
-        assert streams(llm, [OTHERS[1], PROMPT])[1] == reference("bfloat16", quantization)
+        assert streams(llm, [OTHERS[1], PROMPT])[1] == expected
+    assert next(turn) > 20
 
 
 def test_without_it_bits_depend_on_the_batch() -> None:
