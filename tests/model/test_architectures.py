@@ -9,16 +9,10 @@ import transformers
 
 from actorllm.model.registry import FAMILIES
 from actorllm.types.media_rules import ARCHITECTURES
-from tests.model.architectures import table
+from tests.model.architectures import architecture_of, table
 from tests.model.hf import decoders
 
 FIX = "add it to tests/model/architectures.json, and run bench/docs.py"
-
-
-def architecture_of(family: str) -> str:
-    config = getattr(transformers, f"{family}Config")
-    names: dict[str, str] = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return names[config.model_type]
 
 
 def test_fused_architectures_are_those_of_the_registry() -> None:

@@ -15,10 +15,10 @@ from actorllm.model.hf.own_attention import ARCHITECTURES
 from actorllm.model.hf.own_attention.exchanged import ExchangedAttention
 from actorllm.model.hf.probe import PROBED_POSITIONS
 from actorllm.model.hf.twin import twin
+from tests.model.architectures import architecture_of
 from tests.model.families.loaded import chunks_and_decode_steps, device_driver
 from tests.model.hf.decoders import MODELS, TOLERANCE, difference, prompt, reference, save
 from tests.model.hf.releases import needs_modules
-from tests.model.test_architectures import architecture_of
 
 pytestmark = needs_modules
 HEADS_OF_32 = {"hidden_size": 128}
