@@ -108,24 +108,25 @@ class AdapterLoading(LoopPart):
         self._host.wake()
 
     async def _ask_for(self, slot: AdapterSlot, link: Link) -> bool:
-        """Have the workers fill a slot. False: they are gone."""
-        adapter = slot.adapter
-        assert adapter is not None
-        try:
-            # As long as reading a file takes, beside a step of any length.
-            await self._host.ask_all(
-                link, "load_adapter", math.inf, slot=slot.number, digest=adapter.digest, path=adapter.path
-            )
-        except PeerLostError:
-            return False
-        except Exception as error:  # of the files: it is the requests that hear of it
-            if link is self._link and slot.adapter is adapter:
+        """Have the workers fill a slot, from one folder after the other if one is gone. False: the workers are gone."""
+        while (adapter := slot.adapter) is not None:
+            try:
+                # As long as reading a file takes, beside a step of any length.
+                await self._host.ask_all(
+                    link, "load_adapter", math.inf, slot=slot.number, digest=adapter.digest, path=adapter.path
+                )
+            except PeerLostError:
+                return False
+            except Exception as error:  # of the files: it is the requests that hear of it
+                if link is not self._link or slot.adapter is not adapter:
+                    return True
                 self._fail(slot, error)
-            return True
-        if link is not self._link or slot.adapter is not adapter:
-            return False
-        self._num_loads += 1
-        self._residency.loaded(slot)
+                continue
+            if link is not self._link or slot.adapter is not adapter:
+                return False
+            self._num_loads += 1
+            self._residency.loaded(slot)
+            break
         return True
 
     def _fail(self, slot: AdapterSlot, error: Exception) -> None:

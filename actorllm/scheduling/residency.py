@@ -33,8 +33,8 @@ class AdapterSlot:
     """None: it is free."""
     is_ready: bool = False
     """The workers have the adapter; else they are loading it."""
-    users: set[Sequence] = field(default_factory=set)
-    """Requests that were let in and, as far as was looked, have not ended."""
+    users: dict[Sequence, str] = field(default_factory=dict)
+    """Requests that were let in and, as far as was looked, have not ended; and the folder that each named."""
     last_used: int = 0
     """By the count of requests that were let in."""
     idle_after: int = 0
@@ -91,7 +91,7 @@ class Residency:
                 self._num_overtaking += 1
             del self.waiting[sequence]
             self._num_let_in += 1
-            slot.users.add(sequence)
+            slot.users[sequence] = adapter.path
             slot.last_used = self._num_let_in
             yield sequence, slot
         if overtaken is None:
@@ -102,16 +102,25 @@ class Residency:
         slot.is_ready = True
 
     def failed(self, slot: AdapterSlot) -> list[Sequence]:
-        """It cannot be loaded. Returns the requests that wanted it or used it; the slot is free."""
+        """It cannot be loaded from its folder. Returns the requests that named this folder.
+
+        One content may lie in several folders. If requests that named another one use the slot, it has that folder from now on,
+        and is to be loaded again. Else it is free, and those that wait with another folder have their turn.
+        """
         adapter = slot.adapter
-        self._vacate(slot)
         if adapter is None:
             return []
-        wanting = [sequence for sequence, other in self.waiting.items() if other.digest == adapter.digest]
+        wanting = [sequence for sequence, wanted in self.waiting.items() if wanted == adapter]
         for sequence in wanting:
             del self.waiting[sequence]
-        users = [sequence for sequence in slot.users if sequence.state is not FINISHED]
-        slot.users.clear()
+        self._forget_users(slot)
+        users = [sequence for sequence, path in slot.users.items() if path == adapter.path]
+        slot.users = {sequence: path for sequence, path in slot.users.items() if path != adapter.path}
+        if slot.users:
+            slot.adapter = Adapter(adapter.digest, next(iter(slot.users.values())))
+            slot.is_ready = False
+        else:
+            self._vacate(slot)
         return [*users, *wanting]
 
     def lose_workers(self) -> list[AdapterSlot]:
@@ -153,7 +162,7 @@ class Residency:
 
     def _forget_users(self, slot: AdapterSlot) -> None:
         if slot.users:
-            slot.users = {sequence for sequence in slot.users if sequence.state is not FINISHED}
+            slot.users = {one: path for one, path in slot.users.items() if one.state is not FINISHED}
             if not slot.users:  # a step in flight may compute a row of one that ended, in vain
                 slot.idle_after = self._ledger.next_step - 1
 

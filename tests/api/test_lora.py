@@ -273,11 +273,14 @@ async def test_a_worker_that_finds_the_folder_gone_fails_the_requests_of_that_ad
         output = [output async for output in other][-1]
         assert output.outputs[0].token_ids == expected["b"]
 
+    """Those that named another folder with the same content go on."""
 
 @pytest.mark.parametrize("num_ranks", [2])
 def test_streams_are_equal_with_tensor_parallel_ranks(adapters: Path, expected: Streams, num_ranks: int) -> None:
+        same = llm.generate(PROMPT, greedy(200), lora_request=request_of(adapters, "a"))
     names = ["a", None, "b"]
     with LLM("storyteller", tensor_parallel_size=num_ranks, **ENGINE) as llm:
+        await anext(same)
         loras = [request_of(adapters, name) for name in names]
         outputs = llm.generate([PROMPT] * 3, greedy(), use_tqdm=False, lora_request=loras)
     assert tokens(outputs) == [expected[name] for name in names]
@@ -285,6 +288,9 @@ def test_streams_are_equal_with_tensor_parallel_ranks(adapters: Path, expected: 
 
 def test_a_recording_replays_with_the_slots_of_adapters(adapters: Path, expected: Streams, tmp_path: Path) -> None:
     from actorllm.scheduling.telemetry.recording import replay
+        output = [output async for output in same][-1]
+        assert output.outputs[0].token_ids[:NUM_TOKENS] == expected["a"]
+        assert len(output.outputs[0].token_ids) == 200
 
     record = tmp_path / "run"
     with LLM("storyteller", topology="inline", record=str(record), max_loras=2, **ENGINE) as llm:

@@ -36,7 +36,8 @@ class Slots:
         self.num_arrivals = 0
         self.loaded: list[str] = []
 
-    def add(self, name: str, priority: int = 0) -> Sequence:
+    def add(self, name: str, priority: int = 0, path: str | None = None) -> Sequence:
+        """path: of the folder; None: that of its name."""
         self.num_arrivals += 1
         submit = Submit(
             rid=self.num_arrivals,
@@ -48,7 +49,7 @@ class Slots:
         )
         sequence = Sequence((0, submit.rid), submit, self.num_arrivals, submit.prompt, 2, frozenset(), frozenset())
         sequence.state = State.BLOCKED
-        self.residency.add(sequence, Adapter(digest(name), f"/{name}"))
+        self.residency.add(sequence, Adapter(digest(name), path or f"/{name}"))
         return sequence
 
     def turn(self) -> list[str]:
@@ -165,6 +166,31 @@ def test_an_adapter_that_cannot_be_loaded_fails_those_that_want_it_alone() -> No
     end(a, other_a)
     slots.loads = True
     assert slots.turn() == ["b3"]
+
+
+def test_a_folder_that_is_gone_fails_those_that_named_it_and_others_load_theirs() -> None:
+    """Of one content in several folders, also where requests use it and its workers are lost."""
+    slots = Slots(1, loads=False)
+    lost, own = slots.add("a", path="/lost"), slots.add("a")
+    slots.turn()
+    residency, (slot,) = slots.residency, slots.residency.slots
+    assert residency.failed(slot) == [lost]
+    end(lost)
+    slots.loads = True
+    assert slots.turn() == ["a2"]
+    third = slots.add("a", path="/third")
+    assert slots.turn() == ["a3"]
+    assert residency.lose_workers() == [slot]
+    assert residency.failed(slot) == [own]
+    end(own)
+    assert slot.adapter == Adapter(digest("a"), "/third")
+    residency.check_integrity()
+    slots.add("a")
+    assert slots.turn() == [], "it is not there yet"
+    assert residency.failed(slot) == [third]
+    end(third)
+    assert slots.turn() == ["a4"]
+    assert third.adapter_slot == own.adapter_slot == slot.number
 
 
 def test_lost_workers_load_what_requests_use_again_and_nothing_else() -> None:
