@@ -522,7 +522,12 @@ class WorkerActor(Actor):
         return True
 
     async def _keep_adapter(self, adapter: Adapter, is_pinned: bool) -> bool:
-        self._adapters.keep(adapter.digest, await self._tensors_of(adapter), is_pinned)
+        tensors = await self._tensors_of(adapter)
+        if not self._adapters.keep(adapter.digest, tensors, is_pinned):
+            raise InvalidParameterError(
+                f"the workers keep max_cpu_loras={self._adapters.max_kept} adapters, and all of them are pinned: remove one with "
+                f"remove_lora, or build the engine with a larger max_cpu_loras"
+            )
         return True
 
     async def _tensors_of(self, adapter: Adapter) -> Tensors:

@@ -821,7 +821,7 @@ class AsyncLLM:
             lora_request: as in `generate`.
 
         Raises:
-            InvalidParameterError: the engine takes no adapters, or not this one.
+            InvalidParameterError: the engine takes no adapters, or not this one; or all that it keeps (max_cpu_loras) are pinned.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         await self.start()
@@ -863,7 +863,7 @@ class AsyncLLM:
             lora_id: the lora_int_id of a request of this program.
 
         Raises:
-            InvalidParameterError: the engine takes no adapters, or knows none of this number.
+            InvalidParameterError: the engine takes no adapters, or knows none of this number; or all that it keeps are pinned.
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         adapter = self._engine.adapter_of_number(lora_id)

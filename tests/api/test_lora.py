@@ -310,10 +310,10 @@ def test_adapters_are_added_listed_pinned_and_removed(adapters: Path, expected: 
         assert llm.add_lora(b)
         assert llm.list_loras() == {1, 2}
         assert llm.pin_lora(1)
-        assert tokens(llm.generate([PROMPT] * 2, greedy(), use_tqdm=False, lora_request=[c, b])) == [
-            expected["c"],
-            expected["b"],
-        ]
+        for lora in (c, b):
+            assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=lora)) == [
+                expected[lora.lora_name]
+            ]
         assert llm.list_loras() == {1, 2}, "1 is pinned, and 3 was used before 2"
         assert llm.remove_lora(1)
         assert not llm.remove_lora(1)
@@ -336,6 +336,13 @@ async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Pat
 
 
 def test_drafts_change_no_stream_of_an_adapter(adapters: Path, expected: Streams) -> None:
+        assert llm.pin_lora(1)
+        assert llm.pin_lora(2)
+        for keep in (lambda: llm.add_lora(c), lambda: llm.pin_lora(3)):
+            with pytest.raises(InvalidParameterError, match="max_cpu_loras=2 adapters, and all of them are pinned"):
+                keep()
+        assert llm.list_loras() == {1, 2}
+        assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=c)) == [expected["c"]]
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM("storyteller", topology="inline", max_loras=2, speculative_config=speculation, **ENGINE) as llm:
         names = ["a", None, "b", "a"]

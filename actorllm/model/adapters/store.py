@@ -41,6 +41,11 @@ class Adapters:
 
     def is_in_slot(self, slot: int, digest: str) -> bool:
         return self._in_slots.get(slot) == digest
+    @property
+    def max_kept(self) -> int:
+        """So many at a time (max_cpu_loras)."""
+        return self._config.max_cpu_loras
+
 
     def get(self, digest: str) -> Tensors | None:
         """One that is kept, which is the one used last from now on."""
@@ -54,8 +59,8 @@ class Adapters:
         slots = self.slots
         return read_adapter(adapter, slots.targets, slots.max_rank, slots.dtype)
 
-    def keep(self, digest: str, tensors: Tensors, is_pinned: bool = False) -> None:
-        """Keep what was read; where all others are pinned, it is not kept."""
+    def keep(self, digest: str, tensors: Tensors, is_pinned: bool = False) -> bool:
+        """Keep what was read. Returns whether it is kept: it is not where all others are pinned."""
         self._kept[digest] = tensors
         self._kept.move_to_end(digest)
         if is_pinned:
@@ -73,5 +78,6 @@ class Adapters:
 
     def forget(self, digest: str) -> bool:
         """Keep it no longer; a slot that holds it goes on holding it. Whether it was kept."""
+        return digest in self._kept
         self._pinned.discard(digest)
         return self._kept.pop(digest, None) is not None
