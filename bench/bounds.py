@@ -750,7 +750,11 @@ BOUNDS = (
     ),
     Bound(
         "digests of adapters",
-        ("types.adapter_folder: AdapterDigests._known", "types.adapter_folder: AdapterDigests._numbers"),
+        (
+            "types.adapter_folder: AdapterDigests._known",
+            "types.adapter_folder: AdapterDigests._numbers",
+            "types.adapter_folder: AdapterDigests._paths",
+        ),
         "each request with an adapter of another folder, or another number",
         ("types.adapter_folder:MAX_DIGESTS=1024",),
         "folders, and numbers",
@@ -758,10 +762,13 @@ BOUNDS = (
     ),
     Bound(
         "tokenizers of adapters",
-        ("intake.adapter_tokenizers: AdapterTokenizers._known",),
+        (
+            "intake.adapter_tokenizers: AdapterTokenizers._known",
+            "intake.adapter_tokenizers: AdapterTokenizers._contents",
+        ),
         "each request with an adapter whose folder has a tokenizer",
-        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8",),
-        "folders, whose files have 64 MiB each at most",
+        ("intake.adapter_tokenizers:MAX_TOKENIZERS=8", "intake.adapter_tokenizers:MAX_FOLDERS=1024"),
+        "tokenizers, whose files have 64 MiB each at most, and folders",
         "the one that was used longest ago is forgotten, and read again",
     ),
     Bound(

@@ -371,7 +371,7 @@ class Engine:
         def read(worker: JobPlace | None) -> list[int]:
             return self._submits.prompts_of(lora_request).ids_of(prompt, add_special_tokens, worker)
 
-        reading = Reading(read, self.prompts.is_large(prompt))
+        reading = Reading(read, is_heavy=lora_request is not None or self.prompts.is_large(prompt))
         self._enqueue(reading)
         return reading.future
 
@@ -692,6 +692,7 @@ class Engine:
                 new_stream,
                 maker,
                 functools.partial(self._submits.prompts_of, lora_request),
+                self._submits.is_unread(lora_request),
             ),
             request_id,
             host=host,
@@ -746,7 +747,7 @@ class Engine:
         )
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
         prompts = functools.partial(self._submits.prompts_of, lora_request)
-        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker, prompts, self._submits.is_unread(lora_request))
         trace = RequestTrace(trace_headers, params)
         stream = self._accept(prompt, asked, request_id, replica=replica, trace=trace, **extras)
         return PoolingStream(cast(VectorStream, stream), pooling)
@@ -1107,7 +1108,10 @@ class Engine:
     # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
 
     def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:
-        """The content of a folder, read on a tokenizer worker; the number of the request stands for it from now on."""
+        """The content of a folder, read on a tokenizer worker; the number of the request stands for it from now on.
+
+        Its tokenizer is read as well, if it brings one, so that no request waits for that.
+        """
         self._check()
         checked = self._submits.checked_adapter(lora_request)
         if checked is None:
@@ -1116,6 +1120,7 @@ class Engine:
         def read(worker: JobPlace | None) -> Adapter:
             adapter = self._submits.adapter_of(checked)
             assert adapter is not None
+            self._submits.prompts_of(checked)
             return adapter
 
         reading = Reading(read, is_heavy=True)

@@ -76,6 +76,12 @@ class SubmitMaker:
             return None
         return self.digests.adapter_of(lora_request.lora_path, lora_request.lora_int_id)
 
+    def is_unread(self, lora_request: LoRARequest | None) -> bool:
+        """Whether an adapter has to be read first: its whole content, and its tokenizer if it brings one. Reads nothing."""
+        return (
+            lora_request is not None and self.digests is not None and not self.digests.has_read(lora_request.lora_path)
+        )
+
     def prompts_of(self, lora_request: LoRARequest | None) -> PromptReader:
         """What reads the prompts of this adapter. Reads its files where they have changed, and so runs on no loop."""
         if lora_request is None:

@@ -2,7 +2,10 @@
 
 A folder with tokenizer.json has a tokenizer of its own, with its own chat template and end of text. Texts of the model are made
 by the engine's tokenizer, while steps are computed. So an id may not have one text there and another one here: such an adapter is
-refused. It may add ids that the engine's tokenizer has no text for. Called by threads that read prompts.
+refused. It may add ids that the engine's tokenizer has no text for.
+
+Most adapters of one base bring the same files. So a tokenizer is kept by the content of its files, and is loaded once for all
+folders that have it. Called by threads that read prompts.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, InvalidPromptError, ModelError, shown
@@ -22,17 +26,26 @@ from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.adapter_folder import folder_of
 from actorllm.types.model_files import read_object
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
 """What is read of a folder. The first one is what makes a tokenizer; the last one names ends of text as well."""
 MAX_FILE_BYTES = 64 << 20
 MAX_TOKENIZERS = 8
-"""Folders whose tokenizers are kept."""
+"""That are kept, each with files of its own content."""
+MAX_FOLDERS = 1024
+"""Whose content is remembered."""
+
+Folder: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
+"""A folder and the state of its files, by FILES."""
 
 
 class AdapterPromptReader(PromptReader):
@@ -67,46 +80,44 @@ class AdapterTokenizers:
         """engine_tokenizer: that of the engine."""
         self._model = model
         self._engine_tokenizer = engine_tokenizer
-        self._known: OrderedDict[tuple[Any, ...], AdapterTexts] = OrderedDict()
-        """By folder and the state of its files, those used last at the end."""
+        self._contents: OrderedDict[Folder, bytes] = OrderedDict()
+        """The digests of the files of folders, those used last at the end."""
+        self._known: OrderedDict[bytes, tuple[Folder, AdapterTexts]] = OrderedDict()
+        """By that digest what was read, and where: large texts are read from there. Those used last at the end."""
         self._lock = threading.Lock()
 
     def texts_of(self, path: str) -> AdapterTexts:
         """Of the adapter in this folder. Raises InvalidParameterError for a tokenizer that cannot be used with the model."""
         if self._model.tokenizer is None:
             return NOTHING  # there are only ids
-        folder = folder_of(path)
-        stamps = tuple(_stamp(folder / name) for name in FILES)
-        if not stamps[0] and not stamps[-1]:
+        folder = _state_of(folder_of(path))
+        if not folder[1][0] and not folder[1][-1]:
             return NOTHING
-        key = (str(folder), *stamps)
         with self._lock:
-            texts = self._known.get(key)
-            if texts is not None:
-                self._known.move_to_end(key)
-                return texts
+            content = self._contents.get(folder)
         try:
-            texts = self._read(folder)
+            if content is None:
+                content = _content_of(Path(folder[0]))
+            with self._lock:
+                known = self._known.get(content)
+            if known is None or (known[0] != folder and _state_of(Path(known[0][0])) != known[0]):
+                known = folder, self._read(Path(folder[0]))
         except (ModelError, OSError) as error:
             raise InvalidParameterError(
                 f"the tokenizer of the adapter {path} cannot be used: {error!s:.500}"
             ) from error
         with self._lock:
-            self._known[key] = texts
-            while len(self._known) > MAX_TOKENIZERS:
-                self._known.popitem(last=False)
-        return texts
+            _keep(self._contents, folder, content, MAX_FOLDERS)
+            _keep(self._known, content, known, MAX_TOKENIZERS)
+        return known[1]
 
     def forget(self) -> None:
         """Give back what was loaded; it is loaded again when it is needed."""
         with self._lock:
             self._known.clear()
+            self._contents.clear()
 
     def _read(self, folder: Path) -> AdapterTexts:
-        for name in FILES:
-            file = folder / name
-            if file.is_file() and (size := file.stat().st_size) > MAX_FILE_BYTES:
-                raise InvalidParameterError(f"{file} has {size} bytes; at most {MAX_FILE_BYTES} are read")
         ends = _listed(read_object(folder / FILES[-1], is_optional=True).get("eos_token_id"))
         reader: PromptReader | None = None
         if (folder / FILES[0]).is_file():
@@ -125,6 +136,33 @@ class AdapterTokenizers:
                     f"the tokenizer of the adapter {folder} has {shown(text)} as token {id}, which is {shown(text_of[id])} in that "
                     f"of the engine; build the engine with tokenizer={str(folder)!r:.300}, or take the tokenizer's files out"
                 )
+
+
+def _state_of(folder: Path) -> Folder:
+    return str(folder), tuple(_stamp(folder / name) for name in FILES)
+
+
+def _content_of(folder: Path) -> bytes:
+    """The digest of the files. Raises InvalidParameterError for one that is too large."""
+    made = sha256()
+    if (folder / "additional_chat_templates").is_dir():
+        made.update(str(folder).encode())  # those are not looked at here, so that nothing is shared
+    for name in FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        if (size := file.stat().st_size) > MAX_FILE_BYTES:
+            raise InvalidParameterError(f"{file} has {size} bytes; at most {MAX_FILE_BYTES} are read")
+        with open(file, "rb") as opened:
+            made.update(f"{name}\0".encode() + sha256(opened.read(MAX_FILE_BYTES)).digest())
+    return made.digest()
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _listed(ids: Any) -> set[int]:

@@ -33,6 +33,8 @@ class RequestSpec:
     """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
     prompts: Callable[[], PromptReader]
     """What reads the prompt; may take long."""
+    is_heavy: bool = False
+    """What it needs beside its prompt may take long to read."""
 
 
 class RequestEngine(Protocol):
@@ -72,7 +74,7 @@ class RequestJob(Job):
         self._mailbox: Mailbox = stream.mailbox
         self._stream = weakref.ref(stream)
         self.submitter = carried["tenant"]
-        self.is_heavy = engine.prompts.is_large(prompt)
+        self.is_heavy = asked.is_heavy or engine.prompts.is_large(prompt)
 
     def is_gone(self, now: float) -> bool:
         deadline = self._carried["deadline"]

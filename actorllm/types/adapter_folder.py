@@ -155,7 +155,14 @@ class AdapterDigests:
         self._known: OrderedDict[tuple[Any, ...], str] = OrderedDict()
         self._numbers: OrderedDict[int, Adapter] = OrderedDict()
         """What this program's numbers stand for, those used last at the end."""
+        self._paths: OrderedDict[str, None] = OrderedDict()
+        """Folders that were read, as callers wrote them."""
         self._lock = threading.Lock()
+
+    def has_read(self, path: str) -> bool:
+        """Whether a folder was read before, so that it takes no longer than a look at its files, unless they have changed."""
+        with self._lock:
+            return path in self._paths
 
     def adapter_of(self, path: str, number: int | None = None) -> Adapter:
         """Read a folder. Raises InvalidParameterError where there is no adapter that the engine takes.
@@ -163,8 +170,12 @@ class AdapterDigests:
         number: what stands for it from now on; None: nothing.
         """
         adapter = self._read(path)
-        if number is not None:
-            with self._lock:
+        with self._lock:
+            self._paths[path] = None
+            self._paths.move_to_end(path)
+            while len(self._paths) > MAX_DIGESTS:
+                self._paths.popitem(last=False)
+            if number is not None:
                 self._numbers[number] = adapter
                 self._numbers.move_to_end(number)
                 while len(self._numbers) > MAX_DIGESTS:

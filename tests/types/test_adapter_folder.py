@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actorllm.errors import InvalidParameterError
-from actorllm.types.adapter_folder import MAX_CONFIG_BYTES, MAX_DIGESTS, AdapterDigests, AdapterSettings
+from actorllm.types.adapter_folder import MAX_CONFIG_BYTES, MAX_DIGESTS, AdapterDigests, AdapterSettings, digest_of
 from actorllm.types.lora_request import LoRARequest
 from tests.model.adapters.lora_folders import write_adapter
 
@@ -70,6 +70,29 @@ def test_equal_content_is_one_adapter_wherever_it_lies(tmp_path: Path) -> None:
     assert digests.adapter_of(str(tmp_path / "a")).digest != b.digest, "so is one with another scale"
 
 
+def test_a_digest_is_computed_once_for_as_long_as_the_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files may have gigabytes, and each request names one."""
+    computed: list[str] = []
+
+    def noted(*content: Any) -> str:
+        computed.append(digest_of(*content))
+        return computed[-1]
+
+    monkeypatch.setattr("actorllm.types.adapter_folder.digest_of", noted)
+    write_adapter(tmp_path, {LAYER: (8, 8)}, seed=1)
+    digests = AdapterDigests(max_rank=16)
+    assert not digests.has_read(str(tmp_path))
+    assert len({digests.adapter_of(str(tmp_path)).digest for _ in range(3)}) == len(computed) == 1
+    assert digests.has_read(str(tmp_path))
+    (tmp_path / "README.md").write_text("of no account")
+    digests.adapter_of(str(tmp_path))
+    assert len(computed) == 1
+    write_adapter(tmp_path, {LAYER: (8, 8)}, seed=2)
+    assert digests.adapter_of(str(tmp_path)).digest == computed[1] != computed[0]
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     digests = AdapterDigests(max_rank=4)
     with pytest.raises(InvalidParameterError, match="is no folder"):
@@ -103,7 +126,7 @@ def test_digests_that_are_remembered_are_bounded(tmp_path: Path, monkeypatch: py
     for i in range(4):
         write_adapter(tmp_path / str(i), {LAYER: (8, 8)}, seed=i)
         digests.adapter_of(str(tmp_path / str(i)))
-    assert len(digests._known) == 2
+    assert len(digests._known) == len(digests._paths) == 2
 
 
 @pytest.mark.parametrize(
