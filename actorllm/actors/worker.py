@@ -516,9 +516,12 @@ class WorkerActor(Actor):
     async def _load_adapter(self, adapter: Adapter, slot: int) -> bool:
         """Let a slot hold this adapter, between two steps."""
         adapters = self._adapters
+        adapters.want(slot, adapter.digest)
         if not adapters.is_in_slot(slot, adapter.digest):
             tensors = await self._tensors_of(adapter)
-            self._take_time(adapters.put, slot, adapter.digest, tensors)
+            # Else a scheduler that has died had asked for it, and the one behind it wants another adapter there.
+            if adapters.is_wanted(slot, adapter.digest):
+                self._take_time(adapters.put, slot, adapter.digest, tensors)
         return True
 
     async def _keep_adapter(self, adapter: Adapter, is_pinned: bool) -> bool:

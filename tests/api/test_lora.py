@@ -7,16 +7,21 @@ import os
 import runpy
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from actorllm import LLM, AsyncLLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError, InvalidParameterError, RequestFailedError
+from actorllm.types import adapter_folder
+from actorllm.types.adapter_folder import digest_of
+from tests.api import worker_functions
 from tests.model.adapters.lora_folders import linear_layers, merged, shapes_of, write_adapter
 
 PROMPT = "Once upon a time there was a fox who lived in a forest, and every morning"
@@ -219,6 +224,14 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], told: s
         LLM("storyteller", **({"enable_lora": True} | arguments))
 
 
+def test_models_that_are_not_adapted_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    BertConfig(architectures=["BertModel"], vocab_size=50, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="enable_lora=True: encoders are not adapted yet"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, enable_lora=True)
+
+
 def test_a_stepped_engine_takes_adapters(adapters: Path, expected: Streams) -> None:
     engine = LLMEngine.from_engine_args(_engine_args())
     try:
@@ -260,11 +273,14 @@ async def test_streams_are_equal_after_kills(adapters: Path, expected: Streams) 
 async def test_a_worker_that_finds_the_folder_gone_fails_the_requests_of_that_adapter(
     adapters: Path, expected: Streams, tmp_path: Path
 ) -> None:
+    """Those that named another folder with the same content go on."""
     shutil.copytree(adapters / "a", tmp_path / "a")
     async with AsyncLLM("storyteller", max_loras=2, **ENGINE) as llm:
         lost = llm.generate(PROMPT, greedy(200), lora_request=request_of(tmp_path, "a"))
+        same = llm.generate(PROMPT, greedy(200), lora_request=request_of(adapters, "a"))
         other = llm.generate(PROMPT, greedy(), lora_request=request_of(adapters, "b"))
         await anext(lost)
+        await anext(same)
         shutil.rmtree(tmp_path / "a")
         os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
         with pytest.raises((InvalidParameterError, RequestFailedError), match="is no folder"):
@@ -272,15 +288,15 @@ async def test_a_worker_that_finds_the_folder_gone_fails_the_requests_of_that_ad
                 pass
         output = [output async for output in other][-1]
         assert output.outputs[0].token_ids == expected["b"]
+        output = [output async for output in same][-1]
+        assert output.outputs[0].token_ids[:NUM_TOKENS] == expected["a"]
+        assert len(output.outputs[0].token_ids) == 200
 
-    """Those that named another folder with the same content go on."""
 
 @pytest.mark.parametrize("num_ranks", [2])
 def test_streams_are_equal_with_tensor_parallel_ranks(adapters: Path, expected: Streams, num_ranks: int) -> None:
-        same = llm.generate(PROMPT, greedy(200), lora_request=request_of(adapters, "a"))
     names = ["a", None, "b"]
     with LLM("storyteller", tensor_parallel_size=num_ranks, **ENGINE) as llm:
-        await anext(same)
         loras = [request_of(adapters, name) for name in names]
         outputs = llm.generate([PROMPT] * 3, greedy(), use_tqdm=False, lora_request=loras)
     assert tokens(outputs) == [expected[name] for name in names]
@@ -288,9 +304,6 @@ def test_streams_are_equal_with_tensor_parallel_ranks(adapters: Path, expected: 
 
 def test_a_recording_replays_with_the_slots_of_adapters(adapters: Path, expected: Streams, tmp_path: Path) -> None:
     from actorllm.scheduling.telemetry.recording import replay
-        output = [output async for output in same][-1]
-        assert output.outputs[0].token_ids[:NUM_TOKENS] == expected["a"]
-        assert len(output.outputs[0].token_ids) == 200
 
     record = tmp_path / "run"
     with LLM("storyteller", topology="inline", record=str(record), max_loras=2, **ENGINE) as llm:
@@ -323,6 +336,13 @@ def test_adapters_are_added_listed_pinned_and_removed(adapters: Path, expected: 
         with pytest.raises(InvalidParameterError, match="is no folder"):
             llm.add_lora(LoRARequest("none", 9, str(adapters / "none")))
         assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=a)) == [expected["a"]]
+        assert llm.pin_lora(1)
+        assert llm.pin_lora(2)
+        for keep in (lambda: llm.add_lora(c), lambda: llm.pin_lora(3)):
+            with pytest.raises(InvalidParameterError, match="max_cpu_loras=2 adapters, and all of them are pinned"):
+                keep()
+        assert llm.list_loras() == {1, 2}
+        assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=c)) == [expected["c"]]
 
 
 async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Path, expected: Streams) -> None:
@@ -335,14 +355,87 @@ async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Pat
         assert await llm.list_loras() == set()
 
 
+async def held(llm: AsyncLLM, folder: Path, pipe: Path) -> None:
+    """The workers do not read this adapter before something comes through the pipe (`begun`)."""
+    os.mkfifo(pipe)
+    await llm.collective_rpc(f"{worker_functions.__name__}:hold_adapter", args=(str(folder), str(pipe)))
+
+
+async def begun(pipe: Path) -> int:
+    """The other end, as soon as a worker would read the adapter."""
+    with anyio.fail_after(60):
+        while True:
+            try:
+                return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                await anyio.sleep(0.01)
+
+
+async def test_steps_go_on_while_an_adapter_is_read(adapters: Path, expected: Streams, tmp_path: Path) -> None:
+    async with AsyncLLM("storyteller", **ENGINE) as llm:
+        await held(llm, adapters / "a", tmp_path / "pipe")
+        stream = llm.generate(PROMPT, greedy(), lora_request=request_of(adapters, "a"))
+        end = await begun(tmp_path / "pipe")
+        try:
+            with anyio.fail_after(60):
+                plain = [output async for output in llm.generate(PROMPT, greedy())][-1]
+            assert (await llm.stats())["scheduler"]["adapters"]["num_waiting"] == 1
+        finally:
+            os.write(end, b".")
+            os.close(end)
+        assert plain.outputs[0].token_ids == expected[None]
+        assert [output async for output in stream][-1].outputs[0].token_ids == expected["a"]
+
+
+async def test_what_a_dead_scheduler_has_asked_for_changes_no_stream_of_the_next_one(
+    adapters: Path, expected: Streams, tmp_path: Path
+) -> None:
+    """A worker that reads an adapter for it goes on reading, while another one gets the slot."""
+    params = greedy(400, stream_interval=1)
+    async with AsyncLLM("storyteller", max_loras=1, **ENGINE) as llm:
+        b = request_of(adapters, "b")
+        wanted = [output async for output in llm.generate(PROMPT, params, lora_request=b)][-1].outputs[0].token_ids
+        assert wanted[:NUM_TOKENS] == expected["b"]
+        await held(llm, adapters / "a", tmp_path / "pipe")
+        lost = llm.generate(PROMPT, greedy(), lora_request=request_of(adapters, "a"))
+        end = await begun(tmp_path / "pipe")
+        lost.abort()
+        os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)
+        seen: list[int] = []
+        async for output in llm.generate(PROMPT, params, lora_request=b):
+            if not seen:
+                os.write(end, b".")
+                os.close(end)
+            seen = list(output.outputs[0].token_ids)
+        assert seen == wanted
+
+
+async def test_texts_do_not_wait_for_the_content_of_adapters(
+    adapters: Path, expected: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are read for the first time, which takes as long as their files are large."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*content: Any) -> str:
+        begun.set()
+        assert goes_on.wait(120)
+        return digest_of(*content)
+
+    monkeypatch.setattr(adapter_folder, "digest_of", slow)
+    async with AsyncLLM("storyteller", topology="inline", **ENGINE) as llm:
+        adapted = [llm.generate(PROMPT, greedy(), lora_request=request_of(adapters, name)) for name in NAMES]
+        try:
+            assert await anyio.to_thread.run_sync(begun.wait, 60)
+            with anyio.fail_after(30):
+                plain = [output async for output in llm.generate(PROMPT, greedy())][-1]
+        finally:
+            goes_on.set()
+        assert plain.outputs[0].token_ids == expected[None]
+        for stream, name in zip(adapted, NAMES, strict=True):
+            assert [output async for output in stream][-1].outputs[0].token_ids == expected[name]
+
+
 def test_drafts_change_no_stream_of_an_adapter(adapters: Path, expected: Streams) -> None:
-        assert llm.pin_lora(1)
-        assert llm.pin_lora(2)
-        for keep in (lambda: llm.add_lora(c), lambda: llm.pin_lora(3)):
-            with pytest.raises(InvalidParameterError, match="max_cpu_loras=2 adapters, and all of them are pinned"):
-                keep()
-        assert llm.list_loras() == {1, 2}
-        assert tokens(llm.generate(PROMPT, greedy(), use_tqdm=False, lora_request=c)) == [expected["c"]]
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM("storyteller", topology="inline", max_loras=2, speculative_config=speculation, **ENGINE) as llm:
         names = ["a", None, "b", "a"]

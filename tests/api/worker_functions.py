@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from actorllm.errors import CorruptModelError, EngineError
 from actorllm.model.rank_worker import RankWorker
+from actorllm.types.adapter_folder import Adapter
 
 
 def echo(worker: RankWorker, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,21 @@ def refuse_sleep_once(worker: RankWorker) -> bool:
 
     runner.release_weights = refusing
     return True
+
+
+def hold_adapter(worker: RankWorker, folder: str, pipe: str) -> None:
+    """The adapter of this folder is read when something has come through this named pipe."""
+    adapters = worker.model_runner.adapters
+    assert adapters is not None
+    read = adapters.read
+
+    def held(adapter: Adapter) -> Any:
+        if adapter.path == folder:
+            with open(pipe) as file:
+                file.read(1)
+        return read(adapter)
+
+    adapters.read = held  # type: ignore[method-assign]
 
 
 def step_costs(worker: RankWorker) -> Any:

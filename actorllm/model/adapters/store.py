@@ -27,6 +27,8 @@ class Adapters:
         """By digest, those used last at the end."""
         self._pinned: set[str] = set()
         self._in_slots: dict[int, str] = {}
+        self._wanted: dict[int, str] = {}
+        """What each slot is to hold. A new scheduler may have asked for another one than is being read."""
 
     @property
     def num_bytes(self) -> int:
@@ -39,13 +41,20 @@ class Adapters:
         """Of those that are kept."""
         return sorted(self._kept)
 
-    def is_in_slot(self, slot: int, digest: str) -> bool:
-        return self._in_slots.get(slot) == digest
     @property
     def max_kept(self) -> int:
         """So many at a time (max_cpu_loras)."""
         return self._config.max_cpu_loras
 
+    def is_in_slot(self, slot: int, digest: str) -> bool:
+        return self._in_slots.get(slot) == digest
+
+    def want(self, slot: int, digest: str) -> None:
+        """From now on, a slot is to hold this one and no other."""
+        self._wanted[slot] = digest
+
+    def is_wanted(self, slot: int, digest: str) -> bool:
+        return self._wanted.get(slot) == digest
 
     def get(self, digest: str) -> Tensors | None:
         """One that is kept, which is the one used last from now on."""
@@ -69,6 +78,7 @@ class Adapters:
             oldest = next((one for one in self._kept if one not in self._pinned), digest)
             self._pinned.discard(oldest)
             del self._kept[oldest]
+        return digest in self._kept
 
     def put(self, slot: int, digest: str, tensors: Tensors) -> None:
         """Fill a slot, which no row of a step to come uses."""
@@ -78,6 +88,5 @@ class Adapters:
 
     def forget(self, digest: str) -> bool:
         """Keep it no longer; a slot that holds it goes on holding it. Whether it was kept."""
-        return digest in self._kept
         self._pinned.discard(digest)
         return self._kept.pop(digest, None) is not None
