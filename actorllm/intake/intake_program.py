@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from actorllm.text.chat_template import ChatTemplate
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 HEAD = struct.Struct("<BQ")
 BEGUN, RESULT, ERROR = 1, 2, 3
+
+SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Of the files that a tokenizer is read from."""
+FolderState: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 NOT_VALID = "the chat template made text that is not valid Unicode"
 
@@ -81,7 +85,7 @@ def send(control: socket.socket, kind: int, payload: bytes) -> None:
 def obey(control: socket.socket, operation: str, folder: str, *arguments: Any) -> bytes:
     if operation == "render":
         return render(control, folder, *arguments)
-    tokenizer = tokenizer_of(folder)
+    tokenizer = tokenizer_of(folder, state_of(folder))
     send(control, BEGUN, b"")
     method = tokenizer.encode if operation == "encode" else tokenizer.encode_within
     ids: bytes = method(*arguments).tobytes()
@@ -94,7 +98,7 @@ def render(control: socket.socket, folder: str, most: int, fields: dict[str, Any
     from actorllm.errors import InvalidPromptError
     from actorllm.text.chat_template import Conversation
 
-    template = template_of(folder)
+    template = template_of(folder, state_of(folder))
     send(control, BEGUN, b"")
     text = template.render(Conversation(**fields))
     if len(text) > most:
@@ -107,18 +111,28 @@ def render(control: socket.socket, folder: str, most: int, fields: dict[str, Any
         raise InvalidPromptError(NOT_VALID) from error
 
 
+def state_of(folder: str) -> FolderState:
+    """What changes with the files of a tokenizer: those of an adapter may be written anew."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(SUFFIXES)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+
+
 @lru_cache(maxsize=4)  # adapters may have their own
-def tokenizer_of(folder: str) -> Tokenizer:
+def tokenizer_of(folder: str, state: FolderState) -> Tokenizer:
     from actorllm.text.tokenizer import Tokenizer
 
     return Tokenizer(folder)
 
 
 @lru_cache(maxsize=4)
-def template_of(folder: str) -> ChatTemplate:
+def template_of(folder: str, state: FolderState) -> ChatTemplate:
     from actorllm.text.chat_template import ChatTemplate
 
-    return ChatTemplate(tokenizer_of(folder))
+    return ChatTemplate(tokenizer_of(folder, state))
 
 
 def describe(error: BaseException) -> bytes:

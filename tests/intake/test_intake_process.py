@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +14,12 @@ import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidPromptError
+from actorllm.intake.intake_process import IntakeProcess
 from actorllm.intake.tokenization import LARGE_TEXT
 from actorllm.text.chat_template import Conversation
+from actorllm.text.tokenizer import Tokenizer
 
 TEXT = "Once upon a time, in the 1st village — déjà vu 🙂 —  there was\n\n a fox. " * (LARGE_TEXT // 60)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ x }}{% endfor %}{{ tools | tojson }}"
@@ -49,6 +54,31 @@ async def test_it_reads_the_same() -> None:
         assert output.prompt == "(1, 2)"
         stats = (await llm.stats())["intake"]
         assert (stats["num_processes_started"], stats["num_processes_killed"]) == (1, 0)
+
+
+def test_a_tokenizer_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    """As an adapter's may be: the process is the same, and goes on."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODELS["storyteller"] / name, tmp_path / name)
+    process = IntakeProcess(1 << 32)
+    try:
+
+        def ids() -> list[int]:
+            answer = process.ask(("encode", str(tmp_path), "Once upon a time", True, None), 60.0, lambda: None)
+            found: list[int] = np.frombuffer(answer, np.int32).tolist()
+            return found
+
+        before = ids()
+        assert ids() == before
+        tree = json.loads((tmp_path / "tokenizer.json").read_text())
+        words = {id: word for word, id in tree["model"]["vocab"].items()}
+        here, other = words[before[1]], words[next(id for id in sorted(words, reverse=True) if id not in before)]
+        vocab = tree["model"]["vocab"]
+        vocab[here], vocab[other] = vocab[other], vocab[here]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+        assert ids() == Tokenizer(tmp_path).encode("Once upon a time").tolist() != before
+    finally:
+        process.close()
 
 
 OWNER = """
