@@ -14,6 +14,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.errors import InvalidPromptError
+from actorllm.intake.media import audio
 from actorllm.intake.media.addresses import Allowed
 from actorllm.intake.media.audio import read_audio
 from actorllm.server import create_app
@@ -112,6 +113,32 @@ def test_a_bad_recording_fails_its_own_request(llm: LLM, make: Callable[[], Any]
     with pytest.raises(InvalidPromptError, match=r"^audio 0: ") as caught:
         tokens(llm, make())
     assert told in str(caught.value)
+
+
+def test_what_a_small_file_becomes_is_bounded_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence in many channels at a high rate has few bytes. A rate that is not taken is told before anything is decoded."""
+    read: list[Any] = []
+    decode = soundfile.SoundFile.read
+
+    def noted(file: Any, *how: Any, **more: Any) -> Any:
+        read.append(decode(file, *how, **more))
+        return read[-1]
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", noted)
+    silent = file_of(np.zeros((10 * 96_000, 8), np.float32), "FLAC", 96_000)
+    assert len(silent) < 100_000
+    made = read_audio({"data": silent}, 96_000, 20.0, Allowed(), "audio 0")
+    assert made.shape == (960_000,)
+    assert max(piece.nbytes for piece in read) < 4 << 20
+    read.clear()
+    fast = file_of(sound(1), rate=250_000)
+    with pytest.raises(InvalidPromptError, match="audio 0: a rate of 250000 must be"):
+        read_audio({"data": fast}, RATE, 2.0, Allowed(), "audio 0")
+    assert not read
+    monkeypatch.setattr(audio, "MAX_SAMPLES", 1000)
+    with pytest.raises(InvalidPromptError, match="more than 1000 samples; send it at a lower rate"):
+        read_audio({"data": file_of(sound(1))}, RATE, 2.0, Allowed(), "audio 0")
+    assert sum(map(len, read)) == 1001
 
 
 def test_a_header_that_promises_much_costs_nothing(llm: LLM) -> None:

@@ -1,6 +1,6 @@
 """Recordings as callers give them: arrays, files in base64 and addresses, as float32 in one channel at the model's rate.
 
-Bytes and seconds are bounded before anything is decoded. Runs on a tokenizer worker.
+Bytes, seconds, rates and channels are bounded before anything is decoded. Runs on a tokenizer worker.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from actorllm.intake.media.addresses import Allowed, content_of, decoded
 RATES = range(1_000, 192_001)
 """Samples of a second."""
 MAX_CHANNELS = 8
+MAX_SAMPLES = 100_000_000
+"""Of a recording: half an hour at 48 kHz."""
+PIECE = 1 << 16
+"""Samples of each channel that are decoded at a time: a small file may have hours of silence, in many channels."""
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 READ = {*FORMATS, "WAVEX"}
 """As soundfile calls them. A WAV file whose header names its channels is WAVEX: recordings of 24 bits and of several channels."""
@@ -45,8 +49,9 @@ def read_audio(value: Any, rate: int, max_seconds: float, allowed: Allowed, plac
     else:
         array, given = value if isinstance(value, tuple) and len(value) == 2 else (value, rate)
         samples, given = _checked(array, given, place)
-    if given not in RATES:
-        raise InvalidPromptError(f"{place}: a rate of {given} must be {RATES[0]} to {RATES[-1]} samples a second")
+    _check_rate(given, place)
+    if samples.size > MAX_SAMPLES:
+        raise InvalidPromptError(f"{place}: it has more than {MAX_SAMPLES} samples; send it at a lower rate, or cut it")
     if not 0 < samples.size <= max_seconds * given:
         raise InvalidPromptError(
             f"{place}: it has {samples.size / given:.1f} s, and more than 0 and at most {max_seconds:g} s are taken; cut it"
@@ -81,15 +86,25 @@ def _opened(content: bytes, max_seconds: float, place: str) -> tuple[NDArray[np.
             rate, channels = int(file.samplerate), int(file.channels)
             if file.format not in READ or channels > MAX_CHANNELS:
                 raise ValueError(f"{file.format} in {channels} channels")
+            _check_rate(rate, place)
             # What the header says of the length may be wrong: so much is read and no more.
-            most = int(max_seconds * rate) + 1
-            samples = file.read(most, dtype="float32", always_2d=True)
+            left, pieces = min(int(max_seconds * rate), MAX_SAMPLES) + 1, [np.zeros(0, np.float32)]
+            while left > 0 and len(piece := file.read(min(left, PIECE), dtype="float32", always_2d=True)):
+                pieces.append(piece.mean(1, dtype=np.float32))
+                left -= len(piece)
+    except InvalidPromptError:
+        raise
     except Exception as error:  # whatever the decoder of a format raises for what a client has sent
         raise InvalidPromptError(
             f"{place}: {len(content)} bytes are no audio in one of the formats {', '.join(FORMATS)} with at most {MAX_CHANNELS} "
             f"channels ({error!s:.100})"
         ) from error
-    return samples.mean(1, dtype=np.float32), rate
+    return np.concatenate(pieces), rate
+
+
+def _check_rate(rate: int, place: str) -> None:
+    if rate not in RATES:
+        raise InvalidPromptError(f"{place}: a rate of {rate} must be {RATES[0]} to {RATES[-1]} samples a second")
 
 
 def _resampled(samples: NDArray[np.float32], given: int, rate: int, place: str) -> NDArray[np.float32]:
