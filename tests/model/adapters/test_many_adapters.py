@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from actorllm import AsyncLLM, LoRARequest, SamplingParams
+from actorllm import AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from tests.model.adapters.lora_folders import write_adapter
 
 LAYERS = {f"model.layers.{i}.self_attn.o_proj": (256, 256) for i in range(4)}
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "enable_lora": True, "max_loras": 4, "max_cpu_loras": 6}
 PROMPT = "Once upon a time there was"
+LONG_PROMPT = f"{PROMPT} a fox who lived in a forest, and every morning"
 
 
 @pytest.fixture
@@ -29,12 +30,13 @@ def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-async def text_of(llm: AsyncLLM, lora: LoRARequest | None, num_tokens: int = 8) -> str:
-    text = ""
+async def answer_of(llm: AsyncLLM, lora: LoRARequest | None, prompt: str, num_tokens: int) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    async for output in llm.generate(PROMPT, params, lora_request=lora):
-        text = output.outputs[0].text
-    return text
+    return [output async for output in llm.generate(prompt, params, lora_request=lora)][-1]
+
+
+async def text_of(llm: AsyncLLM, lora: LoRARequest | None) -> str:
+    return (await answer_of(llm, lora, PROMPT, 8)).outputs[0].text
 
 
 @pytest.mark.timeout(600)
@@ -75,12 +77,20 @@ async def test_one_number_in_two_attached_programs_is_two_adapters(tmp_path: Pat
         write_adapter(tmp_path / name, LAYERS, seed=seed, size=2.0)
     a, b = (LoRARequest("mine", 1, str(tmp_path / name)) for name in "ab")
     name = f"adapters-{os.getpid()}"
-    async with AsyncLLM("storyteller", topology="inline", name=name, **ENGINE) as owner:
-        expected = [await text_of(owner, lora, 24) for lora in (a, b)]
-        assert expected[0] != expected[1]
+    async with AsyncLLM("storyteller", topology="inline", name=name, block_size=16, **ENGINE) as owner:
+
+        async def asked(llm: AsyncLLM, lora: LoRARequest) -> tuple[str, bool]:
+            """The text, and whether KV was found for the prompt."""
+            output = await answer_of(llm, lora, LONG_PROMPT, 24)
+            return output.outputs[0].text, bool(output.num_cached_tokens)
+
+        texts = [(await asked(owner, lora))[0] for lora in (a, b)]
+        assert texts[0] != texts[1]
+        assert await owner.reset_prefix_cache()
         async with AsyncLLM.attach(name) as one, AsyncLLM.attach(name) as other:
-            for _ in range(2):
-                assert [await text_of(one, a, 24), await text_of(other, b, 24)] == expected
+            for is_found in (False, True):
+                assert await asked(one, a) == (texts[0], is_found)
+                assert await asked(other, b) == (texts[1], is_found)
             assert await one.remove_lora(1)
             assert await other.list_loras() == {1}
-            assert await text_of(other, b, 24) == expected[1]
+            assert await asked(other, b) == (texts[1], True)
