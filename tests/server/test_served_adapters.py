@@ -12,7 +12,7 @@ import anyio
 import httpx
 import pytest
 
-from actorllm import AsyncLLM, LoRARequest, SamplingParams
+from actorllm import AsyncLLM, LoRARequest, PoolingParams, SamplingParams
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import ConfigError
 from actorllm.server import adapter_routes, create_app
@@ -157,6 +157,21 @@ async def test_every_protocol_takes_the_name_of_an_adapter(
             assert len(texts) == 2, path
         tags = (await client.get("/api/tags")).json()["models"]
         assert [model["name"] for model in tags] == ["storyteller:latest", "a:latest"]
+
+
+async def test_vectors_are_those_of_the_adapter_that_the_model_names(folders: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "topology": "inline", "num_threads": 1, "enable_lora": True}
+    async with AsyncLLM("storyteller", runner="pooling", **options) as pooling:
+        vectors: dict[str, list[float]] = {}
+        async with client_of(create_app(pooling, lora_modules=[f"a={folders / 'a'}"])) as client:
+            for name in ("a", "storyteller"):
+                response = await client.post("/v1/embeddings", json={"model": name, "input": PROMPT})
+                assert response.status_code == 200, response.text
+                vectors[name] = response.json()["data"][0]["embedding"]
+        lora = LoRARequest("a", 1, str(folders / "a"))
+        (output,) = [output async for output in pooling.encode(PROMPT, PoolingParams(), lora_request=lora)]
+    assert vectors["a"] == pytest.approx(output.outputs.data.tolist(), abs=1e-6)
+    assert vectors["storyteller"] != pytest.approx(vectors["a"], abs=1e-2)
 
 
 @pytest.mark.usefixtures("updatable")

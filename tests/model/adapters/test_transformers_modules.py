@@ -59,10 +59,13 @@ def test_logits_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
             assert (logits[slot] - plain).abs().max() > 10 * TOLERANCE, "the adapter makes a difference"
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
-def test_what_sees_a_choice_of_tokens_is_not_adapted(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [("qwen3-moe", "transformers"), ("qwen3-moe", "vllm"), ("mixtral", "vllm"), ("deepseek-v3", "transformers")],
+)
+def test_what_sees_a_choice_of_tokens_is_not_adapted(family: str, model_impl: str, tmp_path: Path) -> None:
     model = save(family, tmp_path / "base")
-    driver = adapted_driver(tmp_path / "base", model_impl="transformers")
+    driver = adapted_driver(tmp_path / "base", model_impl=model_impl)
     slots = driver.runner.adapters.slots
     assert any("self_attn" in name for name in slots.targets)
     assert not any(".experts." in name or name.endswith(".gate") for name in slots.targets)
