@@ -16,12 +16,12 @@ from actorllm.errors import UnsupportedModelError
 from actorllm.messages.embeds import EMBEDDED, WHOLE, grid_id
 from actorllm.model.grid_positions import grid_positions
 from actorllm.model.hf.probe import (
-    MAX_NOISE,
     NUM_BLOCKS,
     ROUNDING,
     TOLERANCES,
     Probed,
     Tokens,
+    noise_limit,
     relative_error,
     step_inputs,
 )
@@ -47,26 +47,52 @@ def probe_media(decoder: Probed, media: MediaRules) -> None:
     embedded = decoder.embed(torch.from_numpy(np.where(ids < 0, 0, ids))[None])
     width = embedded.shape[2]
     random = torch.Generator().manual_seed(0)
-    rows = torch.randn(count, width * media.num_vectors, generator=random) * embedded.float().std()
-    rows = rows.to(embedded.dtype)
-    embedded[0, BEFORE : BEFORE + count] = rows[:, :width]
+    rows = torch.randn(count, width * media.num_vectors, generator=random)
+    rows[:, :width] *= embedded.float().std()
+    embedded[0, BEFORE : BEFORE + count] = rows[:, :width].to(embedded.dtype)
+    body = decoder.config.body
+
+    def stock_states(model: Any) -> torch.Tensor:
+        later = [rows[:, start : start + width] for start in range(width, rows.shape[1], width)]
+        return _stock_states(model, body, media, ids, embedded, later).float()
+
     try:
         with decoder.stock() as model:
-            later = [rows[:, start : start + width] for start in range(width, rows.shape[1], width)]
-            expected = _stock_states(model, decoder.config.body, media, ids, embedded, later)
+            if media.num_vectors > 1:  # what is added to states counts as much as they do
+                rows[:, width:] *= _size_of_states(model, body, embedded)
+            rows = rows.to(embedded.dtype)
+            expected = stock_states(model)
         states = _in_chunks(decoder, media, ids, rows)
     except Exception as error:  # of modules of another library
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: rows of its {media.modality} cannot be run over the paged cache: "
             f"{type(error).__name__}: {error}"
         ) from error
-    limit = MAX_NOISE if decoder.dtype in ROUNDING else TOLERANCES[decoder.dtype]
-    distance = relative_error(states.float(), expected.float())
+    limit = TOLERANCES[decoder.dtype]
+    distance = relative_error(states.float(), expected)
+    if distance > limit and decoder.dtype in ROUNDING:
+        limit = max(limit, noise_limit(decoder, stock_states))
     if not distance <= limit:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: behind rows of its {media.modality} the states differ from "
             f"transformers' own by {distance:.2g} standard deviations"
         )
+
+
+def _size_of_states(model: Any, body: str, embedded: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of the states behind the first layer."""
+    found: list[torch.Tensor] = []
+
+    def note(_: Any, __: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output).float().std())
+
+    decoder = model.get_submodule(body)
+    hook = decoder.layers[0].register_forward_hook(note)
+    try:
+        decoder(inputs_embeds=embedded, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0]
 
 
 def _stock_states(

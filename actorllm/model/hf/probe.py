@@ -10,7 +10,7 @@ by `cuda.transformers_model.load`, for the attention of a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +37,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 it costs an eighth of that."""
 
 MAX_NOISE = 0.25
-"""Rounding that chooses other experts costs still more: then that is the measure, up to this (`_noise`)."""
+"""Rounding that chooses other experts costs still more: then that is the measure, up to this (`noise_limit`)."""
 NUM_NOISES = 3
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """By how much a value and its neighbour in the type differ at most."""
@@ -107,7 +107,7 @@ def check(decoder: Probed, stock: Stock) -> None:
     with _refusing(decoder):
         distance = relative_error(_in_chunks(decoder, *stock.sequences), stock.logits)
         if distance > limit and decoder.dtype in ROUNDING:
-            limit = max(limit, min(2 * _noise(decoder, *stock.sequences), MAX_NOISE))
+            limit = max(limit, noise_limit(decoder, lambda model: _logits_of(decoder, model, *stock.sequences)))
     if not distance <= limit:
         raise UnsupportedModelError(
             f"architecture {decoder.config.architecture!r} is not supported: in chunks its logits differ from "
@@ -211,8 +211,10 @@ def _logits_of(decoder: Probed, model: Any, first: Tokens, second: Tokens) -> to
     return torch.cat((stock[0][CHUNKS[0] :], stock[1][SECOND_PREFILL:])).float()
 
 
-def _noise(decoder: Probed, first: Tokens, second: Tokens) -> float:
-    """How far the stock model's logits move when what its attention gives is rounded otherwise in every layer.
+def noise_limit(decoder: Probed, run: Callable[[Any], torch.Tensor]) -> float:
+    """Twice as much as a result of the stock model moves when what its attention gives is rounded otherwise in every layer.
+
+    run: makes that result with the stock model. MAX_NOISE is the most.
 
     Nothing of ours is in it: what our attention does wrong must not count as rounding.
     """
@@ -226,10 +228,10 @@ def _noise(decoder: Probed, first: Tokens, second: Tokens) -> float:
         return (blurred, *others) if isinstance(output, tuple) else blurred
 
     with decoder.stock() as model:
-        exact = _logits_of(decoder, model, first, second)
+        exact = run(model)
         hooks = [model.get_submodule(y.module).register_forward_hook(blur) for y in decoder.config.layers]
         try:
-            return max(relative_error(_logits_of(decoder, model, first, second), exact) for _ in range(NUM_NOISES))
+            return min(2 * max(relative_error(run(model), exact) for _ in range(NUM_NOISES)), MAX_NOISE)
         finally:
             for hook in hooks:
                 hook.remove()
