@@ -100,13 +100,15 @@ def test_a_slot_that_is_filled_anew_has_nothing_left_of_the_adapter_before(tmp_p
 
 @pytest.mark.parametrize("max_loras", [1, 4])
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("float16", None), ("float32", "int8")])
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
 def test_other_forms_of_the_base_are_adapted(
-    dtype: str, quantization: str | None, max_loras: int, tmp_path: Path
+    model_impl: str, dtype: str, quantization: str | None, max_loras: int, tmp_path: Path
 ) -> None:
     """Their rounding moves logits by some percent; without its adapter a row differs by more than its size."""
     model = save("llama", tmp_path / "base")
     deltas = write_adapter(tmp_path / "1", shapes_of(linear_layers(model)), seed=1, size=1.0)
-    driver = adapted_driver(tmp_path / "base", dtype=dtype, quantization=quantization, max_loras=max_loras)
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "model_impl": model_impl}
+    driver = adapted_driver(tmp_path / "base", max_loras=max_loras, **options)
     put(driver.runner, 1, tmp_path / "1")
     rows = {0: (prompt(0, LENGTH), 1), 1: (prompt(1, LENGTH), 0)}
     logits = last_logits(driver, rows)
