@@ -11,7 +11,7 @@ import pytest
 
 from actorllm import LLM, SamplingParams
 from actorllm.errors import InvalidPromptError
-from tests.media.small_models import SAVE, generated, picture, sound
+from tests.media.small_models import SAVE, VOCAB, generated, picture, sound
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 BLOCK = 16
@@ -98,6 +98,24 @@ def test_forks_and_preemption_change_no_token(kind: Kind) -> None:
         forks, others = (one.generate([orders[0]], params, use_tqdm=False)[0].outputs for one in (llm, kind.llm))
         assert [list(one.token_ids) for one in forks] == [list(one.token_ids) for one in others]
         assert llm.stats()["scheduler"]["scheduler"]["num_preemptions"] > 0
+
+
+def test_in_bfloat16_an_item_counts_as_in_float32(kind: Kind) -> None:
+    """Most models are of this type. What its rounding changes is little beside what another item does."""
+    first, second, third = kind.items
+    orders = [kind.prompt(first, second), kind.prompt(second, first), kind.prompt(third, third)]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB)
+
+    def probabilities(dtype: str) -> list[Any]:
+        with LLM(str(kind.folder), max_logprobs=VOCAB, **ARGUMENTS | {"dtype": dtype}) as llm:
+            outputs = llm.generate(orders, params, use_tqdm=False)
+        tops = [output.outputs[0].logprobs[0] for output in outputs]
+        return [np.exp([top[id].logprob for id in range(VOCAB)]) for top in tops]
+
+    exact, rounded = probabilities("float32"), probabilities("bfloat16")
+    for i in range(len(orders)):
+        distances = [float(np.abs(rounded[i] - other).sum()) for other in exact]
+        assert distances[i] < 0.5 * min(distances[:i] + distances[i + 1 :])
 
 
 def test_what_is_of_another_kind_is_named(kind: Kind) -> None:
