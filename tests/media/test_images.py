@@ -518,11 +518,11 @@ async def test_the_server_takes_images(llm: LLM, folder: Path) -> None:
         engine.shutdown()
 
 
-@pytest.mark.slow(reason="an engine of processes whose encoder and worker are killed")
+@pytest.mark.slow(reason="an engine of processes whose processes are killed")
 @pytest.mark.timeout(400)
 @pytest.mark.anyio
 async def test_kills_and_aborts_change_no_token(llm: LLM, folder: Path) -> None:
-    """The encoder is killed in the middle of an image, the worker in the middle of a stream; an abort leaves no work behind."""
+    """The encoder is killed in the middle of an image, worker and scheduler in that of a stream; an abort leaves no work behind."""
     texts = [prompt(TEXT, picture(61)), prompt(TEXT, picture(62))]
     expected = tokens(llm, *texts)
     engine = AsyncLLM(str(folder), **(ARGUMENTS | {"topology": "process"}))
@@ -573,15 +573,15 @@ async def test_kills_and_aborts_change_no_token(llm: LLM, folder: Path) -> None:
         assert encoder(engine)["num_encoded"] - before == 2
         assert encoder(engine)["num_dropped"] == 1
 
-        worker = next(pid for name, pid in engine._engine.pids.items() if "worker" in name)
-        seen: list[int] = []
-        is_killed = False
-        async for output in engine.generate(texts[1], GREEDY):
-            seen = list(output.outputs[0].token_ids)
-            if not is_killed:
-                is_killed = True
-                os.kill(worker, signal.SIGKILL)
-        assert seen == expected[1]
+        for victim in ("worker", "scheduler"):
+            pid = next(pid for name, pid in engine._engine.pids.items() if victim in name)
+            seen: list[int] = []
+            async for output in engine.generate(texts[1], GREEDY):
+                if not seen:
+                    os.kill(pid, signal.SIGKILL)
+                seen = list(output.outputs[0].token_ids)
+            assert seen == expected[1]
+            assert await whole(texts[0]) == expected[0]
     finally:
         engine.shutdown()
 
