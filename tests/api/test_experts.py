@@ -29,10 +29,11 @@ PARAMS = [
 Model = tuple[Path, Any]
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "olmoe"])
+@pytest.fixture(scope="module", params=["qwen3-moe", "olmoe", "mixtral", "gpt-oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, save(request.param, folder, num_experts=8, num_experts_per_tok=3)
+    count = "num_local_experts" if request.param in ("mixtral", "gpt-oss") else "num_experts"
+    return folder, save(request.param, folder, num_experts_per_tok=3, **{count: 8})
 
 
 def run(folder: Path, rounds: int = 1, **arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
