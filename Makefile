@@ -83,7 +83,7 @@ $(VENV)/.ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group cluster
 	touch $@
 
-# And only they train by TRL, and copy KV by NIXL.
+# And only they train by TRL, copy KV by NIXL, and have adapters written by peft.
 $(VENV)/.partners: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group partners
 	touch $@
