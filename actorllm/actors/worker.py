@@ -514,14 +514,14 @@ class WorkerActor(Actor):
         return adapters
 
     async def _load_adapter(self, adapter: Adapter, slot: int) -> bool:
-        """Let a slot hold this adapter, between two steps."""
+        """Let a slot hold this adapter."""
         adapters = self._adapters
-        adapters.want(slot, adapter.digest)
-        if not adapters.is_in_slot(slot, adapter.digest):
-            tensors = await self._tensors_of(adapter)
-            # Else a scheduler that has died had asked for it, and the one behind it wants another adapter there.
-            if adapters.is_wanted(slot, adapter.digest):
-                self._take_time(adapters.put, slot, adapter.digest, tensors)
+        if not adapters.want(slot, adapter.digest):
+            fill = partial(adapters.fill, slot, adapter.digest, await self._tensors_of(adapter))
+            if adapters.slots.fills_beside_steps:
+                await self._read_aside(fill)
+            else:
+                self._take_time(fill)
         return True
 
     async def _keep_adapter(self, adapter: Adapter, is_pinned: bool) -> bool:

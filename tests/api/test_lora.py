@@ -355,14 +355,14 @@ async def test_a_program_adds_an_adapter_while_others_are_computed(adapters: Pat
         assert await llm.list_loras() == set()
 
 
-async def held(llm: AsyncLLM, folder: Path, pipe: Path) -> None:
-    """The workers do not read this adapter before something comes through the pipe (`begun`)."""
+async def held(llm: AsyncLLM, folder: Path, pipe: Path, call: str = "read") -> None:
+    """The workers do not read this adapter, or "put" it into its slot, before something comes through the pipe (`begun`)."""
     os.mkfifo(pipe)
-    await llm.collective_rpc(f"{worker_functions.__name__}:hold_adapter", args=(str(folder), str(pipe)))
+    await llm.collective_rpc(f"{worker_functions.__name__}:hold_adapter", args=(call, str(folder), str(pipe)))
 
 
 async def begun(pipe: Path) -> int:
-    """The other end, as soon as a worker would read the adapter."""
+    """The other end, as soon as a worker waits."""
     with anyio.fail_after(60):
         while True:
             try:
@@ -371,9 +371,12 @@ async def begun(pipe: Path) -> int:
                 await anyio.sleep(0.01)
 
 
-async def test_steps_go_on_while_an_adapter_is_read(adapters: Path, expected: Streams, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["read", "put"])
+async def test_steps_go_on_while_an_adapter_is_loaded(
+    call: str, adapters: Path, expected: Streams, tmp_path: Path
+) -> None:
     async with AsyncLLM("storyteller", **ENGINE) as llm:
-        await held(llm, adapters / "a", tmp_path / "pipe")
+        await held(llm, adapters / "a", tmp_path / "pipe", call)
         stream = llm.generate(PROMPT, greedy(), lora_request=request_of(adapters, "a"))
         end = await begun(tmp_path / "pipe")
         try:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from actorllm.errors import CorruptModelError, EngineError
 from actorllm.model.rank_worker import RankWorker
-from actorllm.types.adapter_folder import Adapter
+from actorllm.types.adapter_folder import Adapter, AdapterDigests
 
 
 def echo(worker: RankWorker, *args: Any, **kwargs: Any) -> Any:
@@ -85,19 +85,30 @@ def refuse_sleep_once(worker: RankWorker) -> bool:
     return True
 
 
-def hold_adapter(worker: RankWorker, folder: str, pipe: str) -> None:
-    """The adapter of this folder is read when something has come through this named pipe."""
+def hold_adapter(worker: RankWorker, call: str, folder: str, pipe: str) -> None:
+    """The adapter of this folder is read, or "put" into its slot, when something has come through this named pipe."""
     adapters = worker.model_runner.adapters
     assert adapters is not None
-    read = adapters.read
+    read, put = adapters.read, adapters.put
+    digest = AdapterDigests(adapters.slots.max_rank).adapter_of(folder).digest
 
-    def held(adapter: Adapter) -> Any:
-        if adapter.path == folder:
+    def wait(held: str) -> None:
+        if held == digest:
             with open(pipe) as file:
                 file.read(1)
+
+    def held_read(adapter: Adapter) -> Any:
+        wait(adapter.digest)
         return read(adapter)
 
-    adapters.read = held  # type: ignore[method-assign]
+    def held_put(slot: int, held: str, tensors: Any) -> None:
+        wait(held)
+        put(slot, held, tensors)
+
+    if call == "read":
+        adapters.read = held_read  # type: ignore[method-assign]
+    else:
+        adapters.put = held_put  # type: ignore[method-assign]
 
 
 def step_costs(worker: RankWorker) -> Any:

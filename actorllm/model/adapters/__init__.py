@@ -42,6 +42,9 @@ class AdaptedLayer:
 class Slots(ABC):
     """Room for the adapters of the rows of a step, in every adapted product of a model; each backend has its own."""
 
+    fills_beside_steps = False
+    """`put` may be called on another thread while steps are computed with other slots."""
+
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         """dtype: of the products."""
         self.num_slots, self.max_rank, self.dtype = num_slots, max_rank, dtype

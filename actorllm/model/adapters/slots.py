@@ -11,8 +11,8 @@ What a token gets from slots of others is set to 0 in between. That is less work
 depends on the arguments of the engine alone. Packed weights would be no faster for so few ranks, and filling a slot would pack
 those of all slots anew, between two steps.
 
-Invariants: no sum has a term of another row, so no row depends on the adapters of others. Slots change between steps only, and
-never while a row in flight uses them (`scheduling.residency`).
+Invariants: no sum has a term of another row, so no row depends on the adapters of others. A slot never changes while a row in
+flight uses it (`scheduling.residency`).
 """
 
 from __future__ import annotations
@@ -243,7 +243,13 @@ def rebased(adapted: Linear, base: Linear) -> Linear:
 
 
 class AdapterSlots(Slots):
-    """The slots of one rank, in every adapted product of its model."""
+    """The slots of one rank, in every adapted product of its model.
+
+    Filling one takes as long as some steps. It may be done beside them: sums read the slots of their rows only, and what is made of
+    a token with another slot is set to 0.
+    """
+
+    fills_beside_steps = True
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         super().__init__(num_slots, max_rank, dtype)

@@ -1,12 +1,14 @@
 """The adapters that a worker keeps: those in slots, which rows use, and those that were read and wait for a slot.
 
-A worker does what its scheduler asks for. It reads a folder on a thread (`read`), and fills a slot between steps (`put`). What
-it has read it keeps, up to `max_cpu_loras`, and drops the one that was used longest ago. Pinned ones stay.
+A worker does what its scheduler asks for. It reads a folder on a thread (`read`), and then fills a slot (`fill`). A slot is filled
+on a thread as well where the backend takes that, and else between two steps. What it has read it keeps, up to `max_cpu_loras`,
+and drops the one that was used longest ago. Pinned ones stay.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, defaultdict
 
 from actorllm.config import LoRAConfig
 from actorllm.model.adapters import LowRank, Slots
@@ -17,7 +19,7 @@ Tensors = dict[str, LowRank]
 
 
 class Adapters:
-    """See the module docstring. Only `read` may be called from another thread than the worker's."""
+    """See the module docstring. Only `read` and `fill` may be called from another thread than the worker's."""
 
     def __init__(self, config: LoRAConfig, slots: Slots) -> None:
         """slots: empty ones of the backend."""
@@ -27,6 +29,8 @@ class Adapters:
         """By digest, those used last at the end."""
         self._pinned: set[str] = set()
         self._in_slots: dict[int, str] = {}
+        self._filling: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        """Of each slot: held while it is filled, and while it is asked for."""
         self._wanted: dict[int, str] = {}
         """What each slot is to hold. A new scheduler may have asked for another one than is being read."""
 
@@ -46,15 +50,11 @@ class Adapters:
         """So many at a time (max_cpu_loras)."""
         return self._config.max_cpu_loras
 
-    def is_in_slot(self, slot: int, digest: str) -> bool:
-        return self._in_slots.get(slot) == digest
-
-    def want(self, slot: int, digest: str) -> None:
-        """From now on, a slot is to hold this one and no other."""
-        self._wanted[slot] = digest
-
-    def is_wanted(self, slot: int, digest: str) -> bool:
-        return self._wanted.get(slot) == digest
+    def want(self, slot: int, digest: str) -> bool:
+        """From now on, a slot is to hold this one and no other. Returns whether it does."""
+        with self._filling[slot]:
+            self._wanted[slot] = digest
+            return self._in_slots.get(slot) == digest
 
     def get(self, digest: str) -> Tensors | None:
         """One that is kept, which is the one used last from now on."""
@@ -85,6 +85,12 @@ class Adapters:
         self._in_slots.pop(slot, None)
         self.slots.put(slot, tensors)
         self._in_slots[slot] = digest
+
+    def fill(self, slot: int, digest: str, tensors: Tensors) -> None:
+        """Fill a slot, unless another adapter has been wanted there meanwhile: by a scheduler that came after a death."""
+        with self._filling[slot]:
+            if self._wanted.get(slot) == digest:
+                self.put(slot, digest, tensors)
 
     def forget(self, digest: str) -> bool:
         """Keep it no longer; a slot that holds it goes on holding it. Whether it was kept."""

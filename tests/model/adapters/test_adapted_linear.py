@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,34 @@ def test_the_adapters_of_others_change_no_bit_of_a_row(made: Any) -> None:
             added.append(adapted(x)[0])
     assert all(torch.equal(one, added[0]) for one in added)
     assert added[0].any()
+
+
+def test_a_slot_that_is_filled_beside_a_step_changes_no_bit_of_it(made: Any) -> None:
+    """Again and again, with huge values, by another thread."""
+    slots, adapted, _ = made
+    assert slots.fills_beside_steps
+    sizes = [(torch.full((2, IN), 1e30), torch.full((2, size), 1e30)) for size in SIZES]
+    is_over = threading.Event()
+
+    def fill() -> int:
+        count = 0
+        while not is_over.is_set():
+            slots.put(3, {f"layer.{i}": pair for i, pair in enumerate(sizes) if (i + count) % 2})
+            count += 1
+        return count
+
+    x = torch.randn(9, IN)
+    inputs = step([1, 0, 4], [(3, 2), (3, 0)])
+    with torch.inference_mode():
+        slots.begin(inputs)
+        expected = adapted(x)
+        with ThreadPoolExecutor(1) as pool:
+            filling = pool.submit(fill)
+            try:
+                assert all(torch.equal(adapted(x), expected) for _ in range(300))
+            finally:
+                is_over.set()
+            assert filling.result() > 0
 
 
 def test_steps_with_the_same_rows_find_them_as_they_were(made: Any) -> None:
