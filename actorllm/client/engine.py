@@ -1046,16 +1046,19 @@ class Engine:
         """Call the version that counts otherwise from now on. Raises InvalidParameterError."""
         self._check()
         check_update(version, RUNNING_REQUESTS[0])
-        return self._thread.call(self._weight_updates.name, version)
+        return self._uncancelled(self._weight_updates.name, version)
 
     def sleep(self, level: object, mode: object, requests: object) -> Future[int]:
-        """Let all replicas give back memory; see `Sleep`. Raises ConfigError or InvalidParameterError."""
+        """Let all replicas give back memory; see `Sleep`. A caller that waits no more does not end it.
+
+        Raises ConfigError or InvalidParameterError.
+        """
         self._check()
         if not self.config.enable_sleep_mode:
             raise ConfigError("sleep() needs an engine that is built with enable_sleep_mode=True")
         check_sleep(level, requests)
         check_pause_mode(mode)
-        return self._thread.call(self._fall_asleep, level, mode, requests)
+        return self._uncancelled(self._fall_asleep, level, mode, requests)
 
     async def _fall_asleep(self, level: int, mode: str, requests: SleepRequests) -> int:
         freed = await self._weight_updates.give_back()
@@ -1064,7 +1067,7 @@ class Engine:
     def wake_up(self, tags: object) -> Future[None]:
         """The opposite. Raises InvalidParameterError."""
         self._check()
-        return self._thread.call(self.sleep_state.wake_up, checked_tags(tags))
+        return self._uncancelled(self.sleep_state.wake_up, checked_tags(tags))
 
     def set_policy(self, scheduling_policy: str | None, admission_policy: str | None) -> Future[None]:
         """Let other policies decide on all replicas; see `PolicyChanges`. Raises InvalidParameterError."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,32 @@ async def test_requests_wait_and_replicas_sleep_together() -> None:
         with pytest.raises(EngineSleepingError):
             await anext(llm.generate(PROMPT, greedy()))
         await llm.wake_up()
+
+
+async def test_a_caller_that_waits_no_more_ends_neither_sleep_nor_waking() -> None:
+    async with AsyncLLM("storyteller", **SLEEPS) as llm:
+        stream = llm.generate(PROMPT, greedy(200))
+        await anext(stream)
+        calls: list[Any] = [
+            partial(llm.sleep, mode="wait", requests="refuse"),
+            llm.wake_up,
+        ]
+        for call in calls:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call)
+                while not llm._engine.sleep_state._is_under_way:
+                    await anyio.sleep(0.001)
+                tasks.cancel_scope.cancel()
+            async for _ in stream:
+                pass
+            while llm._engine.sleep_state._is_under_way:
+                await anyio.sleep(0.001)
+            if call is calls[0]:
+                assert await llm.is_sleeping()
+                with pytest.raises(EngineSleepingError):
+                    await anext(llm.generate(PROMPT, greedy()))
+        assert not await llm.is_sleeping()
+        assert [o async for o in llm.generate(PROMPT, greedy())][-1].finished
 
 
 async def test_replicas_that_do_not_all_sleep_go_on() -> None:
