@@ -816,6 +816,10 @@ class SchedulerActor(Actor):
                     ends += [end_of_unknown((number, one.rid), one, "abort") for one in sequences_of(message)]
         return ends
 
+    def note_new_weights(self) -> None:
+        """An update was committed."""
+        self._sleeping.note_new_weights()
+
     async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
         """The answers of all ranks; none while they are started again."""
         if not self.has_workers:

@@ -66,6 +66,7 @@ class Sleeping:
                 host.scheduler.reset_prefix_cache(now(), reset_running_requests=True, keeps_tiers=True)
                 link = self._workers("nothing sleeps")
                 freed = await host.ask_all(link, "sleep", math.inf, level=level)
+                self.asleep = frozenset(SLEEPING_PARTS)  # an update may have come before
         except BaseException as error:
             await self._stay_awake()
             raise _without_worker(error) from None
@@ -97,6 +98,13 @@ class Sleeping:
         if not self.asleep:
             self._pausing.resume()
         return sorted(self.asleep)
+
+    def note_new_weights(self) -> None:
+        """An update has woken the weights; if nothing else sleeps, generation goes on."""
+        if "weights" in self.asleep:
+            self.asleep -= {"weights"}
+            if not self.asleep:
+                self._pausing.resume()
 
     def check_awake(self) -> None:
         """EngineError: steps cannot be planned."""

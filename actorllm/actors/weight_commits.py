@@ -40,6 +40,9 @@ class WeightHost(Protocol):
     def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None: ...
     def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None: ...
     def report_defect(self, link: Link, what: str) -> None: ...
+    def note_new_weights(self) -> None:
+        """The workers have those of another version, also where the ones before slept."""
+
     async def ask_all(self, link: Link, verb: str, timeout: float = ..., **arguments: Any) -> list[Any]: ...
 
 
@@ -116,6 +119,8 @@ class WeightCommits(LoopPart):
                 is_new and self._link is not None and host.has_workers
             ):  # others that come are brought there by `on_workers`
                 await self._bring(self._link)
+            if is_new:
+                host.note_new_weights()
         return True
 
     # Workers and frontends

@@ -1108,6 +1108,10 @@ class Engine:
         """Set when a replica that starts now has: it may have begun before a change, and is asked by nothing until then."""
         return []
 
+    def note_new_weights(self) -> None:
+        """Every worker has the weights of another version, also where the ones before slept. On the engine's thread."""
+        self.sleep_state.note_new_weights()
+
     # Adapters: each of these answers in its future, and raises InvalidParameterError where the engine takes none.
 
     def read_adapter(self, lora_request: LoRARequest) -> Future[Adapter]:

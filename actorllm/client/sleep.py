@@ -82,6 +82,11 @@ class Sleep:
 
         await self._alone(wake)
 
+    def note_new_weights(self) -> None:
+        """An update has woken the weights."""
+        if not self._is_under_way:  # else what comes of that counts
+            self._asleep -= {"weights"}
+
     async def _alone(self, change: Callable[[], Any]) -> Any:
         if self._is_under_way:
             raise EngineError("the engine falls asleep or wakes up; wait for that before the next call")

@@ -58,6 +58,9 @@ class UpdatedEngine(Protocol):
     def starting(self) -> list[anyio.Event]:
         """Set when a replica that starts now has."""
 
+    def note_new_weights(self) -> None:
+        """Every worker has the weights of another version."""
+
 
 @dataclass(slots=True)
 class NewWeights:
@@ -245,6 +248,7 @@ class WeightUpdates:
         self._tensor_files = list(layers)
         self._num_updates += 1
         await self._commit(source, running)
+        self._engine.note_new_weights()
         if dropped:  # every worker has the new ones
             await self._aside(close_all, dropped)
         if not layers:  # the next one may well be of a folder, too

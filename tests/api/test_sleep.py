@@ -248,6 +248,27 @@ async def test_replicas_that_do_not_all_sleep_go_on() -> None:
         await llm.wake_up()
 
 
+async def test_weights_that_an_update_has_woken_stay_awake() -> None:
+    """Also where the cache was woken before, and where a worker takes the place of the one that was updated."""
+    async with AsyncLLM("storyteller", **SLEEPS) as llm:
+        await llm.sleep()
+        await llm.wake_up(["kv_cache"])
+        await llm.update_weights_from_tensors(changed(1))
+        assert not await llm.is_sleeping()
+        expected = [o async for o in llm.generate(PROMPT, greedy())][-1].outputs[0].token_ids
+        await llm.sleep()
+        await llm.update_weights_from_tensors(changed(1))
+        engine: Any = llm._engine
+        os.kill(engine.pids["worker0"], signal.SIGKILL)
+        is_woken = False
+        while not is_woken:  # until the worker is there again
+            with contextlib.suppress(EngineError):
+                await llm.wake_up(["kv_cache"])
+                is_woken = True
+        assert not await llm.is_sleeping()
+        assert [o async for o in llm.generate(PROMPT, greedy())][-1].outputs[0].token_ids == expected
+
+
 MORE = pytest.mark.slow(reason="an engine in processes and kills of it; the quick case has the worker")
 
 
