@@ -174,6 +174,17 @@ async def test_a_trainer_in_another_process(expected: list[list[int]]) -> None:
         await llm.shutdown_weight_transfer_engine()
 
 
+async def test_a_trainer_that_is_stopped_is_silent(expected: list[list[int]]) -> None:
+    """The system keeps its connections, over which nothing comes any more."""
+    async with AsyncLLM("storyteller", **ENGINE) as llm:
+        async with met(llm, 1, timeout_s=4) as trainer:
+            os.kill(trainer.process.pid, signal.SIGSTOP)
+            with pytest.raises(EngineError, match=r"the trainer at 127.0.0.1:\d+ was silent for 4 s"):
+                await llm.update_weights(PART)
+        await llm.update_weights_from_tensors(changed(1), transport="gloo")
+        assert await told(llm) == expected[1]
+
+
 async def sender_here(llm: AsyncLLM, timeout_s: float) -> WeightSender:
     """A trainer in this process, which the rank has met."""
     found: list[WeightSender] = []

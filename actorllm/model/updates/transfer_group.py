@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from actorllm.clock import now
 from actorllm.errors import EngineError, InvalidParameterError
+from actorllm.model.updates.connections import break_connections
 from actorllm.model.updates.tensor_files import DTYPES, Layout, checked_name, checked_tensor
 from actorllm.types.weight_transport import GroupPlace
 
@@ -44,6 +45,8 @@ SILENT_SHARE = 0.8
 another one gave up first, and closed its connections."""
 MEETING_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Between two looks which ranks have come: at first, and at last."""
+ANSWER_S = 0.5
+"""More than a group may be silent: waiting that has its own limit ends first."""
 POLL_S = 0.001
 """Between two looks whether a GPU has what was sent."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -103,11 +106,12 @@ class TransferGroup:
         """That were begun."""
         self._stream = torch.cuda.Stream(device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         try:
-            self._store = _reached(place) if store is None else store
-            told = self._told()
-            self._buffers = Buffers(told["packed"], told["buffer_bytes"])
-            self._come("met")
-            self._gather("met", range(place.world_size), is_given_up)
+            with self._answered():
+                self._store = _reached(place) if store is None else store
+                told = self._told()
+                self._buffers = Buffers(told["packed"], told["buffer_bytes"])
+                self._come("met")
+                self._gather("met", range(place.world_size), is_given_up)
             self._group = _made(place, rank, self._store, told["identity"])
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))  # nccl connects with the first one
         except (RuntimeError, OSError) as error:
@@ -143,7 +147,7 @@ class TransferGroup:
         """
         layout = [one for one, _ in tensors]
         self._num_parts += 1
-        with self._exchanging("tensors"):
+        with self._exchanging("tensors"), self._answered():
             self._gather(str(self._num_parts), range(self.place.world_size), is_given_up)
             self._come(str(self._num_parts))
         head = np.frombuffer(self._buffers.digest(layout), np.uint8).copy()
@@ -167,7 +171,7 @@ class TransferGroup:
         Raises EngineError: it sends other tensors, is silent or has ended, or another rank has. The group is over then.
         """
         self._num_parts += 1
-        with self._exchanging(f"tensor {layout[0].name!r}"):
+        with self._exchanging(f"tensor {layout[0].name!r}"), self._answered():
             self._come(str(self._num_parts))
             self._gather(str(self._num_parts), [TRAINER], is_given_up)
         head = torch.zeros(DIGEST_BYTES, dtype=torch.uint8, device=self._device)
@@ -240,9 +244,26 @@ class TransferGroup:
     def _was_silent(self) -> bool:
         """Another rank has left since nothing reached it."""
         try:
-            return self._store is not None and self._store.check([GONE]) and self._store.get(GONE) == SILENT.encode()
+            with self._answered():
+                return (
+                    self._store is not None and self._store.check([GONE]) and self._store.get(GONE) == SILENT.encode()
+                )
         except RuntimeError:  # the trainer has ended
             return False
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Calls of the store wait for its answer as long as it takes. Here they raise RuntimeError where it is silent for too long:
+        what listens there is no trainer, or its machine or program has stopped."""
+        waited = self.place.timeout_s + ANSWER_S
+        timer = threading.Timer(waited, break_connections, (self.place.master_address, self.place.master_port))
+        timer.name, timer.daemon = "actorllm:answer", True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
     def _lost(self, what: str, is_silent: bool, error: RuntimeError) -> str:
         if self.rank == TRAINER:

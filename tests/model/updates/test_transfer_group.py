@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -169,6 +170,15 @@ def test_a_trainer_that_falls_silent_in_the_middle_is_named() -> None:
         for one in waiting:
             with pytest.raises(EngineError, match=r"the trainer at \S+ was silent for 1 s while tensor 'b'"):
                 one.result()
+
+
+def test_what_takes_connections_and_is_no_trainer_is_named() -> None:
+    """It says nothing, for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = GroupPlace("gloo", "127.0.0.1", listening.getsockname()[1], 2, 1)
+        meeting = beside(TransferGroup, place, 1, CPU)
+        with pytest.raises(EngineError, match=r"rank 1 of the weight transfer did not meet the trainer at 127.0.0.1"):
+            meeting.result(60)
 
 
 def test_a_trainer_that_ends_is_told_of_at_once() -> None:
