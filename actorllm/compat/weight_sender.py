@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,17 @@ from actorllm.errors import EngineError, InvalidParameterError, shown
 from actorllm.model.updates.device_handles import handle_of
 from actorllm.model.updates.tensor_files import TORCH_TYPES, Layout
 from actorllm.model.updates.transfer_group import TRAINER, Buffers, TransferGroup, named_tensors, serve
-from actorllm.types.weight_transport import BUFFER_BYTES, GLOO, NCCL, TIMEOUT_S, GroupPlace
+from actorllm.types.weight_transport import (
+    BUFFER_BYTES,
+    GLOO,
+    NCCL,
+    TIMEOUT_S,
+    GroupPlace,
+    check_integer,
+    checked_place,
+)
+
+MAX_BUFFER_BYTES = 1 << 40
 
 
 class SteeredEngine(Protocol):
@@ -72,18 +83,15 @@ class WeightSender:
         """
         if backend not in (GLOO, NCCL):
             raise InvalidParameterError(f"backend={shown(backend)} must be 'gloo' or 'nccl'")
-        if type(world_size) is not int or world_size < 2:
-            raise InvalidParameterError(
-                f"world_size={shown(world_size)} must be an integer of 2 or more, the trainer and the ranks"
-            )
-        if type(packed_buffer_size_bytes) is not int or packed_buffer_size_bytes < 1:
-            raise InvalidParameterError(
-                f"packed_buffer_size_bytes={shown(packed_buffer_size_bytes)} must be a positive number of bytes"
-            )
+        place = checked_place(GroupPlace(backend, master_address, master_port, world_size, timeout_s), least_port=0)
+        if not isinstance(packed, bool):
+            raise InvalidParameterError(f"packed={shown(packed)} must be True or False")
+        check_integer("packed_buffer_size_bytes", packed_buffer_size_bytes, 1, MAX_BUFFER_BYTES)
         self._engine: SteeredEngine | None = HttpEngine(engine) if isinstance(engine, str) else engine
-        place = GroupPlace(backend, master_address, master_port, world_size, timeout_s)
+        if engine is not None and not hasattr(self._engine, "init_weight_transfer_engine"):
+            raise InvalidParameterError(f"engine={shown(engine)} must be an LLM, the URL of a server, or None")
         store = serve(place, Buffers(packed, packed_buffer_size_bytes))
-        place = GroupPlace(backend, master_address, store.port, world_size, timeout_s)
+        place = replace(place, master_port=store.port)
         on_listening(store.port)
         on_gpu = backend == NCCL and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -5,15 +5,13 @@ The trainer is another program (`compat.weight_sender`), or this one, for `updat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from actorllm.client.transports.jobs import DESCRIBED, RankJob, described, laid_out, only
 from actorllm.errors import InvalidParameterError, shown
-from actorllm.types.params import is_text
-from actorllm.types.weight_transport import BUFFER_BYTES, NCCL, TIMEOUT_S, GroupPlace
+from actorllm.types.weight_transport import BUFFER_BYTES, NCCL, TIMEOUT_S, GroupPlace, check_integer, checked_place
 
 if TYPE_CHECKING:
     from actorllm.client.weight_memory import WeightMemory
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
 SETUP = ("master_address", "master_port", "rank_offset", "world_size", "timeout_s")
 OF_TRAINER = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 """What vLLM's trainers say, too. Here the trainer tells the ranks when they meet."""
-MAX_ADDRESS = 255
-MAX_WORLD = 100_000
-MAX_TIMEOUT_S = 86_400.0
 HERE = "127.0.0.1"
 
 
@@ -41,19 +36,11 @@ class Broadcasts:
                 "init_info: nccl_unique_id_b64 is not supported; give master_address and master_port, where the trainer listens"
             )
         only("init_info", info, (*SETUP, *OF_TRAINER), self.backend)
-        address, timeout = info.get("master_address"), info.get("timeout_s", TIMEOUT_S)
-        if not is_text(address) or not 0 < len(str(address)) <= MAX_ADDRESS:
-            raise InvalidParameterError(
-                f"init_info: master_address={shown(address)} must be the address of the trainer"
-            )
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
-            raise InvalidParameterError(
-                f"init_info: timeout_s={shown(timeout)} must be a positive number of seconds, of {MAX_TIMEOUT_S:g} at most"
-            )
-        port = _integer(info, "master_port", 1, 65_535)
-        world_size = _integer(info, "world_size", 2, MAX_WORLD)
-        offset = _integer({"rank_offset": 1} | dict(info), "rank_offset", 1, world_size - 1)
-        place = GroupPlace(self.backend, str(address), port, world_size, float(timeout))
+        address, port, world_size = (info.get(name) for name in ("master_address", "master_port", "world_size"))
+        given: Any = (address, port, world_size, info.get("timeout_s", TIMEOUT_S))
+        place = checked_place(GroupPlace(self.backend, *given), "init_info: ")
+        offset = info.get("rank_offset", 1)
+        check_integer("init_info: rank_offset", offset, 1, place.world_size - 1)
         return {"rank_offset": offset, **asdict(place)}
 
     def part(self, info: Mapping[str, Any], kept: WeightMemory | None) -> RankJob:
@@ -104,10 +91,3 @@ class _Here:
             group.send(self._named, is_given_up)
         finally:
             group.close()
-
-
-def _integer(info: Mapping[str, Any], name: str, least: int, most: int | float = math.inf) -> int:
-    found = info.get(name)
-    if type(found) is not int or not least <= found <= most:
-        raise InvalidParameterError(f"init_info: {name}={shown(found)} must be an integer from {least} to {most}")
-    return found

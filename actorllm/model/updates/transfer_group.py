@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.clock import now
-from actorllm.errors import EngineError, InvalidParameterError
+from actorllm.errors import EngineError, InvalidParameterError, shown
 from actorllm.model.updates.connections import break_connections
 from actorllm.model.updates.tensor_files import DTYPES, Layout, checked_name, checked_tensor
 from actorllm.types.weight_transport import GroupPlace
@@ -331,7 +331,12 @@ def serve(place: GroupPlace, buffers: Buffers) -> Any:
 
 def named_tensors(tensors: Any) -> list[tuple[Layout, torch.Tensor]]:
     """Pairs of a name and a tensor, looked at. Raises InvalidParameterError, naming the tensor."""
-    pairs = tensors.items() if hasattr(tensors, "items") else tensors
+    try:
+        pairs = [(name, value) for name, value in (tensors.items() if hasattr(tensors, "items") else tensors)]
+    except (TypeError, ValueError):
+        raise InvalidParameterError(
+            f"tensors={shown(tensors)} must be a mapping from names to tensors, such as model.state_dict()"
+        ) from None
     found: dict[str, tuple[Layout, torch.Tensor]] = {}
     for name, value in pairs:
         tensor = checked_tensor(name, value)

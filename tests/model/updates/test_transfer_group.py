@@ -250,6 +250,8 @@ def test_a_port_that_is_taken_is_named() -> None:
     ("tensors", "said"),
     [
         ({}, "tensors is empty"),
+        (5, "tensors=5 must be a mapping from names to tensors"),
+        ([("a",)], r"tensors=\[\('a',\)\] must be a mapping"),
         ({"a": torch.zeros(2, device="meta")}, "'a' is on 'meta' and has no data"),
         ({"a": 3}, "'a' is int"),
         ({"": torch.zeros(2)}, "tensor name ''"),
