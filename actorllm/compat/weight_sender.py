@@ -126,6 +126,7 @@ class WeightSender:
                 "engine=None: call its verbs, and send() meanwhile; or give WeightSender an engine"
             )
         named = named_tensors(tensors)
+        self._group.check()  # else ranks that another trainer has met would wait for this one
         self._engine.start_weight_update()
         told = {"update_info": _described([layout for layout, _ in named])}
         with _Beside(self._engine.update_weights, told) as calling:

@@ -89,6 +89,18 @@ def test_a_sender_updates_an_engine_of_its_program(expected: list[list[int]], ll
     sender.close()
 
 
+def test_a_sender_whose_place_another_one_has_taken_disturbs_nothing(expected: list[list[int]], llm: LLM) -> None:
+    first = WeightSender(llm, world_size=2, timeout_s=600)
+    second = WeightSender(llm, world_size=2, timeout_s=600)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="make another WeightSender"):
+            first.update(changed(2))
+        first.close()
+    second.update(changed(1), version="second")
+    assert tell(llm) == ("second", expected[1])
+    second.close()
+
+
 def test_groups_leave_nothing_behind(llm: LLM) -> None:
     """Neither those that were joined, nor those in which a rank was waited for in vain."""
     name, norm = "model.norm.weight", changed(0)["model.norm.weight"]

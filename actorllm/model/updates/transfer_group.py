@@ -143,8 +143,21 @@ class TransferGroup:
     def send(self, tensors: Named, is_given_up: Callable[[], bool] = lambda: False) -> None:
         """Broadcast tensors, as the trainer, once all ranks wait for them. is_given_up: asked until then.
 
-        Raises EngineError: a rank has ended, or is silent; the group is over then.
+        Raises EngineError: a rank has ended, or is silent; or what a tensor raises, or an interrupt. The group is over then.
         """
+        try:
+            self._send(tensors, is_given_up)
+        except BaseException:  # the ranks are in the middle of a stream: what comes next is no other tensor
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises EngineError where nothing can be sent: it was closed, has failed, or a rank has left."""
+        with self._exchanging("tensors"):
+            if self._store.check([GONE]):
+                raise RuntimeError("a rank has left")
+
+    def _send(self, tensors: Named, is_given_up: Callable[[], bool]) -> None:
         layout = [one for one, _ in tensors]
         self._num_parts += 1
         with self._exchanging("tensors"), self._answered():

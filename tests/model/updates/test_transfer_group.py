@@ -144,32 +144,53 @@ def test_a_trainer_that_is_silent_is_named() -> None:
         assert not any(rank.is_open for rank in ranks)
 
 
+class Interrupt(BaseException):
+    pass
+
+
+class Halting(list[Any]):
+    """Tensors whose layout is whole. After the first one it waits, and raises."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__(tensors)
+        self.num_passes = 0
+        self.goes_on = threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        return super().__iter__() if self.num_passes == 1 else self._halting()
+
+    def _halting(self) -> Iterator[Any]:
+        yield self[0]
+        self.goes_on.wait()
+        raise Interrupt
+
+
 def test_a_trainer_that_falls_silent_in_the_middle_is_named() -> None:
-    class Silent(Exception):
-        pass
-
-    def halting(tensors: Sequence[Any]) -> Iterator[Any]:
-        yield from tensors[:1]
-        raise Silent
-
     with group_of(2, Buffers(False, 1 << 20), timeout_s=1) as (trainer, ranks):
         waiting = [beside(rank.receive, layout_of(TENSORS), None) for rank in ranks]
-        named = named_tensors(TENSORS)
-
-        class Halting(list[Any]):
-            """Its layout is whole, and its tensors end."""
-
-            num_passes = 0
-
-            def __iter__(self) -> Iterator[Any]:
-                self.num_passes += 1
-                return iter(named) if self.num_passes == 1 else halting(named)
-
-        with pytest.raises(Silent):
-            trainer.send(Halting(named))
+        halting = Halting(named_tensors(TENSORS))
+        sending = beside(trainer.send, halting)
         for one in waiting:
             with pytest.raises(EngineError, match=r"the trainer at \S+ was silent for 1 s while tensor 'b'"):
                 one.result()
+        halting.goes_on.set()
+        with pytest.raises(Interrupt):
+            sending.result()
+
+
+def test_a_trainer_that_is_interrupted_in_the_middle_is_not_waited_for() -> None:
+    with group_of(2, Buffers(False, 1 << 20), timeout_s=600) as (trainer, ranks):
+        waiting = [beside(rank.receive, layout_of(TENSORS), None) for rank in ranks]
+        halting = Halting(named_tensors(TENSORS))
+        halting.goes_on.set()
+        with pytest.raises(Interrupt):
+            trainer.send(halting)
+        for one in waiting:
+            with pytest.raises(EngineError, match=r"the trainer at .* has ended while tensor 'b'"):
+                one.result(60)
+        with pytest.raises(EngineError, match="make another WeightSender"):
+            trainer.check()
 
 
 def test_what_takes_connections_and_is_no_trainer_is_named() -> None:
