@@ -18,7 +18,7 @@ from actorllm.actors.call_values import encode_value
 from actorllm.actors.memory_file import MemoryFile
 from actorllm.actors.worker_calls import answers_of
 from actorllm.errors import CollectiveCallError, InvalidParameterError, shown
-from actorllm.types.import_path import is_import_path, path_of
+from actorllm.types.import_path import MAX_PATH, is_import_path, path_of
 
 
 class CalledEngine(Protocol):
@@ -46,7 +46,8 @@ def check_target(name: str, target: object, *, is_path: bool) -> str:
         is_path: a method will not do.
     """
     if isinstance(target, str):
-        if is_import_path(target) or (not is_path and target.isidentifier() and not target.startswith("_")):
+        is_method = len(target) <= MAX_PATH and target.isidentifier() and not target.startswith("_")
+        if is_import_path(target) or (not is_path and is_method):
             return target
         known = "'module:function'" if is_path else "the name of a method of the worker, or a path 'module:function'"
         raise InvalidParameterError(f"{name}={shown(target)} must be {known}")

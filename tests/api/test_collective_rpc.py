@@ -118,6 +118,7 @@ def local_function() -> Any:
         ({"method": 5}, "method=5 must be a path"),
         ({"method": "_make_calls"}, "must be the name of a method of the worker, or a path"),
         ({"method": "a:b:c"}, "must be the name of a method"),
+        ({"method": "x" * 1001}, "method='x+.* must be the name of a method"),
         ({"method": "describe", "args": "abc"}, "args='abc' must be a tuple or a list"),
         ({"method": "describe", "kwargs": [1]}, r"kwargs=\[1\] must be a mapping"),
         ({"method": "describe", "kwargs": {"a": {1: 2}}}, r"\['a'\] has the key 1; keys of mappings must be texts"),
