@@ -615,8 +615,9 @@ class WorkerActor(Actor):
     async def _wake_up(self, tags: list[str]) -> list[str]:
         """Take memory again. Returns what is asleep after that."""
         if "weights" in tags and "weights" in self._asleep:
-            staged = await self._read_aside(partial(self.runner.stage_waking, self._weights))
-            if "weights" in self._asleep:  # else an update has come before
+            source = self._weights
+            staged = await self._read_aside(partial(self.runner.stage_waking, source))
+            if "weights" in self._asleep and source is self._weights:  # else an update has come before
                 self._take_time(self.runner.commit_weights, staged)
                 self._asleep.discard("weights")
         if "kv_cache" in tags and "kv_cache" in self._asleep:
