@@ -643,6 +643,7 @@ class AsyncLLM:
 
         Raises:
             EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+            EngineError: no replica runs now, since the machines of all are away; the engine goes on.
         """
         host = HostLoop.current()
         if self._engine.is_new:

@@ -85,6 +85,7 @@ class BlockingDoor(ABC):
 
         Raises:
             EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+            EngineError: no replica runs now, since the machines of all are away; the engine goes on.
         """
         if self._engine.is_new:
             return {**self._engine.statistics(), "scheduler": None, "workers": None}

@@ -27,7 +27,7 @@ import anyio
 from actorllm.actors.frontend import Consumer, FrontendActor, JournalEntry
 from actorllm.actors.load_board import LoadBoard, ProgramLoad
 from actorllm.clock import now
-from actorllm.errors import ActorLLMError, EngineDeadError, EngineShutdownError, ReplicaLostError
+from actorllm.errors import ActorLLMError, EngineDeadError, EngineError, EngineShutdownError, ReplicaLostError
 from actorllm.fleet.merging import by_this_clock, merged
 from actorllm.fleet.pacing import room
 from actorllm.fleet.replica import RoutedReplica
@@ -193,17 +193,23 @@ class Dispatcher:
         return known[0].frontend.weights
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
-        """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised."""
+        """What the schedulers of all replicas that run answer, as one answer (`merging`). Raises what one of them raised.
+
+        EngineError: none runs now, and the engine goes on.
+        """
         there = [one for one in self._replicas.values() if not one.is_removed]  # one that ends is not concerned
         beginning = [one for one in there if one.is_lost or one.state in ("new", "starting")]
         asked = [one for one in there if one not in beginning]
-        if verb in ("pause_generation", "resume_generation", "sleep"):
+        changes_pause = verb in ("pause_generation", "resume_generation", "sleep")
+        if changes_pause and verb != "sleep":
+            asked += [one for one in beginning if not one.is_lost and one.frontend.has_link]
+        if not asked:
+            for_now = EngineError("no replica of the engine runs now; call again in a moment")
+            raise self._error or (for_now if there else EngineShutdownError("the engine is not running"))
+        if changes_pause:
             # What begins a life hears of it before it has a request, or was told already what has held until now.
             for replica in beginning if verb == "sleep" else there:
                 replica.frontend.assume_paused(arguments.get("mode"))
-            asked += [one for one in beginning if verb != "sleep" and not one.is_lost and one.frontend.has_link]
-        if not asked:
-            raise self._error or EngineShutdownError("the engine is not running")
         answers: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         gone: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -105,6 +106,18 @@ class FleetEngine(Engine):
 
     def starting(self) -> list[anyio.Event]:
         return [] if self._fleet is None else self._fleet.starting()
+
+    async def _wait_until_idle(self) -> None:
+        with self._unless_all_are_lost():
+            await super()._wait_until_idle()
+
+    async def _abort_all(self) -> None:
+        with self._unless_all_are_lost():
+            await super()._abort_all()
+
+    def _unless_all_are_lost(self) -> contextlib.AbstractContextManager[None]:
+        """Where no replica runs, what is left is in the journals alone, which `Draining` waits for in any case."""
+        return contextlib.nullcontext() if self._fleet is None else contextlib.suppress(EngineError)
 
     def drain_replica(self, number: int, is_draining: bool = True) -> Future[None]:
         self._check()

@@ -24,7 +24,7 @@ from actorllm.actors import frontend
 from actorllm.actors.frontend import FrontendActor
 from actorllm.client.stream import Mailbox, Sibling
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, ReplicaLostError
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, PeerRestartedError, ReplicaLostError
 from actorllm.fleet import dispatcher
 from actorllm.fleet.dispatcher import Dispatcher
 from actorllm.fleet.replica import ReplicaFrontend
@@ -774,6 +774,23 @@ async def test_a_replica_that_starts_and_has_its_link_is_paused_with_the_others(
     await fleet.ask_scheduler("pause_generation", mode="keep")
     assert [replica.asked for replica in replicas.values()] == [["pause_generation"], ["pause_generation"], [], []]
     assert [replica.frontend.pause_mode for replica in replicas.values()] == ["keep"] * 4
+
+
+@pytest.mark.anyio
+async def test_while_no_replica_runs_a_question_fails_and_changes_nothing() -> None:
+    """The engine goes on, so it was not shut down. A pause that fails is none."""
+    replicas = replicas_that_answer(0, 1)
+    replicas[0].is_lost = True
+    replicas[1].supervisor.state = "starting"
+    fleet = Dispatcher(replicas, RoundRobin())
+    for verb in ("statistics", "pause_generation", "sleep"):
+        with pytest.raises(EngineError, match="no replica of the engine runs now") as raised:
+            await fleet.ask_scheduler(verb, mode="keep")
+        assert not isinstance(raised.value, EngineShutdownError)
+    assert not fleet.is_paused
+    fleet.fail_all(EngineDeadError("it is gone"))
+    with pytest.raises(EngineDeadError, match="it is gone"):
+        await fleet.ask_scheduler("statistics")
 
 
 @pytest.mark.anyio

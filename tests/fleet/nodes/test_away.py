@@ -13,7 +13,7 @@ import pytest
 import actorllm.fleet.attached
 import actorllm.fleet.fleet
 from actorllm import AsyncLLM
-from actorllm.errors import EngineDeadError
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError
 from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, assert_same, params, run_all, until
 
@@ -123,3 +123,28 @@ async def test_no_node_is_waited_for_without_bound(
             async for _ in stream:
                 pass
         await until(lambda: llm.health().state == "dead")
+
+
+async def test_a_drain_waits_for_the_only_node_and_questions_do_not(own_agent: Agent, tmp_path: Path) -> None:
+    """The engine is not shut down, so nothing may say that it was."""
+    given = {"nodes": [own_agent.address], "node_key_file": key_file(tmp_path), **ENGINE}
+    async with AsyncLLM("storyteller", **given) as llm:
+        stream = llm.generate(PROMPTS[0], params(1, max_tokens=600))
+        await anext(stream)
+        own_agent.close()
+        await until(lambda: llm.health().replicas[0].state == "lost")
+        with pytest.raises(EngineError, match="no replica of the engine runs now") as raised:
+            await llm.stats()
+        assert not isinstance(raised.value, EngineShutdownError)
+        drained: list[bool] = []
+
+        async def drain() -> None:
+            drained.append(await llm.drain())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(drain)
+            await anyio.wait_all_tasks_blocked()
+            own_agent.start()
+            outputs = [output async for output in stream]
+        assert drained == [True]
+        assert len(outputs[-1].outputs[0].token_ids) == 600
