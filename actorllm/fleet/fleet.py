@@ -7,8 +7,8 @@ are, and lets the others start behind. What happens to a replica:
 - its supervisor gives it up (*lost*): its streams move, and it is made anew after a pause that grows;
 - it is drained or stopped by the caller: its streams move, and nothing of them is suspected.
 
-The engine ends with the error of the last replica that is lost while no other one runs or starts. If that was on a
-machine which fell silent, or was told to end, everything waits up to `AWAY_TIMEOUT_S` for one that comes back.
+The engine ends with the error of the last replica that is lost while no other one runs or starts. The machine of the last one
+that ran may have fallen silent, or have been told to end. Then everything waits up to `AWAY_TIMEOUT_S` for one that comes back.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ class Fleet:
             replica.is_lost = True  # until it starts
             with anyio.move_on_after(pause_s):
                 await events.is_stopping.wait()
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S if self._away_until is None else AWAY_PAUSE_S)
+            is_awaited = self._away_until is not None and now() < self._away_until
+            pause_s = min(2 * pause_s, AWAY_PAUSE_S if is_awaited else LONGEST_PAUSE_S)
             if replica.is_removed or self._is_over:
                 return
             replica.is_lost = False
@@ -359,13 +360,20 @@ class Fleet:
     # Losses
 
     def _waits_for(self, replica: Replica) -> bool:
-        """Whether the engine goes on though no replica runs. This one is lost, or has failed to start."""
+        """Whether the engine goes on though no replica runs. This one is lost, or has failed to start.
+
+        One that starts meanwhile may run in a moment, or fail. So the time begins without regard to it, and ends behind its start.
+        """
         if self._given.on_failure == "raise" or self._on_ready is not None or self._is_stop_requested:
+            return False
+        states = {one.state for one in self._replicas.values()}
+        if states & {"running", "draining", "recovering"}:
             return False
         if self._away_until is None and replica.has_run and replica.is_away:
             self._away_until = now() + AWAY_TIMEOUT_S
             logger.error("no replica runs; machines that are away are waited for, up to %g s", AWAY_TIMEOUT_S)
-        self.dispatcher.waits = self._away_until is not None and now() < self._away_until
+        has_time = bool(states & {"new", "starting"}) or (self._away_until is not None and now() < self._away_until)
+        self.dispatcher.waits = self._away_until is not None and has_time
         return self.dispatcher.waits
 
     def _on_lost(self, replica: Replica, entries: dict[int, JournalEntry], error: BaseException) -> None:
@@ -374,7 +382,7 @@ class Fleet:
         self.dispatcher.forget(replica.number)
         trial = self.dispatcher.choose_trial(replica)
         is_alone = all(one.state == "lost" for one in self._replicas.values())
-        waits = is_alone and self._waits_for(replica)
+        waits = self._waits_for(replica)
         if is_alone and not waits and self._away_until is not None:
             error = EngineDeadError(f"no replica came back within {AWAY_TIMEOUT_S:g} s; the last one: {error}")
         self.dispatcher.move_lost(replica, entries, now(), error, has_run=replica.has_run)

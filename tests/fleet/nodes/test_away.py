@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -12,8 +13,11 @@ import pytest
 
 import actorllm.fleet.attached
 import actorllm.fleet.fleet
-from actorllm import AsyncLLM
+from actorllm import AsyncLLM, EngineConfig
+from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError
+from actorllm.fleet.fleet import Fleet
+from actorllm.fleet.replica import Replica
 from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, assert_same, params, run_all, until
 
@@ -148,3 +152,69 @@ async def test_a_drain_waits_for_the_only_node_and_questions_do_not(own_agent: A
             outputs = [output async for output in stream]
         assert drained == [True]
         assert len(outputs[-1].outputs[0].token_ids) == 600
+
+
+def fleet_of_two(ended: list[EngineError]) -> Fleet:
+    """Which has been ready. Its replicas are to be given supervisors."""
+    fleet = Fleet(EngineConfig.from_arguments("storyteller", data_parallel_size=2), 0, ended.append)
+    fleet._over, fleet._is_ready = anyio.Event(), anyio.Event()
+    fleet._is_ready.set()
+    return fleet
+
+
+async def test_a_node_is_waited_for_though_another_one_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one was lost before, and is just being called again when the last one falls silent."""
+    ended: list[EngineError] = []
+    fleet = fleet_of_two(ended)
+    called, silent = fleet.replicas[0], fleet.replicas[1]
+    for replica, state in ((called, "starting"), (silent, "running")):
+        replica.supervisor = SimpleNamespace(state=state)  # type: ignore[assignment]
+    monkeypatch.setattr(Replica, "is_away", True)
+    silent.has_run = True
+    fleet._on_lost(silent, {}, EngineDeadError("the last one is away"))
+    assert fleet.dispatcher.waits, "the other one may fail"
+    fleet._on_lost(called, {}, EngineDeadError("it cannot be reached"))
+    assert fleet.dispatcher.waits
+    assert not ended
+    # The time is over while it is called once more.
+    called.is_lost, silent.has_run, fleet._away_until = False, False, now() - 1
+    fleet._on_lost(silent, {}, EngineDeadError("it cannot be reached"))
+    assert fleet.dispatcher.waits, "the other one may run in a moment"
+    fleet._on_lost(called, {}, EngineDeadError("it cannot be reached"))
+    assert [str(error).partition(";")[0] for error in ended] == ["no replica came back within 60 s"]
+    fleet._board_file.close()
+
+
+async def test_calls_that_never_fail_while_no_other_is_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two nodes is called for as long as it takes until the other one is called again, or for a while."""
+    num_calls, ended = [0, 0], list[EngineError]()
+
+    def renew(replica: Replica) -> None:
+        async def run(on_ready: object) -> None:
+            other = 1 - replica.number
+            num_calls[replica.number] += 1
+            known = num_calls[other]
+            with anyio.move_on_after(0.2):
+                while num_calls[other] == known:
+                    await anyio.sleep(0.001)
+            raise EngineDeadError("it cannot be reached")
+
+        replica.supervisor = SimpleNamespace(  # type: ignore[assignment]
+            state="starting", run=run, failure=None, request_stop=lambda timeout: None
+        )
+
+    monkeypatch.setattr(Replica, "renew", renew)
+    monkeypatch.setattr(actorllm.fleet.fleet, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(actorllm.fleet.fleet, "AWAY_PAUSE_S", 0.01)
+    fleet = fleet_of_two(ended)
+    fleet._away_until = now()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as fleet._tasks:
+            for replica in fleet.replicas.values():
+                fleet._spawn(replica)
+            assert fleet._over is not None
+            await fleet._over.wait()
+            for replica in fleet.replicas.values():
+                replica.request_stop(1.0)
+    assert len(ended) == 1
+    fleet._board_file.close()
