@@ -358,8 +358,7 @@ class FleetAttachClient(AttachClient):
                 if (
                     self.dispatcher.waits and now() - lost_at > AWAY_TIMEOUT_S
                 ):  # the owner reaches it, and this program does not
-                    self.dispatcher.waits = False
-                    self.dispatcher.move_lost(replica, replica.frontend.surrender(), lost_at, error)
+                    self.dispatcher.give_up_wait(error)
                 logger.warning("replica %d is called again in %g s: %s", replica.number, pause_s, error)
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

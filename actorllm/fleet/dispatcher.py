@@ -514,6 +514,13 @@ class Dispatcher:
                 entries = source.frontend.surrender()
                 self.move_lost(source, entries, now(), EngineDeadError("no other replica of the engine runs"))
 
+    def give_up_wait(self, error: BaseException) -> None:
+        """None came back in time: what all of them had fails, or goes on elsewhere."""
+        self.waits = False
+        for source in self._replicas.values():
+            if source.is_lost:
+                self.move_lost(source, source.frontend.surrender(), now(), error)
+
     def forget(self, number: int) -> None:
         """The KV of a replica is gone; routers that remember what they sent there are told."""
         forget = getattr(self.router, "forget", None)

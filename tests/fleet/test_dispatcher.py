@@ -888,3 +888,21 @@ def test_a_node_that_is_told_to_end_takes_requests_while_there_is_no_other_repli
     assert [rid in leaving.known() for rid in submitted()] == [True]
     leaving.is_lost = True
     assert submitted() == [], "nothing says that it comes back"
+
+
+def test_what_waits_in_vain_fails_wherever_it_waits() -> None:
+    fleet, replicas = new_fleet(2)
+    mailboxes = [Mailbox() for _ in replicas]
+    submit = Submit(rid=0, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=9)
+    for replica, mailbox in zip(replicas, mailboxes, strict=True):
+        replica.frontend.submit(lambda rid: dataclasses.replace(submit, rid=rid), mailbox, lambda rid: None)
+    fleet.waits = True
+    for replica in replicas:
+        replica.is_lost = True
+        entries = replica.frontend.surrender()
+        replica.frontend = ReplicaFrontend(fleet.next_rid, lambda entries, error: None)
+        fleet.move_lost(replica, entries, now(), EngineDeadError("it is away"))
+    assert [mailbox.error for mailbox in mailboxes] == [None, None]
+    fleet.give_up_wait(EngineDeadError("none came back"))
+    assert [str(mailbox.error) for mailbox in mailboxes] == ["none came back"] * 2
+    assert fleet.num_open == 0
