@@ -63,7 +63,6 @@ class WeightFile(MemoryFile):
             OSError, ValueError
         ):  # no room for a mapping, or nothing to map: it is written to instead
             pages = mmap.mmap(self.fd, self.num_bytes)
-            pages.madvise(mmap.MADV_DONTFORK)
             self._pages = np.frombuffer(pages, np.uint8)
 
     def write(self, data: NDArray[np.uint8], at: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from actorllm.client.weight_memory import LEAST_BYTES, MAX_FILES, WeightFile, We
 from actorllm.errors import CorruptModelError
 from actorllm.model import memory
 from actorllm.model.updates.tensor_files import MappedTensors, TensorFile, file_of_tensors
+from tests import programs
 
 MANY = 4 * LEAST_BYTES
 
@@ -100,6 +102,32 @@ def test_no_mapping_of_kept_memory_outlives_it() -> None:
     assert num_mappings() == before
     lasting.close()
     weights.close()
+
+
+FORKED = """
+import mmap, os
+from actorllm.client.weight_memory import LEAST_BYTES, WeightMemory
+
+weights = WeightMemory()
+lasting = weights.new(64 * LEAST_BYTES)
+weights.new(16 * LEAST_BYTES).close()
+mapped = weights.new(16 * LEAST_BYTES)
+pid = os.fork()
+if not pid:
+    own = [mmap.mmap(-1, 16 * LEAST_BYTES) for _ in range(4)]
+    del mapped
+    for memory in own:
+        memory[0] = 1
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_that_drops_a_mapping_keeps_its_own_memory() -> None:
+    """Its own may lie where a mapping was that forks do not get, and would go with that one."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
+    done = programs.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 def test_what_is_being_written_is_not_read() -> None:
