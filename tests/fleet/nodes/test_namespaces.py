@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,34 @@ def cable() -> Iterator[dict[str, str]]:
         subprocess.run(["ip", "netns", "del", names["namespace"]], capture_output=True, check=False)
 
 
-@pytest.mark.slow(reason="a network that is slow, loses packets, and is cut")
-@pytest.mark.skipif(not is_allowed("unshare", "--net"), reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip, of iproute2")
-@pytest.mark.timeout(300)
-@pytest.mark.anyio
-async def test_streams_outlive_a_network(cable: dict[str, str], tmp_path: Path) -> None:
-    key = key_file(tmp_path)
+@pytest.fixture
+def disturbance(cable: dict[str, str]) -> tuple[str, ...]:
+    """Of the cable, for `tc qdisc add`."""
+    device = ("dev", cable["here"], "root")
+    command = (*device, "netem", "delay", "30ms", "10ms", "reorder", "20%", "loss", "3%")
+    added = subprocess.run(["tc", "qdisc", "add", *command], capture_output=True, text=True, check=False)
+    if added.returncode:
+        pytest.skip(f"this kernel has no netem, or refuses it: {added.stderr.strip()}")
+    assert does("tc", "qdisc", "del", *device)
+    return command
+
+
+def on_networks(test: Any) -> Any:
+    """Marks of a test whose agent is at the other end of the cable."""
+    for mark in (
+        pytest.mark.skipif(not is_allowed("unshare", "--net"), reason="network namespaces need root"),
+        pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip, of iproute2"),
+        pytest.mark.timeout(300),
+        pytest.mark.anyio,
+    ):
+        test = mark(test)
+    return test
+
+
+@contextlib.asynccontextmanager
+async def engine_over(cable: dict[str, str], folder: Path) -> AsyncIterator[tuple[AsyncLLM, Agent]]:
+    """One replica here, and one at the other end."""
+    key = key_file(folder)
     agent = Agent(key, prefix=("ip", "netns", "exec", cable["namespace"]), host="10.213.7.2")
     sizes = {"data_parallel_size": 2, "data_parallel_size_local": 1, "ready_replicas": 2}
     llm = AsyncLLM(
@@ -107,12 +129,29 @@ async def test_streams_outlive_a_network(cable: dict[str, str], tmp_path: Path) 
     try:
         await llm.start()
         await all_run(llm)
+        yield llm, agent
+    finally:
+        llm.shutdown()
+        agent.close()
+
+
+@pytest.mark.slow(reason="a network that is slow and loses packets")
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc, of iproute2")
+@on_networks
+async def test_streams_over_a_network_that_is_slow_loses_packets_and_swaps_them(
+    cable: dict[str, str], disturbance: tuple[str, ...], tmp_path: Path
+) -> None:
+    async with engine_over(cable, tmp_path) as (llm, _):
         undisturbed = await run_all(llm)
-        if shutil.which("tc") is not None:
-            bad = ["delay", "30ms", "10ms", "reorder", "20%", "loss", "3%"]
-            if does("tc", "qdisc", "add", "dev", cable["here"], "root", "netem", *bad):
-                assert_same(await run_all(llm), undisturbed)
-                assert does("tc", "qdisc", "del", "dev", cable["here"], "root")
+        assert does("tc", "qdisc", "add", *disturbance)
+        assert_same(await run_all(llm), undisturbed)
+
+
+@pytest.mark.slow(reason="a network that is cut")
+@on_networks
+async def test_streams_outlive_a_network(cable: dict[str, str], tmp_path: Path) -> None:
+    async with engine_over(cable, tmp_path) as (llm, agent):
+        undisturbed = await run_all(llm)
         before = moved(llm)
 
         async def cut() -> None:  # neither end is told
@@ -123,6 +162,3 @@ async def test_streams_outlive_a_network(cable: dict[str, str], tmp_path: Path) 
         assert does("ip", "link", "set", cable["here"], "up")
         await until(lambda: not agent.children)  # the other end has found the silence as well
         await all_run(llm)
-    finally:
-        llm.shutdown()
-        agent.close()
