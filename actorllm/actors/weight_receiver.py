@@ -19,7 +19,7 @@ import anyio
 from actorllm.actors.call_values import decode_value
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError, InvalidParameterError
+from actorllm.errors import EngineError, InvalidParameterError, copied, without_frames
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class TransferJob:
         self.is_over = False
         self._run = run
         self._answer: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._waiters: list[Callable[[], object]] = []
 
     def start(self) -> None:
@@ -47,8 +47,7 @@ class TransferJob:
         try:
             self._answer = self._run()
         except Exception as error:  # it is the answer to the scheduler, and the worker goes on
-            error.__traceback__ = None  # its frames hold tensors
-            self._error = error
+            self._error = without_frames(error)  # those of its causes hold tensors, too
         self.is_over = True
         for tell in self._waiters:
             tell()
@@ -61,7 +60,7 @@ class TransferJob:
             if not self.is_over:  # else the thread may not have seen this one
                 await done.wait()
         if self._error is not None:
-            raise self._error
+            raise copied(self._error)
         return self._answer
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from actorllm.actors.call_values import encode_value
 from actorllm.actors.weight_receiver import WeightReceiver
@@ -75,3 +77,23 @@ async def test_what_a_job_raises_is_its_answer() -> None:
     for _ in range(2):
         with pytest.raises(EngineError, match="this rank has met no trainer"):
             await receiver.answer("one", "receive", encode_value({"path": "/dev/null"}, "it"), has_loop=True)
+
+
+async def test_a_job_that_failed_keeps_no_tensor() -> None:
+    """It is kept until there is another one. What torch raised is the cause, with the frames in which that was."""
+    buffers: list[weakref.ref[torch.Tensor]] = []
+
+    class Failing(WeightReceiver):
+        def _leave(self) -> dict[str, Any]:
+            buffer = torch.empty(1)
+            buffers.append(weakref.ref(buffer))
+            try:
+                raise RuntimeError("the connection is closed")
+            except RuntimeError as error:
+                raise EngineError("the trainer has ended") from error
+
+    receiver = Failing(Config(), 0, None)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the trainer has ended"):
+            await receiver.answer("one", "leave", NOTHING, has_loop=True)
+    assert [buffer() for buffer in buffers] == [None]
