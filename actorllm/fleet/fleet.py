@@ -317,11 +317,12 @@ class Fleet:
             replica.renew()
             replica.is_lost = True  # until it starts
             with anyio.move_on_after(pause_s):
-                await events.is_stopping.wait()
+                await events.ends_pause.wait()
             is_awaited = self._away_until is not None and now() < self._away_until
             pause_s = min(2 * pause_s, AWAY_PAUSE_S if is_awaited else LONGEST_PAUSE_S)
             if replica.is_removed or self._is_over:
                 return
+            events.ends_pause = anyio.Event()
             replica.is_lost = False
 
     def _note_ready(self, replica: Replica) -> None:
@@ -372,6 +373,9 @@ class Fleet:
         if self._away_until is None and replica.has_run and replica.is_away:
             self._away_until = now() + AWAY_TIMEOUT_S
             logger.error("no replica runs; machines that are away are waited for, up to %g s", AWAY_TIMEOUT_S)
+            for one in self._replicas.values():  # a long pause may have begun before, and its machine be back by now
+                if one is not replica and one.is_lost and one.events is not None:
+                    one.events.ends_pause.set()
         has_time = bool(states & {"new", "starting"}) or (self._away_until is not None and now() < self._away_until)
         self.dispatcher.waits = self._away_until is not None and has_time
         return self.dispatcher.waits

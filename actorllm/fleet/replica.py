@@ -352,8 +352,8 @@ class ReplicaEvents:
     def __init__(self) -> None:
         self.is_settled = anyio.Event()
         """It has been ready, or has failed to start."""
-        self.is_stopping = anyio.Event()
-        """It is to end its pause between two lives, for there is no other life."""
+        self.ends_pause = anyio.Event()
+        """It is to end its pause between two lives, for there is no other life, or for its machine is needed now."""
         self.has_ended = anyio.Event()
 
 
@@ -494,7 +494,7 @@ class Replica:
         self.frontend.lives_on = False
         self.supervisor.request_stop(timeout)
         if self.events is not None:
-            self.events.is_stopping.set()
+            self.events.ends_pause.set()
 
     @property
     def num_blocks(self) -> int:

@@ -17,7 +17,7 @@ from actorllm import AsyncLLM, EngineConfig
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError
 from actorllm.fleet.fleet import Fleet
-from actorllm.fleet.replica import Replica
+from actorllm.fleet.replica import Replica, ReplicaEvents
 from tests.fleet.nodes.agents import Agent, key_file
 from tests.fleet.streams import PROMPTS, assert_same, params, run_all, until
 
@@ -217,4 +217,37 @@ async def test_calls_that_never_fail_while_no_other_is_under_way_end(monkeypatch
             for replica in fleet.replicas.values():
                 replica.request_stop(1.0)
     assert len(ended) == 1
+    fleet._board_file.close()
+
+
+async def test_a_node_in_a_long_pause_is_called_at_once_when_the_last_one_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_calls = 0
+
+    async def run(on_ready: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise EngineDeadError("it cannot be reached")
+
+    def renew(replica: Replica) -> None:
+        state = "running" if replica.number else "starting"
+        replica.supervisor = SimpleNamespace(  # type: ignore[assignment]
+            state=state, run=run, failure=None, request_stop=lambda timeout: None
+        )
+
+    monkeypatch.setattr(Replica, "renew", renew)
+    monkeypatch.setattr(Replica, "is_away", True)
+    monkeypatch.setattr(actorllm.fleet.fleet, "FIRST_PAUSE_S", 1000.0)
+    fleet = fleet_of_two([])
+    paused, silent = fleet.replicas[0], fleet.replicas[1]
+    silent.events, silent.has_run = ReplicaEvents(), True
+    async with anyio.create_task_group() as fleet._tasks:
+        fleet._spawn(paused)
+        await until(lambda: num_calls == 1 and paused.state == "lost")
+        await anyio.wait_all_tasks_blocked()
+        fleet._on_lost(silent, {}, EngineDeadError("the last one is away"))
+        await until(lambda: num_calls == 2)
+        fleet.request_stop()
+        paused.request_stop(1.0)
     fleet._board_file.close()
