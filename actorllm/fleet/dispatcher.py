@@ -511,6 +511,11 @@ class Dispatcher:
         self.waits = False
         for source in self._others_than(back):
             if not source.frontend.is_linked:
+                # What came meanwhile was in no step, and nothing can have died of it.
+                came = source.frontend.surrender(
+                    lambda entry: not entry.record.num_deaths and pin_of(entry.consumer) is None
+                )
+                self._rehome(source, came, None, is_trial=False)
                 entries = source.frontend.surrender()
                 self.move_lost(source, entries, now(), EngineDeadError("no other replica of the engine runs"))
 

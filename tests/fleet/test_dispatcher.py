@@ -906,3 +906,25 @@ def test_what_waits_in_vain_fails_wherever_it_waits() -> None:
     fleet.give_up_wait(EngineDeadError("none came back"))
     assert [str(mailbox.error) for mailbox in mailboxes] == ["none came back"] * 2
     assert fleet.num_open == 0
+
+
+def test_what_came_while_all_were_away_is_suspected_of_nothing() -> None:
+    fleet, (away, back) = new_fleet(2)
+    submit = Submit(rid=0, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=9)
+    rids: list[int] = []
+
+    def come(frontend: ReplicaFrontend) -> None:
+        frontend.submit(lambda rid: dataclasses.replace(submit, rid=rid), Mailbox(), rids.append)
+
+    come(away.frontend)
+    back.is_lost = away.is_lost = fleet.waits = True
+    entries = away.frontend.surrender()
+    for replica in (away, back):
+        replica.frontend = ReplicaFrontend(fleet.next_rid, lambda entries, error: None)
+    fleet.move_lost(away, entries, now(), EngineDeadError("it is away"))
+    come(away.frontend)
+    back.is_lost = False
+    back.connect()
+    fleet.end_wait(back)
+    known = back.known()
+    assert [known[rid].num_deaths for rid in rids] == [1, 0]
